@@ -1,0 +1,81 @@
+"""ds_trainer: a DeepSpeed-first framework for training large models.
+
+Public names are handed out lazily: ``import ds_trainer`` imports neither torch nor deepspeed, so that a command line
+can check a recipe and print an error within a second.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "CompiledConfig": "ds_trainer.config.compiled",
+    "ConfigError": "ds_trainer.utils.errors",
+    "DefaultFlowCallback": "ds_trainer.callbacks.defaults",
+    "ModelShape": "ds_trainer.planner.model_shape",
+    "ParallelLayout": "ds_trainer.parallel.layout",
+    "PrinterCallback": "ds_trainer.callbacks.defaults",
+    "ProgressCallback": "ds_trainer.callbacks.defaults",
+    "Recipe": "ds_trainer.arguments.recipe",
+    "RecordsCallback": "ds_trainer.callbacks.records",
+    "TrainOutput": "ds_trainer.training.train_loop",
+    "Trainer": "ds_trainer.training.trainer",
+    "TrainerCallback": "ds_trainer.callbacks.protocol",
+    "TrainerControl": "ds_trainer.callbacks.state",
+    "TrainerState": "ds_trainer.callbacks.state",
+    "TrainingArguments": "ds_trainer.arguments.training_arguments",
+    "compile_config": "ds_trainer.config.compiler",
+    "default_data_collator": "ds_trainer.data.collators",
+}
+
+__all__ = [
+    "CompiledConfig",
+    "ConfigError",
+    "DefaultFlowCallback",
+    "ModelShape",
+    "ParallelLayout",
+    "PrinterCallback",
+    "ProgressCallback",
+    "Recipe",
+    "RecordsCallback",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "__version__",
+    "compile_config",
+    "default_data_collator",
+]
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.recipe import Recipe
+    from ds_trainer.arguments.training_arguments import TrainingArguments
+    from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
+    from ds_trainer.callbacks.protocol import TrainerCallback
+    from ds_trainer.callbacks.records import RecordsCallback
+    from ds_trainer.callbacks.state import TrainerControl, TrainerState
+    from ds_trainer.config.compiled import CompiledConfig
+    from ds_trainer.config.compiler import compile_config
+    from ds_trainer.data.collators import default_data_collator
+    from ds_trainer.parallel.layout import ParallelLayout
+    from ds_trainer.planner.model_shape import ModelShape
+    from ds_trainer.training.train_loop import TrainOutput
+    from ds_trainer.training.trainer import Trainer
+    from ds_trainer.utils.errors import ConfigError
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ds_trainer' has no attribute '{name}'")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,306 @@
+"""Recipes: one YAML file that names the model, the data and the arguments of a training run.
+
+::
+
+    model:                      # one of the two
+      path: DIR                 #   a local directory with config.json and weights
+      architecture: {...}       #   a transformers config (model_type: llama, hidden_size: ...); random weights
+    data:        {...}          # DataSpec
+    arguments:   {...}          # fields of TrainingArguments
+    report:      {...}          # ReportSpec
+
+Any value can be replaced on the command line: ``--arguments.max_steps 20`` or ``--data.train=[a.txt,b.txt]``. Relative
+paths start from the working directory. Nothing here touches the model or the data; that a recipe reads does not mean
+that its files exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.arguments.typed import WrongType, read_as
+from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model: a local directory, or an architecture with random weights."""
+
+    path: str | None = None
+    architecture: dict[str, Any] | None = None
+
+    def problems(self) -> list[str]:
+        """What cannot work, one sentence each."""
+        if (self.path is None) == (self.architecture is None):
+            state = "both are given" if self.path is not None else "neither is given"
+            return [f"model: give either 'path' or 'architecture', but {state}."]
+        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
+            return ["model.architecture: 'model_type' is missing; name a transformers model type such as llama."]
+        return []
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Which text. ``train`` and ``eval`` are paths: files, directories, glob patterns or ``python-stdlib``.
+
+    Attributes:
+        train: what to train on.
+        eval: what to evaluate on; files that are named here are never trained on.
+        held_out_every: instead of ``eval``: every N-th document of ``train`` (a file of plain text, a record
+            elsewhere; in order of path, beginning with the first) is held out for evaluation.
+        format: ``auto`` goes by directory contents and file names.
+        text_key: key (jsonl) or column (parquet, dataset) that holds the text.
+        file_pattern: which files of a directory; default: all, of ``python-stdlib`` ``*.py``.
+        exclude: patterns; leaves out a file when one matches its path below the directory or any part of it.
+        tokenizer: ``bytes`` (a token is a byte) or a directory with a Hugging Face tokenizer.
+        sequence_length: tokens of one sample.
+    """
+
+    train: tuple[str, ...] = ()
+    eval: tuple[str, ...] = ()
+    held_out_every: int | None = None
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
+    text_key: str = "text"
+    file_pattern: str | None = None
+    exclude: tuple[str, ...] = ()
+    tokenizer: str = "bytes"
+    sequence_length: int = 0
+
+    def problems(self) -> list[str]:
+        """What cannot work, one sentence each."""
+        problems = []
+        if not self.train:
+            problems.append("data.train is missing; name files, directories or 'python-stdlib' to train on.")
+        if self.eval and self.held_out_every is not None:
+            problems.append(
+                f"data: 'eval' ({', '.join(self.eval)}) and 'held_out_every' ({self.held_out_every}) both say what to "
+                "evaluate on; remove one."
+            )
+        if self.held_out_every is not None and self.held_out_every < 2:
+            problems.append(f"data.held_out_every={self.held_out_every} must be 2 or more.")
+        if self.sequence_length == 0:
+            problems.append("data.sequence_length is missing; give the number of tokens of one sample.")
+        elif self.sequence_length < 2:
+            problems.append(f"data.sequence_length={self.sequence_length} must be 2 or more.")
+        return problems
+
+
+@dataclass(frozen=True)
+class ReportSpec:
+    """What is reported after training.
+
+    Attributes:
+        compression_baselines: compress the evaluation text with gzip -9 and xz -9 and set them beside the model.
+        sample_prompt: beginning of the generated sample.
+        sample_tokens: length of the generated sample; 0 generates none.
+        sample_temperature: 0 takes the likeliest token every time.
+    """
+
+    compression_baselines: bool = True
+    sample_prompt: str = ""
+    sample_tokens: int = 200
+    sample_temperature: float = 0.8
+
+    def problems(self) -> list[str]:
+        """What cannot work, one sentence each."""
+        return [
+            f"report.{name}={getattr(self, name)} must not be negative."
+            for name in ("sample_tokens", "sample_temperature")
+            if not getattr(self, name) >= 0
+        ]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A complete recipe.
+
+    ``arguments`` holds the given fields only; :meth:`training_arguments` fills in the rest. ``origins`` has the place
+    of every given key, by its dotted name.
+    """
+
+    model: ModelSpec
+    data: DataSpec
+    arguments: dict[str, Any] = field(default_factory=dict)
+    report: ReportSpec = ReportSpec()
+    path: str = ""
+    origins: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def where(self, key: str) -> str:
+        """Where the value of a dotted ``key`` was given: ``file:line``, ``command line``, or the recipe as a whole."""
+        return self.origins.get(key, self.path or "the recipe")
+
+    def training_arguments(self) -> TrainingArguments:
+        """The recipe's arguments with the defaults of everything that it does not name."""
+        return TrainingArguments(**self.arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The four sections as plain values, ready for JSON."""
+        return {section: dataclasses.asdict(self)[section] for section in SECTIONS}
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "arguments": TrainingArguments,
+    "report": ReportSpec,
+}
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe in ``path`` with ``overrides`` (command-line words: ``--a.b value`` or ``--a.b=value``).
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it or in ``overrides`` cannot work; all problems at once,
+            each with its place (``file:line`` or ``command line``).
+    """
+    name = os.fspath(path)
+    root, problems = read_yaml(_read_file(name), name)
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
+    problems += _apply_overrides(root.value, overrides)
+
+    for key, section in root.value.items():
+        if key not in SECTIONS:
+            problems.append(_unknown_key(section.where, key, "", SECTIONS))
+    values: dict[str, dict[str, Any]] = {}
+    readable = set()  # a section with a wrong key or type would only be blamed again for what is then missing
+    for key in SECTIONS:
+        before = len(problems)
+        values[key] = _read_section(key, root.value.get(key), problems)
+        if len(problems) == before:
+            readable.add(key)
+
+    model, data, report = ModelSpec(**values["model"]), DataSpec(**values["data"]), ReportSpec(**values["report"])
+    for key, spec in (("model", model), ("data", data), ("report", report)):
+        if key in readable:
+            problems += [f"{name}: {problem}" for problem in spec.problems()]
+    origins = dict(_origins(root.value, ""))
+    recipe = Recipe(model, data, values["arguments"], report, path=name, origins=origins)
+    try:
+        recipe.training_arguments()
+    except ConfigError as error:
+        problems += [_with_place(problem, root.value.get("arguments"), name) for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def _read_file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"The recipe {name!r} does not exist.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The recipe {name!r} is not UTF-8 text (byte {error.start}); is it a YAML file?") from None
+    except OSError as error:
+        raise ConfigError(f"The recipe {name!r} cannot be read: {error.strerror}.") from None
+
+
+def _apply_overrides(root: dict[str, Located], words: Sequence[str]) -> list[str]:
+    """Put the values of the command line into the tree ``root``; gives the problems."""
+    problems = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("--") or word == "--":
+            problems.append(f"command line: {word!r} is not understood; write --section.key value.")
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if position == len(words) or words[position].startswith("--"):
+                problems.append(f"command line: --{key} needs a value: --{key} VALUE (or --{key}=VALUE).")
+                continue
+            text = words[position]
+            position += 1
+        problems += _set(root, key, text)
+    return problems
+
+
+def _set(root: dict[str, Located], dotted: str, text: str) -> list[str]:
+    keys = dotted.split(".")
+    if keys[0] not in SECTIONS:
+        full_names = [f"--{section}.{name}" for section, spec in SECTIONS.items() for name in _hints(spec)]
+        same_name = [full for full in full_names if full.endswith(f".{dotted}")]
+        hint = f" Did you mean '{same_name[0]}'?" if same_name else did_you_mean(f"--{dotted}", full_names)
+        return [f"command line: unknown key '--{dotted}'.{hint or _valid(SECTIONS)}"]
+    if len(keys) == 1:
+        return [f"command line: '{dotted}' is a section; name a key of it, as in --{dotted}.KEY VALUE."]
+    inside = root
+    for depth, key in enumerate(keys[:-1], 1):
+        entry = inside.get(key)
+        if entry is None or entry.value is None:
+            entry = inside[key] = Located({}, "command line")
+        if not isinstance(entry.value, dict):
+            above = ".".join(keys[:depth])
+            return [f"command line: '--{dotted}' cannot be set, {above} is {entry.plain()!r} ({entry.where})."]
+        inside = entry.value
+    inside[keys[-1]] = read_command_line_value(text)
+    return []
+
+
+def _read_section(section: str, located: Located | None, problems: list[str]) -> dict[str, Any]:
+    """The given fields of one section, each read by its type; what does not fit goes to ``problems``."""
+    if located is None or located.value is None:
+        return {}
+    if not isinstance(located.value, dict):
+        problems.append(f"{located.where}: {section} must be a mapping, got {located.plain()!r}.")
+        return {}
+    hints = _hints(SECTIONS[section])
+    values: dict[str, Any] = {}
+    for key, entry in located.value.items():
+        if key not in hints:
+            problems.append(_unknown_key(entry.where, key, section, hints))
+            continue
+        try:
+            values[key] = read_as(entry, hints[key])
+        except WrongType as error:
+            problems.append(f"{entry.where}: {section}.{key}: {error}.")
+    return values
+
+
+def _origins(entries: dict[str, Located], above: str) -> typing.Iterator[tuple[str, str]]:
+    """``(dotted key, place)`` of everything below ``above``."""
+    for key, entry in entries.items():
+        yield above + key, entry.where
+        if isinstance(entry.value, dict):
+            yield from _origins(entry.value, f"{above}{key}.")
+
+
+def _hints(spec: type) -> dict[str, Any]:
+    """Type hints of the fields of a dataclass, in order of definition."""
+    hints = typing.get_type_hints(spec)
+    return {item.name: hints[item.name] for item in dataclasses.fields(spec)}
+
+
+def _unknown_key(where: str, key: str, section: str, valid: typing.Iterable[str]) -> str:
+    valid = list(valid)
+    full = f"{section}.{key}" if section else key
+    elsewhere = [other for other, spec in SECTIONS.items() if other != section and key in _hints(spec)]
+    hint = did_you_mean(key, valid)
+    if not hint and elsewhere:
+        hint = f" It belongs to the section '{elsewhere[0]}'."
+    return f"{where}: unknown key '{full}'.{hint or _valid(valid)}"
+
+
+def _valid(names: typing.Iterable[str]) -> str:
+    names = list(names)
+    listed = ", ".join(names) if len(names) <= 12 else f"the fields of TrainingArguments, {len(names)} in all"
+    return f" Valid keys: {listed}."
+
+
+def _with_place(problem: str, arguments: Located | None, name: str) -> str:
+    """``problem`` of TrainingArguments (``field=value ...``) with the place where that field was given."""
+    match = re.match(r"(\w+)=", problem)
+    given = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
+    where = given[match.group(1)].where if match and match.group(1) in given else name
+    return f"{where}: arguments: {problem}"

@@ -1,0 +1,175 @@
+"""YAML that remembers where every value stands, without the guesses of YAML 1.1.
+
+PyYAML follows YAML 1.1, in which ``no`` is a bool, ``010`` is eight, ``12:30`` is 750 and ``1e-3`` is a string. Recipes
+are read by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): plain ``null``/``~``,
+``true``/``false``, decimal integers and floats have those types, everything else is a string. The text itself is kept
+too, so that a field with a declared type can read it by that type (:mod:`ds_trainer.arguments.typed`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ds_trainer.utils.errors import ConfigError
+
+_PREFIX = "tag:yaml.org,2002:"
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's parser with the implicit types of YAML 1.2's core schema only. Only ``compose`` is used of it."""
+
+
+_CoreLoader.yaml_implicit_resolvers = {}  # instead of those inherited
+
+for _tag, _pattern, _first in (
+    ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
+    ("int", r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    ("float", rf"(?:{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", list("-+.0123456789")),
+):
+    _CoreLoader.add_implicit_resolver(_PREFIX + _tag, re.compile(rf"^{_pattern}$"), _first)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value and where it was written.
+
+    ``value`` is None, bool, int, float, str, a ``list[Located]`` or a ``dict[str, Located]``. ``where`` is
+    ``file:line`` or ``command line``. ``text`` is what was typed, for a scalar without quotes (and for everything on
+    the command line); None otherwise.
+    """
+
+    value: Any
+    where: str
+    text: str | None = None
+
+    def plain(self) -> Any:
+        """The value without positions, all the way down."""
+        if isinstance(self.value, dict):
+            return {key: entry.plain() for key, entry in self.value.items()}
+        if isinstance(self.value, list):
+            return [entry.plain() for entry in self.value]
+        return self.value
+
+
+def read_yaml(text: str, name: str) -> tuple[Located, list[str]]:
+    """The one document in ``text`` and the problems found on the way (duplicate keys, foreign tags).
+
+    ``name`` is the file's name for the positions. An empty document is an empty mapping.
+
+    Raises:
+        ConfigError: the text is not YAML at all; nothing can be said about the rest of it.
+    """
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{name}{line}: not valid YAML: {_reason(error)}") from error
+    except yaml.YAMLError as error:  # a character that YAML forbids; the message names its position
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    if node is None:
+        return Located({}, f"{name}:1"), []
+    problems: list[str] = []
+    return _located(node, name, problems, ()), problems
+
+
+def read_command_line_value(text: str) -> Located:
+    """One value from the command line: YAML where it is YAML (``[a, b]``, ``1e-3``), else the text as it stands."""
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except yaml.YAMLError:
+        node = None  # for instance "def f(x" as a prompt: no YAML, so it is meant as it stands
+    problems: list[str] = []
+    value = _located(node, "", problems, ()) if node is not None else None
+    if value is None or problems:
+        return Located(text, "command line", text)
+    quoted = isinstance(value.value, str) and value.text is None
+    return _moved(value, None if quoted else text)
+
+
+def _moved(located: Located, text: str | None) -> Located:
+    """``located`` with every position replaced by the command line."""
+    value = located.value
+    if isinstance(value, dict):
+        value = {key: _moved(entry, entry.text) for key, entry in value.items()}
+    elif isinstance(value, list):
+        value = [_moved(entry, entry.text) for entry in value]
+    return Located(value, "command line", text)
+
+
+def _located(node: yaml.Node, name: str, problems: list[str], above: tuple[yaml.Node, ...]) -> Located:
+    where = f"{name}:{node.start_mark.line + 1}"
+    if any(node is ancestor for ancestor in above):
+        problems.append(f"{where}: an alias refers to the value that it is a part of.")
+        return Located(None, where)
+    below = (*above, node)
+    if isinstance(node, yaml.SequenceNode):
+        return Located([_located(entry, name, problems, below) for entry in node.value], where)
+    if isinstance(node, yaml.MappingNode):
+        return Located(_mapping(node, name, problems, below), where)
+    assert isinstance(node, yaml.ScalarNode)  # there are three kinds of nodes
+    kind = node.tag.removeprefix(_PREFIX)
+    if kind not in ("null", "bool", "int", "float", "str"):
+        problems.append(f"{where}: the tag {node.tag!r} is not used in recipes; write the value without it.")
+        kind = "str"
+    try:
+        return Located(_scalar(kind, node.value), where, node.value if node.style is None else None)
+    except ValueError:  # only an explicit tag such as !!int on other text comes here
+        problems.append(f"{where}: {node.value!r} is no {kind}.")
+        return Located(None, where)
+
+
+def _mapping(
+    node: yaml.MappingNode, name: str, problems: list[str], below: tuple[yaml.Node, ...]
+) -> dict[str, Located]:
+    entries: dict[str, Located] = {}
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"{name}:{line}: a key must be a word, not a list or a mapping.")
+            continue
+        key = str(key_node.value)
+        if key in lines:
+            problems.append(f"{name}:{line}: duplicate key {key!r}, first given in line {lines[key]}; remove one.")
+            continue
+        lines[key] = line
+        value = _located(value_node, name, problems, below)
+        # The key's line is where a reader looks, also when the value is a block that begins below it.
+        entries[key] = Located(value.value, f"{name}:{line}", value.text)
+    return entries
+
+
+def _scalar(kind: str, text: str) -> Any:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text.replace("_", ""), 10)
+    if kind == "float":
+        return parse_float(text)
+    return text
+
+
+def parse_float(text: str) -> float:
+    """A float as YAML writes it: ``1e-3``, ``.5``, ``1_000.0``, ``.inf``, ``-.inf``, ``.nan``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    special = re.fullmatch(r"([-+]?)\.(inf|nan)", text.lower())
+    return float("".join(special.groups())) if special else float(text.replace("_", ""))
+
+
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    parts = [part for part in (error.context, error.problem) if part]
+    return ", ".join(parts) + "."

@@ -1,0 +1,317 @@
+"""The events of a run, the base class of those who listen to them, and the handler that calls the listeners.
+
+Names and signatures are those of transformers, so that a callback written for its Trainer works here as it is. The
+order of events, as pseudo-code of the loop::
+
+    on_init_end                                        # Trainer.__init__ is done
+    on_train_begin                                     # resets should_training_stop
+    for each epoch:
+        on_epoch_begin                                 # resets should_epoch_stop
+        for each optimizer step:
+            on_step_begin                              # resets should_log, should_evaluate, should_save
+            for each micro-batch but the last:
+                forward, backward
+                on_substep_end
+            forward, backward of the last one
+            on_pre_optimizer_step
+            clip, update weights, clear gradients      # one call of the engine
+            on_optimizer_step
+            state.global_step += 1
+            on_step_end                                # DefaultFlowCallback decides here
+            ACT
+            if should_epoch_stop or should_training_stop: leave the epoch
+        on_epoch_end                                   # ... and here
+        ACT
+        if should_training_stop: leave
+    on_log                                             # the summary of the run: train_runtime, train_loss, ...
+    on_train_end
+
+    ACT:    if should_log:       on_log                # loss, learning_rate, grad_norm, ...
+            if should_evaluate:  for each batch: on_prediction_step
+                                 on_log                # eval_loss, ...
+                                 on_evaluate
+            if should_save:      write the checkpoint
+                                 on_save
+
+    Trainer.predict:    for each batch: on_prediction_step; on_predict
+    on_push_begin       before a model is uploaded to a hub
+
+Two things differ from a loop without DeepSpeed: gradients are clipped inside the engine's step, hence *after*
+``on_pre_optimizer_step``, and they are gone at ``on_optimizer_step``. Every rank runs every callback; one that does
+something once for the whole run asks ``state.is_world_process_zero``, and one that steers must decide alike on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger("callbacks.protocol")
+
+
+class TrainerCallback:
+    """Base class of callbacks: every event, doing nothing. Override those that matter to you.
+
+    Every event receives ``args`` (the training arguments), ``state``, ``control``, and by keyword ``model``,
+    ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``eval_dataloader``, with
+    ``logs`` (``on_log``) or ``metrics`` (``on_evaluate``, ``on_predict``): name those that you need and end the
+    signature with ``**kwargs``. An event may change ``control`` in place, or return another one; None keeps it.
+    """
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """The trainer has been constructed."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Training begins; ``state.global_step`` is above 0 if it was resumed."""
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Training has ended, after its last log and checkpoint."""
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An epoch begins."""
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An epoch has ended."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An optimizer step begins, before its first micro-batch."""
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """All gradients of the step are there, not yet clipped; the weights are the old ones."""
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """The weights have been updated; ``state.global_step`` does not count the step yet."""
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A micro-batch is done that is not the last one of its optimizer step."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An optimizer step is done and counted."""
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An evaluation is done; its results are in ``metrics``."""
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any) -> Any:
+        """A prediction is done; its results are in ``metrics``."""
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A checkpoint has been written."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Something was logged: ``logs``."""
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """One batch of an evaluation or a prediction is done."""
+
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """The model is about to be uploaded to a hub."""
+
+
+EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+"""The names of all events."""
+
+Listener = Callable[..., Any]
+
+
+class CallbackHandler:
+    """Holds the callbacks of a trainer and calls those that listen to an event, in the order in which they came.
+
+    ``callbacks`` are classes or instances. The trainer sets ``model``, ``optimizer``, ``lr_scheduler`` and the two
+    loaders as soon as it has them; every event hands them on.
+
+    An event that no callback overrides costs one comparison of lists: who listens is looked up once and kept.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[Any],
+        model: Any = None,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+    ) -> None:
+        self.callbacks: list[Any] = []
+        self.model = model
+        self.processing_class = processing_class
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
+        self._listeners: dict[str, list[Listener]] = {}
+        self._listeners_of: list[Any] = []
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, or one made from a class. A second one of the same class is added with a warning.
+
+        Raises:
+            ConfigError: it has no event method at all.
+        """
+        instance = callback() if isinstance(callback, type) else callback
+        if not any(callable(getattr(instance, event, None)) for event in EVENTS):
+            raise ConfigError(
+                f"{instance!r} is no callback: it has none of the event methods ({', '.join(EVENTS)})."
+                " Let its class inherit ds_trainer.TrainerCallback."
+            )
+        if type(instance) in [type(other) for other in self.callbacks]:
+            logger.warning(
+                "there is already a %s among the callbacks; now there are two. All of them:\n%s",
+                type(instance).__name__,
+                self.callback_list,
+            )
+        self.callbacks.append(instance)
+        self._forget_listeners()
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback and return it: this instance, or the first one of this class. None if there is none."""
+        for index, candidate in enumerate(self.callbacks):
+            matches = isinstance(candidate, callback) if isinstance(callback, type) else candidate == callback
+            if matches:
+                self._forget_listeners()
+                return self.callbacks.pop(index)
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove this instance, or the first one of this class.
+
+        Raises:
+            ConfigError: the instance is not among the callbacks. (A class of which there is none is no error.)
+        """
+        if self.pop_callback(callback) is None and not isinstance(callback, type):
+            raise ConfigError(
+                f"{callback!r} is not among the callbacks and cannot be removed. These are:\n{self.callback_list}"
+            )
+
+    @property
+    def callback_list(self) -> str:
+        """The class names of all callbacks, one a line."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_init_end", args, state, control)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        self._forget_listeners()  # a method may have been replaced on an instance since the last look
+        if not any(_named(callback, "DefaultFlowCallback") for callback in self.callbacks):
+            logger.warning(
+                "no DefaultFlowCallback among the callbacks: nothing will log, evaluate, save or stop at max_steps"
+                " unless another callback asks for it. Callbacks:\n%s",
+                self.callback_list,
+            )
+        control._new_training()
+        return self.call_event("on_train_begin", args, state, control)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_train_end", args, state, control)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        control._new_epoch()
+        return self.call_event("on_epoch_begin", args, state, control)
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_epoch_end", args, state, control)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        control._new_step()
+        return self.call_event("on_step_begin", args, state, control)
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_pre_optimizer_step", args, state, control)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_optimizer_step", args, state, control)
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_substep_end", args, state, control)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_step_end", args, state, control)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any) -> TrainerControl:
+        control.should_evaluate = False
+        return self.call_event("on_evaluate", args, state, control, metrics=metrics)
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any) -> TrainerControl:
+        return self.call_event("on_predict", args, state, control, metrics=metrics)
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        control.should_save = False
+        return self.call_event("on_save", args, state, control)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any) -> TrainerControl:
+        control.should_log = False
+        return self.call_event("on_log", args, state, control, logs=logs)
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_prediction_step", args, state, control)
+
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        return self.call_event("on_push_begin", args, state, control)
+
+    def call_event(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call every listener to ``event``; the control as the last of them left it.
+
+        ``event`` may be one of :data:`EVENTS` or a name of your own: callbacks without such a method are passed over.
+        """
+        # Comparing identical elements is one pointer comparison each; it notices a list that others have changed.
+        if self.callbacks != self._listeners_of:
+            self._forget_listeners()
+        listeners = self._listeners.get(event)
+        if listeners is None:
+            listeners = self._listeners[event] = _listeners(self.callbacks, event)
+        for listener in listeners:
+            result = listener(
+                args,
+                state,
+                control,
+                model=self.model,
+                processing_class=self.processing_class,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                train_dataloader=self.train_dataloader,
+                eval_dataloader=self.eval_dataloader,
+                **kwargs,
+            )
+            if result is not None:
+                control = result
+        return control
+
+    def _forget_listeners(self) -> None:
+        self._listeners = {}
+        self._listeners_of = list(self.callbacks)
+
+
+def _listeners(callbacks: Iterable[Any], event: str) -> list[Listener]:
+    """The bound methods for ``event`` of those callbacks that override it."""
+    found: list[Listener] = []
+    for callback in callbacks:
+        method = getattr(callback, event, None)
+        if callable(method) and getattr(method, "__func__", method) not in _no_ops(callback, event):
+            found.append(method)
+    return found
+
+
+def _no_ops(callback: Any, event: str) -> list[Any]:
+    """The empty methods for ``event`` that ``callback`` may have inherited: ours, and that of transformers.
+
+    transformers is not imported for it: a callback that inherits from it has brought the class along.
+    """
+    return [
+        vars(base)[event]
+        for base in type(callback).__mro__
+        if (base is TrainerCallback or (base.__module__, base.__name__) == _TRANSFORMERS_BASE) and event in vars(base)
+    ]
+
+
+_TRANSFORMERS_BASE = ("transformers.trainer_callback", "TrainerCallback")
+
+
+def _named(callback: Any, name: str) -> bool:
+    return any(base.__name__ == name for base in type(callback).__mro__)

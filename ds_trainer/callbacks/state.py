@@ -1,0 +1,217 @@
+"""What callbacks see and what they steer with: :class:`TrainerState`, :class:`TrainerControl`.
+
+Fields and file format are those that users of transformers know: a ``trainer_state.json`` of either side is readable
+by the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.monitor.records import plain
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger("callbacks.state")
+
+
+class ExportableState:
+    """Mixin of a callback whose memory belongs into the checkpoint (an early-stopping counter, say).
+
+    :meth:`state` returns ``{"args": {...}, "attributes": {...}}``: what the constructor takes, and what has changed
+    since. Everything in it must be plain JSON. Objects of other libraries with the same two methods count as well.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """The memory of this object as plain data."""
+        raise NotImplementedError(f"{type(self).__name__} must define state() to be kept in a checkpoint")
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Any:
+        """A new object with that memory."""
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
+
+
+def is_exportable(candidate: Any) -> bool:
+    """Whether ``candidate`` can be kept in a checkpoint: it has ``state`` and ``from_state``."""
+    return callable(getattr(candidate, "state", None)) and callable(getattr(candidate, "from_state", None))
+
+
+def export_states(objects: Iterable[Any]) -> dict[str, Any]:
+    """The memory of all exportable ones of ``objects``: class name to state, or to a list if a class occurs twice."""
+    exported: dict[str, Any] = {}
+    for candidate in objects:
+        if not is_exportable(candidate):
+            continue
+        name, state = type(candidate).__name__, candidate.state()
+        if name not in exported:
+            exported[name] = state
+        elif isinstance(exported[name], list):
+            exported[name].append(state)
+        else:
+            exported[name] = [exported[name], state]
+    return exported
+
+
+def restore_states(objects: Iterable[Any], states: Mapping[str, Any], *, include_arguments: bool = False) -> None:
+    """Give ``objects`` the memory that :func:`export_states` took, matched by class name and order, in place.
+
+    What has changed during the run (``"attributes"``) is restored; what the constructor was given (``"args"``) stays
+    as it is now, unless ``include_arguments``. States that no object claims are named in a warning.
+    """
+    waiting = {name: list(state) if isinstance(state, list) else [state] for name, state in states.items()}
+    for candidate in objects:
+        name = type(candidate).__name__
+        if not is_exportable(candidate) or not waiting.get(name):
+            continue
+        state = waiting[name].pop(0)
+        if include_arguments:
+            vars(candidate).update(vars(candidate.from_state(state)))
+            continue
+        for attribute, value in state.get("attributes", {}).items():
+            setattr(candidate, attribute, value)
+    unclaimed = [name for name, left in waiting.items() if left]
+    if unclaimed:
+        logger.warning(
+            "the checkpoint holds the state of callbacks that this run does not have; it is ignored: %s",
+            ", ".join(unclaimed),
+        )
+
+
+@dataclass
+class TrainerState:
+    """Where the run stands; saved as ``trainer_state.json``. A step is an optimizer step of any number of batches."""
+
+    epoch: float = 0
+    """Epochs completed; the fraction is the part of the current one."""
+    global_step: int = 0
+    """Optimizer steps completed."""
+    max_steps: int = 0
+    """Optimizer steps after which the run ends."""
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    """Samples of one micro-batch on one device."""
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    """Every log event, oldest first, each with its ``step``."""
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    """This process is the first of its machine. In a file: that of the process which wrote it; set it after loading."""
+    is_world_process_zero: bool = True
+    """This process is the first of all. In a file: that of the process which wrote it; set it after loading."""
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+    """Result of :func:`export_states`. The constructor also takes the callbacks themselves."""
+
+    def __post_init__(self) -> None:
+        if self.log_history is None:
+            self.log_history = []
+        if self.stateful_callbacks is None:
+            self.stateful_callbacks = {}
+        elif not isinstance(self.stateful_callbacks, dict):
+            callbacks = list(self.stateful_callbacks)
+            for callback in callbacks:
+                if not is_exportable(callback):
+                    raise ConfigError(
+                        f"stateful_callbacks holds a {type(callback).__name__}, which has no state() and from_state()."
+                        " Let it inherit ExportableState, or leave it out."
+                    )
+            self.stateful_callbacks = export_states(callbacks)
+
+    def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
+        """Write all fields to ``json_path``, atomically. Scalars of torch and numpy become numbers."""
+        values = {item.name: plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        write_text_atomic(json_path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
+        """The state that :meth:`save_to_json` wrote.
+
+        Keys that this version does not know are left out, with a warning that names them.
+
+        Raises:
+            ConfigError: there is no such file, or it does not hold a trainer state.
+        """
+        remedy = "Name another checkpoint to resume from."
+        try:
+            values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"There is no trainer state at {json_path}. {remedy}") from None
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ConfigError(f"{json_path} is not a trainer state: {error}. {remedy}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{json_path} holds a JSON {type(values).__name__}, not a trainer state. {remedy}")
+        known = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            logger.warning("%s: keys that this version does not know are ignored: %s", json_path, ", ".join(unknown))
+        values = {name: value for name, value in values.items() if name in known}
+        for name in ("global_step", "max_steps"):
+            value = values.get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{json_path}: {name} is {value!r}, not a number of steps. {remedy}")
+        return cls(**values)
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Take ``logging_steps``, ``eval_steps`` and ``save_steps`` from ``args`` as whole numbers of steps.
+
+        A value below 1 is a fraction of ``max_steps``, rounded up. None leaves the field as it is.
+        """
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            value = getattr(args, name, None)
+            if value is None:
+                continue
+            if 0 < value < 1:
+                # 0.07 of 100 is 7, although 100 * 0.07 is a little more than 7 in binary
+                value = max(1, math.ceil(max_steps * value - 1e-9))
+            setattr(self, name, int(value))
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """Switches by which callbacks steer the loop: they set them, the loop acts on them at the next point to act."""
+
+    should_training_stop: bool = False
+    """End the run after this step. Reset when a training begins."""
+    should_epoch_stop: bool = False
+    """Go on with the next epoch after this step. Reset when an epoch begins."""
+    should_save: bool = False
+    """Save a checkpoint. Reset when a step begins, and once saved."""
+    should_evaluate: bool = False
+    """Evaluate. Reset when a step begins, and once evaluated."""
+    should_log: bool = False
+    """Log. Reset when a step begins, and once logged."""
+
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = False
+        self.should_evaluate = False
+        self.should_log = False
+
+    def state(self) -> dict[str, Any]:
+        """All switches; :meth:`from_state` makes an equal object."""
+        return {"args": dataclasses.asdict(self), "attributes": {}}

@@ -1,0 +1,1 @@
+"""What is kept: weights for users, checkpoints for resuming."""

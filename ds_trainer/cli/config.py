@@ -1,0 +1,64 @@
+"""``ds-trainer config``: what DeepSpeed would be told, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_trainer.arguments.recipe import Recipe, load_recipe
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json
+
+HELP = "print the DeepSpeed JSON of a recipe"
+DESCRIPTION = """Compile a recipe's arguments into the DeepSpeed configuration and print it as JSON. Nothing is started,
+no data is read. --explain prints where every value comes from instead."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's own words; all others are overrides of the recipe."""
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: WORLD_SIZE, or 1")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this machine has")
+    parser.add_argument("--explain", action="store_true", help="a table of all values with their origins, not JSON")
+    parser.usage = "ds-trainer config RECIPE [--world-size N] [--device cpu|cuda] [--explain] [--section.key value ...]"
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the configuration; gives the exit code."""
+    recipe = load_recipe(options.recipe, overrides)
+    args = recipe.training_arguments()
+    layout = ParallelLayout(
+        options.world_size if options.world_size is not None else args.world_size,
+        tp=args.tensor_parallel_size,
+        cp=args.context_parallel_size,
+        sp=args.sequence_parallel_size,
+    )
+    compiled = compile_config(args, layout, model_shape(recipe), options.device or args.device_type)
+    print(compiled.explain() if options.explain else compiled.to_json())
+    return 0
+
+
+def model_shape(recipe: Recipe) -> ModelShape:
+    """The shape of the recipe's model, read without transformers (seconds to import) where that is possible.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    if recipe.model.path is not None:
+        path = Path(recipe.model.path).expanduser() / "config.json"
+        try:
+            return ModelShape.from_config(read_json(path), source=str(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{recipe.where('model.path')}: model.path: {path} cannot be read: {error}") from error
+    shape = ModelShape.from_config(recipe.model.architecture or {}, source="model.architecture")
+    if shape.hidden_size is not None:
+        return shape
+    # The width is the architecture's default, or its key is misspelt: transformers knows both.
+    from ds_trainer.data.tokenizer import load_tokenizer
+    from ds_trainer.training.language_model import language_model_config
+
+    return ModelShape.from_config(language_model_config(recipe, load_tokenizer(recipe.data.tokenizer)))

@@ -1,0 +1,99 @@
+"""``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
+
+Exit codes: 0 done, 2 the request cannot work (a message on stderr, no traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import ds_trainer
+from ds_trainer.cli import config, train
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+SUBCOMMANDS = {"train": train, "config": config}
+# How long a rank lets the main process speak first: launchers end the other ranks as soon as one of them fails.
+_PATIENCE_SECONDS = 3.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``ds-trainer`` with ``arguments`` (default: those of the process); gives the exit code."""
+    words = without_local_rank(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        return _run(words)
+    except ConfigError as error:
+        print_error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        print_error("interrupted.")
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+        return 0
+
+
+def without_local_rank(words: Sequence[str]) -> list[str]:
+    """``words`` without ``--local_rank=N``, which the ``deepspeed`` launcher puts before them.
+
+    The launcher says the same through LOCAL_RANK in the environment, where the engine reads it.
+    """
+    return [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``words`` without, and the words of, overrides of the recipe: ``--a.b value`` and ``--a.b=value``."""
+    others: list[str] = []
+    overrides: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        is_override = word.startswith("--") and "." in word.partition("=")[0]
+        takes_next = is_override and "=" not in word and position + 1 < len(words)
+        takes_next = takes_next and not words[position + 1].startswith("--")
+        size = 2 if takes_next else 1
+        (overrides if is_override else others).extend(words[position : position + size])
+        position += size
+    return others, overrides
+
+
+def print_error(message: str) -> None:
+    """One message on stderr for the whole job: other ranks wait a moment, so that rank 0 can speak for all.
+
+    A rank whose error nobody else has is still heard, with its number.
+    """
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    if rank == 0:
+        print(f"ds-trainer: {message}", file=sys.stderr, flush=True)
+        return
+    time.sleep(_PATIENCE_SECONDS)
+    print(f"ds-trainer (rank {rank}): {message}", file=sys.stderr, flush=True)
+
+
+def _run(words: list[str]) -> int:
+    words, overrides = split_overrides(words)
+    parser = argparse.ArgumentParser(
+        prog="ds-trainer",
+        allow_abbrev=False,
+        description="Train language models through a DeepSpeed engine.",
+        epilog="Use 'ds-trainer SUBCOMMAND --help' for one of them.",
+    )
+    parser.add_argument("--version", action="version", version=f"ds-trainer {ds_trainer.__version__}")
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    for name, module in SUBCOMMANDS.items():
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False)
+        module.configure(subparser)
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is not None and first not in SUBCOMMANDS:
+        listed = ", ".join(SUBCOMMANDS)
+        raise ConfigError(f"unknown subcommand {first!r}.{did_you_mean(first, SUBCOMMANDS)} There are: {listed}.")
+    options, unknown = parser.parse_known_args(words)
+    if options.subcommand is None:
+        parser.print_help()
+        return 2
+    run: Callable[[argparse.Namespace, Sequence[str]], int] = SUBCOMMANDS[options.subcommand].run
+    return run(options, overrides + unknown)  # the recipe knows what an unknown word may have been meant to be

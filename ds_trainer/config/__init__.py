@@ -1,0 +1,1 @@
+"""What DeepSpeed is told: arguments + layout + model shape compiled into one JSON."""

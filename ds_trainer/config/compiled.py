@@ -1,0 +1,81 @@
+"""``CompiledConfig``: the JSON that DeepSpeed gets, and where each of its values came from."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: ``argument``, ``derived``, ``default`` or ``layout``, and the reason in words."""
+
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
+class CompiledConfig:
+    """One complete DeepSpeed configuration with the origin of every value.
+
+    Built by :func:`ds_trainer.config.compiler.compile_config`; read-only for everybody else.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, Origin] = {}
+
+    def set(self, path: str, value: Any, kind: str, detail: str) -> None:
+        """Set the value at a dotted ``path``. Setting a path twice is a defect of the compiler: ValueError."""
+        if path in self._origins:
+            raise ValueError(f"{path} was set already, by {self._origins[path]}")
+        *parents, name = path.split(".")
+        section = self._values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+        self._origins[path] = Origin(kind, detail)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted ``path``, or ``default``."""
+        section: Any = self._values
+        for name in path.split("."):
+            if not isinstance(section, Mapping) or name not in section:
+                return default
+            section = section[name]
+        return section
+
+    def origin(self, path: str) -> Origin:
+        """Where the value at ``path`` came from. Raises KeyError for an unknown path."""
+        return self._origins[path]
+
+    def paths(self) -> Iterator[str]:
+        """All dotted paths, in the order in which they were set."""
+        return iter(self._origins)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy that DeepSpeed may write into (it does)."""
+        return copy.deepcopy(self._values)
+
+    def to_json(self) -> str:
+        """The configuration as indented JSON: a file that ``deepspeed.initialize`` takes as it is."""
+        return json.dumps(self._values, indent=2)
+
+    def explain(self) -> str:
+        """A table: path, value, origin."""
+        rows = [(path, json.dumps(self.get(path)), str(origin)) for path, origin in self._origins.items()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for path, value, origin in rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompiledConfig):
+            return NotImplemented
+        return self._values == other._values and self._origins == other._origins
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())

@@ -1,0 +1,1 @@
+"""What goes in: sources, collators, the order of samples, loaders."""

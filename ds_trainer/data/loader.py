@@ -1,0 +1,59 @@
+"""A DataLoader that knows its plan: epochs, any starting round, fillers marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ds_trainer.data.sampler import ShareSampler
+
+
+class FillerBatch(dict[str, Any]):
+    """A batch that keeps a replica in step with the others in a ragged last round and counts for nothing."""
+
+
+class PlannedLoader(DataLoader[Any]):
+    """Micro-batches of one replica, round by round.
+
+    Args:
+        dataset: map-style dataset.
+        sampler: the replica's share.
+        collate: makes a batch (a dict) of a list of samples.
+        num_workers: loading processes.
+        pin_memory: page-locked memory for copies to a GPU.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: ShareSampler,
+        collate: Callable[[list[Any]], Any],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        # A generator of our own: the default would draw worker seeds from the global one, and dropout after resuming
+        # would differ from the run that was not stopped.
+        self._worker_seeds = torch.Generator()
+        self._share = sampler
+        super().__init__(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=self._worker_seeds,
+        )
+
+    def start(self, epoch: int, first_round: int = 0) -> None:
+        """Choose what the next iteration gives: the order of ``epoch``, from round ``first_round`` on."""
+        self._share.epoch = epoch
+        self._share.first_round = first_round
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator serves as DataLoader's iterator
+        self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
+        first_round = self._share.first_round
+        for index, batch in enumerate(super().__iter__(), start=first_round):
+            yield FillerBatch(batch) if isinstance(batch, Mapping) and self._share.is_filler(index) else batch

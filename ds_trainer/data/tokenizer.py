@@ -1,0 +1,102 @@
+"""What the data side asks of a tokenizer, and the tokenizer that a recipe names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ds_trainer.data.byte_tokenizer import ByteTokenizer
+from ds_trainer.data.readers import Document
+from ds_trainer.utils.errors import ConfigError
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; all ids are below it."""
+
+    @property
+    def separator_id(self) -> int:
+        """The token that stands before each document."""
+
+    def encode(self, document: Document) -> np.ndarray:
+        """Token ids of one document without special tokens, unsigned integers of shape [tokens]."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids."""
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write what loads it again into ``directory``."""
+
+
+class PretrainedTokenizer:
+    """A Hugging Face tokenizer from a local directory.
+
+    Raises:
+        ConfigError: the directory is not there or holds no tokenizer, or the tokenizer has no token that can stand
+            between documents.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if not Path(directory).is_dir():
+            raise ConfigError(f"data.tokenizer: {directory!r} is neither 'bytes' nor a directory.")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError("data.tokenizer needs transformers; pip install 'ds-trainer[hf]' brings it.") from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"data.tokenizer: {directory!r} holds no tokenizer that loads: {reason}") from error
+        separator = self._tokenizer.eos_token_id
+        separator = self._tokenizer.bos_token_id if separator is None else separator
+        if separator is None:
+            raise ConfigError(
+                f"data.tokenizer: the tokenizer in {directory!r} has neither an end-of-text nor a beginning-of-text "
+                "token to stand between documents; set eos_token in its tokenizer_config.json."
+            )
+        self.separator_id: int = int(separator)
+        self.vocab_size: int = max(len(self._tokenizer), self.separator_id + 1)
+
+    def encode(self, document: Document) -> np.ndarray:
+        """Token ids, uint32 of shape [tokens].
+
+        Raises:
+            ConfigError: the document is not UTF-8.
+        """
+        try:
+            text = document.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{document.origin}: not UTF-8 text (byte {error.start}). Convert or exclude it, or set data.tokenizer "
+                "to bytes, which reads anything."
+            ) from error
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; special tokens are left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the tokenizer's files into ``directory``."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer ``name`` of a recipe: ``bytes``, or a directory (with a Hugging Face or a saved byte tokenizer).
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if (Path(name) / ByteTokenizer.FILE_NAME).is_file():
+        return ByteTokenizer.load(name)
+    return PretrainedTokenizer(os.path.expanduser(name))

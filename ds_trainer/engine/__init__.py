@@ -1,0 +1,1 @@
+"""What does the work: the only folder that calls ``deepspeed.initialize`` or reaches into its runtime."""

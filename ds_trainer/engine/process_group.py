@@ -1,0 +1,88 @@
+"""Starting and ending the process group, under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` alike.
+
+Two things about DeepSpeed 0.19.8 on CPUs are worked around here. Its shared-memory op is compiled at first use (a
+minute or two, and a killed compile blocks every later start on a lock file) and leaves 66 MB a rank behind in
+``/dev/shm``: it is switched off, and buffers of this run are removed at the end in case somebody switched it on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from ds_trainer.engine.ranks import RankInfo, resolve_ranks
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_SHM_BUFFER_PREFIX = "deepspeed_allreduce_buffer"
+_SHM_OP = "deepspeed_shm_comm"
+_started: RankInfo | None = None
+
+
+def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> RankInfo:
+    """Join (or make) the process group and choose this rank's device. Calling it again changes nothing.
+
+    Args:
+        device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
+        timeout: how long a collective may take before the job is ended.
+
+    Returns:
+        The place of this process.
+
+    Raises:
+        ConfigError: the launcher's variables contradict each other.
+    """
+    global _started
+    import torch.distributed as dist
+
+    if dist.is_initialized() and _started is not None:
+        return _started
+    info = resolve_ranks(os.environ)
+    os.environ.update(info.environment())
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
+
+    import deepspeed
+    import torch
+    from deepspeed.utils.logging import logger as deepspeed_logger
+
+    deepspeed_logger.setLevel("WARNING")  # its report of the configuration is ours to print
+    # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, at every step of ZeRO-3.
+    warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning)
+    deepspeed.ops.__compatible_ops__[_SHM_OP] = False
+    if device_type == "cuda":
+        torch.cuda.set_device(info.local_rank)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    _started = info
+    atexit.register(stop_process_group)
+    return info
+
+
+def stop_process_group() -> None:
+    """Leave the process group and remove what this run left in shared memory. Without a group: nothing to do."""
+    global _started
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if _started is not None:
+        remove_shared_buffers(_started)
+        _started = None
+
+
+def remove_shared_buffers(info: RankInfo, directory: Path = _SHARED_MEMORY) -> list[Path]:
+    """Delete this rank's DeepSpeed all-reduce buffers from ``directory``; returns what was removed.
+
+    DeepSpeed names them by user, rendezvous address, port and rank, so other jobs on the machine are left alone.
+    """
+    pattern = f"{_SHM_BUFFER_PREFIX}*_{info.master_address}_{info.master_port}_{info.rank}"
+    removed = [path for path in directory.glob(pattern) if path.is_file()] if directory.is_dir() else []
+    for path in removed:
+        path.unlink(missing_ok=True)
+    return removed

@@ -1,0 +1,124 @@
+"""``TrainingEngine``: the one place that builds a DeepSpeed engine and knows its habits.
+
+What DeepSpeed does to a loss, and how it is undone: ``engine.backward`` divides by the accumulation steps (switched
+off here) and the reduction *averages* gradients over the data-parallel ranks. The gradient that we want is a plain sum
+over all micro-batches of all ranks, whose losses are already divided by the item count of the whole global batch. So
+every loss is multiplied by the number of ranks that are averaged over, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def check_layout(layout: ParallelLayout) -> None:
+    """Refuse what the engine cannot run yet.
+
+    Raises:
+        ConfigError: an axis other than data parallelism is larger than 1.
+    """
+    names = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "sp": "sequence_parallel_size"}
+    asked = [f"{name}={getattr(layout, axis)}" for axis, name in names.items() if getattr(layout, axis) > 1]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: the engine runs data parallelism with ZeRO only so far. Set "
+            f"{' and '.join(name.split('=')[0] for name in asked)} to 1."
+        )
+
+
+class TrainingEngine:
+    """A DeepSpeed engine that sums gradients over the global batch.
+
+    Args:
+        model: the module to train, on any device; ZeRO-3 shards it in place.
+        optimizer: the optimizer over ``model``'s parameters.
+        config: the compiled configuration.
+        layout: where every rank stands.
+
+    Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
+
+    Raises:
+        ConfigError: the layout cannot be run.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: CompiledConfig, layout: ParallelLayout
+    ) -> None:
+        import deepspeed
+
+        check_layout(layout)
+        self.layout = layout
+        self.stage: int = config.get("zero_optimization.stage")
+        self._clipping: float = config.get("gradient_clipping")
+        self.deepspeed: DeepSpeedEngine
+        self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config.to_dict())
+        self.precision = next((name for name in ("bf16", "fp16") if config.get(f"{name}.enabled")), "fp32")
+        self._averaged_over = layout.gradient_ranks
+        # DeepSpeed computes no gradient norm where it neither shards nor scales (float32 at stage 0): we do.
+        self._own_norm = self.stage == 0 and self.precision == "fp32"
+        self._grad_norm: Any = None
+        if self._own_norm:
+            self._parameters = [p for p in model.parameters() if p.requires_grad]
+            self.deepspeed.clip_fp32_gradients = self._clip_and_keep_norm
+
+    # -- one optimizer step: begin_micro_batch, forward, backward, ..., step ---------------------------------------
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Announce a micro-batch; with ``last`` its backward pass completes the reduction of gradients."""
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate ``loss``, a scalar already divided by the item count of the global batch."""
+        self.deepspeed.backward(loss * self._averaged_over, scale_wrt_gas=False)
+
+    def step(self) -> bool:
+        """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated."""
+        if self._own_norm and self._clipping == 0.0:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+        self.deepspeed.step()
+        return self.deepspeed.was_step_applied()
+
+    def _clip_and_keep_norm(self) -> None:
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clipping)
+
+    def grad_norm(self) -> float:
+        """2-norm of the gradient of the last step, before clipping, over all ranks. May wait for the device."""
+        norm = self._grad_norm if self._own_norm else self.deepspeed.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer as DeepSpeed wraps it; its ``param_groups`` are those of the one handed in."""
+        return self.deepspeed.optimizer
+
+    def save_state(self, directory: Path, tag: str) -> None:
+        """Write the model and optimizer shards of all ranks to ``directory/tag``. Collective."""
+        self.deepspeed.save_checkpoint(str(directory), tag=tag, save_latest=False)
+
+    def load_state(self, directory: Path, tag: str) -> None:
+        """Read what :meth:`save_state` wrote with the same layout and ZeRO stage. Collective.
+
+        Raises:
+            ConfigError: DeepSpeed found nothing to load.
+        """
+        path, _ = self.deepspeed.load_checkpoint(str(directory), tag=tag)
+        if path is None:
+            raise ConfigError(f"{directory / tag} holds no state that DeepSpeed can load for this layout.")
+
+    def close(self) -> None:
+        """Give back memory and hooks. The module stays usable where it is not sharded."""
+        self.deepspeed.destroy()

@@ -1,0 +1,123 @@
+"""What is about to run, in a dozen lines printed before the first step. Pure formatting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_trainer.monitor.units import human_count
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What the header says. The trainer fills it; nothing here is computed from anything else."""
+
+    model_name: str
+    """Class or architecture of the model."""
+    parameters_total: int
+    parameters_trainable: int
+
+    world_size: int
+    data_parallel: int
+    tensor_parallel: int
+    context_parallel: int
+    sequence_parallel: int
+
+    micro_batch_size: int
+    """Samples of one forward pass on one data-parallel rank."""
+    accumulation_steps: int
+    global_batch_size: int
+    """Samples of one optimizer step over all ranks."""
+
+    zero_stage: int
+    precision: str
+    """``fp32``, ``bf16``, ``fp16`` or what else the engine computes in."""
+    optimizer: str
+
+    max_steps: int
+    num_train_epochs: float
+    """Passes over the data that ``max_steps`` makes."""
+
+    device: str
+    """``cpu`` or the name of the GPU, of one rank."""
+    output_dir: str
+
+    num_train_samples: int | None = None
+    """None if the data set does not know its length."""
+    num_eval_samples: int | None = None
+    """None if there is no evaluation, or it does not know its length."""
+    offload_optimizer: str | None = None
+    """Where the optimizer states are kept (``cpu``, ``nvme``) if not on the device."""
+    offload_parameters: str | None = None
+    resumed_from: str | None = None
+    """The checkpoint that the run goes on from."""
+    resumed_step: int = 0
+
+
+def header_lines(summary: RunSummary) -> list[str]:
+    """The lines of the header, without line ends: a title, then a name and a value a line."""
+    rows = [
+        ("model", _model(summary)),
+        ("layout", _layout(summary)),
+        ("batch", _batch(summary)),
+        ("engine", _engine(summary)),
+        ("data", _data(summary)),
+        ("steps", _steps(summary)),
+        ("device", f"{summary.world_size} x {summary.device}"),
+        ("output", summary.output_dir),
+    ]
+    if summary.resumed_from is not None:
+        rows.append(("resumed", f"from {summary.resumed_from}, step {summary.resumed_step:,}"))
+    width = max(len(name) for name, _ in rows)
+    return ["ds_trainer", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+
+
+def header_text(summary: RunSummary) -> str:
+    """:func:`header_lines` as one text, ready to print."""
+    return "\n".join(header_lines(summary))
+
+
+def _model(summary: RunSummary) -> str:
+    total, trainable = summary.parameters_total, summary.parameters_trainable
+    text = f"{summary.model_name}, {human_count(total)} parameters"
+    if trainable == total:
+        return f"{text}, all trainable"
+    share = f" ({100 * trainable / total:.3g} %)" if total else ""
+    return f"{text}, {human_count(trainable)} trainable{share}"
+
+
+def _layout(summary: RunSummary) -> str:
+    ranks = "rank" if summary.world_size == 1 else "ranks"
+    return (
+        f"{summary.world_size} {ranks} = dp {summary.data_parallel} x tp {summary.tensor_parallel}"
+        f" x cp {summary.context_parallel} x sp {summary.sequence_parallel}"
+    )
+
+
+def _batch(summary: RunSummary) -> str:
+    return (
+        f"global batch {summary.global_batch_size} = {summary.micro_batch_size} per device"
+        f" x {summary.accumulation_steps} accumulation x {summary.data_parallel} data parallel"
+    )
+
+
+def _engine(summary: RunSummary) -> str:
+    parts = [f"ZeRO {summary.zero_stage}", summary.precision, summary.optimizer]
+    if summary.offload_optimizer is not None:
+        parts.append(f"optimizer states on {summary.offload_optimizer}")
+    if summary.offload_parameters is not None:
+        parts.append(f"parameters on {summary.offload_parameters}")
+    return ", ".join(parts)
+
+
+def _data(summary: RunSummary) -> str:
+    train = summary.num_train_samples
+    text = "a stream of unknown length" if train is None else f"{train:,} samples"
+    if summary.num_eval_samples is not None:
+        text += f", {summary.num_eval_samples:,} for evaluation"
+    return text
+
+
+def _steps(summary: RunSummary) -> str:
+    epochs = f"{summary.num_train_epochs:.2f}".rstrip("0").rstrip(".")
+    unit = "epoch" if epochs == "1" else "epochs"
+    return f"{summary.max_steps:,} optimizer steps, {epochs} {unit}"

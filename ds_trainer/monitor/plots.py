@@ -1,0 +1,192 @@
+"""The loss curve as a picture, drawn from the metrics file alone, so that it can be drawn again at any time."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.monitor.records import read_records
+from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+logger = get_logger("monitor.plots")
+
+# Blue and orange stay apart for colour-blind readers and in grey print; more for further evaluation sets.
+_TRAIN_COLOUR = "#2563a8"
+_EVAL_COLOURS = ("#d95f0e", "#1b7f5c", "#8e4fb0", "#b0892a")
+_BASELINE_COLOUR = "#5f6670"
+_TEXT_COLOUR = "#2b2f36"
+
+_SMOOTH_FROM = 40  # with fewer points the raw line reads better than an average of it
+_EVAL_LOSS = re.compile(r"eval(?:_(?P<set>\w+))?_loss")
+
+
+@dataclass
+class Curve:
+    """One loss over optimizer steps."""
+
+    steps: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def read_curves(records: Sequence[Mapping[str, Any]]) -> tuple[Curve, dict[str, Curve], list[float]]:
+    """What there is to draw: the training loss, each evaluation loss by name, the steps whose loss was not finite."""
+    train = Curve()
+    evaluations: dict[str, Curve] = {}
+    broken: list[float] = []
+    for record in records:
+        step = record.get("step")
+        if not isinstance(step, (int, float)):
+            continue
+        for name, value in record.items():
+            found = _EVAL_LOSS.fullmatch(name)
+            if name != "loss" and found is None:
+                continue
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                broken.append(step)
+                continue
+            if found is None:
+                curve = train
+            else:
+                label = f"evaluation ({found['set']})" if found["set"] else "evaluation"
+                curve = evaluations.setdefault(label, Curve())
+            curve.steps.append(step)
+            curve.losses.append(value)
+    return train, evaluations, broken
+
+
+def smooth(values: Sequence[float], half: int) -> list[float]:
+    """The trend of ``values``: at each one the median, then the mean, of it and up to ``half`` neighbours on each side.
+
+    The median keeps one spike from becoming a hill; the window is centred, and shrinks towards the ends, so that the
+    trend of a falling loss does not lie above the loss, as a running average of the past would.
+    """
+    trend = list(values)
+    for middle in (median, fmean):
+        last = len(trend) - 1
+        reaches = [min(half, index, last - index) for index in range(len(trend))]
+        trend = [middle(trend[index - reach : index + reach + 1]) for index, reach in enumerate(reaches)]
+    return trend
+
+
+def plot_losses(
+    metrics_path: str | os.PathLike[str],
+    png_path: str | os.PathLike[str],
+    baselines: Mapping[str, float] | None = None,
+) -> bool:
+    """Draw training and evaluation loss of ``metrics_path`` into ``png_path``; whether a picture was written.
+
+    ``baselines`` are losses to compare with (name to value, in the unit of the curve), drawn as horizontal lines.
+    There is no picture if matplotlib is not installed or no loss was recorded; one log line says which.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        logger.info("no %s: matplotlib is not installed (pip install 'ds-trainer[plot]')", Path(png_path).name)
+        return False
+    train, evaluations, broken = read_curves(read_records(metrics_path))
+    if not train.steps and not evaluations:
+        logger.info("no %s: %s holds no loss", Path(png_path).name, metrics_path)
+        return False
+
+    # Figure and canvas by hand, not pyplot: the user's own figures and backend stay untouched.
+    figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_train(axes, train)
+    for index, (label, curve) in enumerate(evaluations.items()):
+        _draw_evaluation(axes, label, curve, _EVAL_COLOURS[index % len(_EVAL_COLOURS)])
+    for label, value in (baselines or {}).items():
+        _draw_baseline(axes, label, value)
+    if broken:
+        axes.plot(
+            broken, [0.02] * len(broken), "x", color="#c0182b", markersize=6, label="not finite",
+            transform=axes.get_xaxis_transform(), clip_on=False,
+        )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    _dress(axes, [*train.losses, *(loss for curve in evaluations.values() for loss in curve.losses)])
+
+    target = Path(png_path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+def _draw_train(axes: Axes, curve: Curve) -> None:
+    if not curve.steps:
+        return
+    if len(curve.steps) < _SMOOTH_FROM:
+        marker = "o" if len(curve.steps) < 3 else None  # a line through one point cannot be seen
+        axes.plot(curve.steps, curve.losses, color=_TRAIN_COLOUR, linewidth=1.8, marker=marker, label="training")
+        return
+    axes.plot(curve.steps, curve.losses, color=_TRAIN_COLOUR, linewidth=0.8, alpha=0.28)
+    half = min(25, max(2, len(curve.losses) // 50))
+    axes.plot(curve.steps, smooth(curve.losses, half), color=_TRAIN_COLOUR, linewidth=1.9, label="training (smoothed)")
+
+
+def _draw_evaluation(axes: Axes, label: str, curve: Curve, colour: str) -> None:
+    axes.plot(
+        curve.steps,
+        curve.losses,
+        color=colour,
+        linewidth=1.3,
+        marker="o",
+        markersize=5 if len(curve.steps) <= _SMOOTH_FROM else 3,
+        markeredgecolor="white",
+        markeredgewidth=0.8,
+        label=label,
+        zorder=4,
+    )
+    axes.annotate(
+        f"{curve.losses[-1]:.3f}",
+        (curve.steps[-1], curve.losses[-1]),
+        xytext=(5, 5),
+        textcoords="offset points",
+        color=colour,
+        fontsize=9,
+    )
+
+
+def _draw_baseline(axes: Axes, label: str, value: float) -> None:
+    axes.axhline(value, color=_BASELINE_COLOUR, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+    axes.annotate(
+        f"{label}  {value:.3f}",
+        (0.01, value),  # on the left: a falling loss leaves that corner empty
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
+        color=_BASELINE_COLOUR,
+        fontsize=9,
+    )
+
+
+def _dress(axes: Axes, losses: Sequence[float]) -> None:
+    """Labels, grid, legend. A loss that leaps far above its usual height would flatten the rest: then a log scale."""
+    if min(losses) > 0 and max(losses) > 10 * median(losses):
+        axes.set_yscale("log")
+    axes.set_xlabel("optimizer step", color=_TEXT_COLOUR)
+    axes.set_ylabel("loss", color=_TEXT_COLOUR)
+    axes.grid(True, color="#d9dde3", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_TEXT_COLOUR, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#9aa1ab")
+    axes.margins(x=0.02, y=0.08)
+    axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT_COLOUR)

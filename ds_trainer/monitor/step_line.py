@@ -1,0 +1,62 @@
+"""One log event as one line of text: ``step 40/300  epoch 0.13  loss 2.314  lr 2.9e-03  grad norm 0.84``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_trainer.monitor.records import plain
+from ds_trainer.monitor.units import human_count, human_duration
+
+_HIDDEN = ("step", "epoch", "total_flos")  # the first two open the line; nobody reads the third
+
+# How the known quantities look, by the end of their name: "tokens_per_second", "eval_tokens_per_second", ...
+_SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("tokens_per_second", lambda rate: f"{human_count(rate)} tok/s"),
+    ("samples_per_second", lambda rate: f"{human_count(rate)} samples/s"),
+    ("steps_per_second", lambda rate: f"{human_count(rate)} steps/s"),
+    ("memory_gb", lambda size: f"{size:.2f} GB"),
+    ("learning_rate", lambda rate: f"lr {rate:.1e}"),
+    ("runtime", lambda seconds: f"time {human_duration(seconds)}"),
+    ("grad_norm", lambda norm: f"grad norm {_decimal(norm, 2)}"),
+    ("loss", lambda loss: f"loss {_decimal(loss, 3)}"),
+)
+
+
+def step_line(logs: Mapping[str, Any], step: int, max_steps: int, max_str_len: int = 100) -> str:
+    """The whole line: where the run stands, then every value of ``logs``. ``max_steps`` of 0 means unknown."""
+    parts = [f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"]
+    epoch = plain(logs.get("epoch"))
+    if isinstance(epoch, (int, float)):
+        parts.append(f"epoch {epoch:.2f}")
+    return "  ".join(parts + phrases(logs, max_str_len))
+
+
+def phrases(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
+    """Every value of ``logs`` with its name or unit, in their order; step and epoch are left out.
+
+    Strings longer than ``max_str_len`` characters are cut.
+    """
+    return [_phrase(name, plain(value), max_str_len) for name, value in logs.items() if name not in _HIDDEN]
+
+
+def _phrase(name: str, value: Any, max_str_len: int) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        for suffix, form in _SUFFIXES:
+            prefix = name[: -len(suffix)]
+            if name.endswith(suffix) and (not prefix or prefix.endswith("_")):
+                return f"{prefix.replace('_', ' ')}{form(value)}"
+    label = name.replace("_", " ")
+    if isinstance(value, float):
+        return f"{label} {value:.4g}"
+    text = str(value)
+    if len(text) > max_str_len:
+        text = f"{text[:max_str_len]}... ({len(text)} characters)"
+    return f"{label} {text}"
+
+
+def _decimal(value: float, digits: int) -> str:
+    """``digits`` decimals, or three significant ones where that would show nothing but zeros."""
+    if value != 0 and abs(value) < 10.0**-digits:
+        return f"{value:.2e}"
+    return f"{value:.{digits}f}"

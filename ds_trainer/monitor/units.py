@@ -1,0 +1,42 @@
+"""Numbers as a person reads them: 25.3M parameters, 12.3k tok/s, 3 min 20 s."""
+
+from __future__ import annotations
+
+import math
+
+_PREFIXES = ("", "k", "M", "B", "T")  # B, not G: parameters and tokens are counted in billions
+
+
+def human_count(number: float) -> str:
+    """Three significant digits and a prefix: ``842``, ``12.3k``, ``25.3M``, ``7B``, ``1.01T``.
+
+    Whole numbers below 1000 stay as they are. NaN and infinity come back as ``nan`` and ``inf``.
+    """
+    if not math.isfinite(number):
+        return str(number)
+    scaled, index = abs(number), 0
+    while scaled >= 999.5 and index < len(_PREFIXES) - 1:  # 999.6 would be rounded to 1000: it is 1 of the next prefix
+        scaled, index = scaled / 1000, index + 1
+    digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    text = f"{scaled:.{digits}f}"
+    if digits:
+        text = text.rstrip("0").rstrip(".")
+    return f"{'-' if number < 0 else ''}{text}{_PREFIXES[index]}"
+
+
+def human_duration(seconds: float) -> str:
+    """``0.42 s``, ``12.3 s``, ``3 min 20 s``, ``2 h 05 min``, ``3 d 04 h``."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"

@@ -1,0 +1,58 @@
+"""The optimizer that a compiled configuration describes, over parameter groups with and without weight decay."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.config.compiled import CompiledConfig
+
+# Scales and shifts of normalisation layers are not decayed, whatever the layer's class is called.
+_NORM_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+_NORM_CLASS = re.compile(r"^norm$|(?:layer|rms|batch|group|instance)norm", re.IGNORECASE)
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay applies to: all but biases and the parameters of norms."""
+    in_norms = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if _NORM_CLASS.search(type(module).__name__)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return [name for name, _ in model.named_parameters() if name not in in_norms and not _NORM_NAME.search(name)]
+
+
+def parameter_groups(model: nn.Module, decay_names: list[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups, decayed and not; empty groups are left out."""
+    decayed = set(decay_names)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trainable if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def optimizer_class(config: CompiledConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of the configuration's ``optimizer`` block: what DeepSpeed itself would build from it."""
+    arguments = dict(config.get("optimizer.params"))
+    torch_adam = arguments.pop("torch_adam", True)
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    if config.get("optimizer.type") == "SGD":
+        return torch.optim.SGD, arguments
+    if torch_adam:
+        return torch.optim.AdamW, arguments
+    from ds_trainer.engine.offload import cpu_adam_class
+
+    return cpu_adam_class(), {**arguments, "adamw_mode": True}
+
+
+def build_optimizer(config: CompiledConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer of the configuration over ``groups``."""
+    cls, arguments = optimizer_class(config)
+    return cls(groups, **arguments)

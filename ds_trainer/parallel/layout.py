@@ -1,0 +1,132 @@
+"""``ParallelLayout``: the one object that owns sizes.
+
+The world is a box of four axes, ``world = dp x cp x sp x tp``. Tensor-parallel ranks are neighbours (they talk most),
+then sequence (Ulysses), context (ring attention) and data parallelism::
+
+    rank = ((dp_rank * cp + cp_rank) * sp + sp_rank) * tp + tp_rank
+
+A *replica* is the ``cp x sp x tp`` ranks that work on the same samples. ZeRO shards over the *gradient group*, all
+ranks with the same tensor-parallel place (``dp x cp x sp`` of them), because each of them holds the same parameters
+and sees other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ds_trainer.utils.errors import ConfigError
+
+AXES: tuple[str, ...] = ("dp", "cp", "sp", "tp")  # outermost first
+
+
+class Coordinates(NamedTuple):
+    """Place of one rank along each axis, outermost axis first."""
+
+    dp: int
+    cp: int
+    sp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the four parallel axes and everything that follows from them.
+
+    Args:
+        world_size: number of ranks.
+        tp: tensor-parallel ranks, each holding a slice of every layer.
+        cp: context-parallel ranks, each holding a slice of the sequence (ring attention).
+        sp: sequence-parallel ranks, each holding a slice of the sequence (Ulysses all-to-all).
+
+    ``dp``, the number of replicas that see different samples, is what remains: ``world_size // (tp * cp * sp)``.
+
+    Raises:
+        ConfigError: a size is not a positive integer, or the world is not divisible by ``tp * cp * sp``.
+    """
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    sp: int = 1
+    dp: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be a positive integer."
+            for name in ("world_size", "tp", "cp", "sp")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        if problems:
+            raise ConfigError(problems)
+        replica = self.tp * self.cp * self.sp
+        if self.world_size % replica:
+            fits = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            raise ConfigError(
+                f"{self.world_size} ranks cannot be divided by tensor {self.tp} x context {self.cp} x sequence "
+                f"{self.sp} = {replica}. Choose sizes whose product is one of {', '.join(fits)}, or start "
+                f"{replica * max(1, round(self.world_size / replica))} ranks."
+            )
+        object.__setattr__(self, "dp", self.world_size // replica)
+
+    # -- places ---------------------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> Coordinates:
+        """Size of each axis, outermost first."""
+        return Coordinates(self.dp, self.cp, self.sp, self.tp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` stands. Raises ValueError for a rank outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks")
+        rest, tp = divmod(rank, self.tp)
+        rest, sp = divmod(rest, self.sp)
+        dp, cp = divmod(rest, self.cp)
+        return Coordinates(dp, cp, sp, tp)
+
+    def rank_at(self, dp: int = 0, cp: int = 0, sp: int = 0, tp: int = 0) -> int:
+        """The rank at these coordinates. Raises ValueError for coordinates outside the box."""
+        place = Coordinates(dp, cp, sp, tp)
+        for axis, index, size in zip(AXES, place, self.sizes, strict=True):
+            if not 0 <= index < size:
+                raise ValueError(f"{axis}={index} is not in 0..{size - 1}")
+        return ((dp * self.cp + cp) * self.sp + sp) * self.tp + tp
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """All groups whose members differ along ``axes`` only, each in rank order; together they cover the world.
+
+        ``groups(["tp"])`` are the tensor-parallel groups, ``groups(["dp", "cp", "sp"])`` the gradient groups.
+        """
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown:
+            raise ValueError(f"unknown axes {unknown}; known are {list(AXES)}")
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            key = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
+            found.setdefault(key, []).append(rank)
+        return list(found.values())
+
+    def group_of(self, rank: int, axes: Sequence[str]) -> list[int]:
+        """The group of :meth:`groups` that ``rank`` belongs to."""
+        self.coordinates(rank)  # raises for a rank outside the world
+        return next(group for group in self.groups(axes) if rank in group)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which gradients are averaged and ZeRO shards: ``dp * cp * sp``."""
+        return self.dp * self.cp * self.sp
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on the same samples: ``cp * sp * tp``."""
+        return self.cp * self.sp * self.tp
+
+    def describe(self) -> str:
+        """``"dp 4 x cp 1 x sp 1 x tp 2 = 8 ranks"``."""
+        product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True))
+        return f"{product} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"

@@ -1,0 +1,1 @@
+"""What fits and how fast: pure arithmetic on the model's shape."""

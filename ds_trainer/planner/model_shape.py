@@ -1,0 +1,64 @@
+"""``ModelShape``: the few numbers of a model that decide the configuration. No weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Configurations name the width of the residual stream differently, and composite ones nest it.
+_WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "dim")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What is known of a model before any weight exists.
+
+    Args:
+        hidden_size: width of the residual stream (the largest, where a model has several); None when unknown.
+        source: where ``hidden_size`` was read, for messages and origins.
+    """
+
+    hidden_size: int | None = None
+    source: str = "unknown"
+
+    @classmethod
+    def from_config(cls, config: Any, source: str = "model config") -> ModelShape:
+        """Read a Hugging Face configuration or a mapping of the same keys.
+
+        A composite configuration (``text_config``, ``vision_config`` ...) gives the largest width of its parts.
+        """
+        widths = _widths(_as_mapping(config), source)
+        if not widths:
+            return cls()
+        width, where = max(widths)
+        return cls(width, where)
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> ModelShape:
+        """Read ``model.config`` where there is one; any other module has an unknown shape."""
+        config = getattr(model, "config", None)
+        return cls() if config is None else cls.from_config(config)
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
+    return vars(config) if hasattr(config, "__dict__") else {}
+
+
+def _widths(config: Mapping[str, Any], source: str) -> list[tuple[int, str]]:
+    found = []
+    for name in _WIDTH_NAMES:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            found.append((value, f"{source}.{name}={value}"))
+    for name, value in config.items():
+        if name.endswith("_config") and isinstance(value, Mapping):
+            found += _widths(value, f"{source}.{name}")
+    return found

@@ -1,0 +1,1 @@
+"""What ties it together: the Trainer, its loops, the loss rule, the main job."""

@@ -1,0 +1,58 @@
+"""Fills the header that is printed before training with what the trainer knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
+from ds_trainer.engine.weights import full_numel
+from ds_trainer.monitor.header import RunSummary, header_text
+from ds_trainer.training.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from ds_trainer.training.trainer import Trainer
+
+
+def print_header(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> None:
+    """Print the header on the main process."""
+    if trainer.is_world_process_zero():
+        print(header_text(_summary(trainer, plan, resumed_from)), flush=True)
+
+
+def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunSummary:
+    args, layout, batch = trainer.args, trainer.layout, trainer.batch_plan
+    parameters = list(trainer.model.parameters())
+    on_gpu = args.device_type == "cuda"
+    return RunSummary(
+        model_name=type(trainer.model).__name__,
+        parameters_total=sum(full_numel(p) for p in parameters),
+        parameters_trainable=sum(full_numel(p) for p in parameters if p.requires_grad),
+        world_size=layout.world_size,
+        data_parallel=layout.dp,
+        tensor_parallel=layout.tp,
+        context_parallel=layout.cp,
+        sequence_parallel=layout.sp,
+        micro_batch_size=batch.micro_batch,
+        accumulation_steps=batch.accumulation,
+        global_batch_size=batch.step_size,
+        zero_stage=trainer.engine.stage,
+        precision=_precision(trainer),
+        optimizer=trainer.compiled.get("optimizer.type") or type(trainer.optimizer).__name__,
+        max_steps=plan.max_steps,
+        num_train_epochs=plan.max_steps / plan.steps_per_epoch,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        output_dir=str(args.output_dir),
+        num_train_samples=len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
+        num_eval_samples=len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else None,
+        offload_optimizer="cpu" if args.offload_optimizer == OffloadDevice.CPU else None,
+        resumed_from=str(resumed_from) if resumed_from else None,
+        resumed_step=trainer.state.global_step,
+    )
+
+
+def _precision(trainer: Trainer) -> str:
+    autocast = trainer.args.torch_autocast
+    return trainer.engine.precision if autocast == AutocastDtype.NONE else f"fp32, autocast {autocast}"

@@ -1,0 +1,163 @@
+"""The model of a recipe: a causal language model from a local directory, or from an architecture with random weights.
+
+transformers is imported where it is used: checking a recipe's other parts works without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.arguments.recipe import Recipe
+from ds_trainer.data.byte_tokenizer import ByteTokenizer
+from ds_trainer.data.tokenizer import Tokenizer
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Keys that every transformers config takes besides its own, or that older files use.
+_COMMON_KEYS = {"model_type", "dtype", "torch_dtype"}
+_OLD_ROPE_KEYS = {"rope_theta", "rope_scaling"}
+
+
+def language_model_config(recipe: Recipe, tokenizer: Tokenizer) -> PretrainedConfig:
+    """The transformers config of the recipe's model, checked against the tokenizer and the sequence length.
+
+    ``vocab_size``, ``bos_token_id`` and ``eos_token_id`` of an architecture follow the tokenizer unless they are given.
+
+    Raises:
+        ConfigError: the config cannot be made, or does not fit the data; all problems at once.
+    """
+    _import_transformers()
+    if recipe.model.path is not None:
+        config = _config_of_directory(recipe, recipe.model.path)
+    else:
+        config = _config_of_architecture(recipe, dict(recipe.model.architecture or {}), tokenizer)
+    problems = _fit_problems(recipe, config, tokenizer)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def build_language_model(recipe: Recipe, config: PretrainedConfig) -> PreTrainedModel:
+    """The model with its weights, float32, on the CPU. Random weights follow torch's default generator."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if recipe.model.path is None:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return load_language_model(recipe.model.path, config)
+
+
+def load_language_model(directory: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
+    """The model that was saved in ``directory``, float32, on the CPU.
+
+    Raises:
+        ConfigError: there is none that loads.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {directory!r} holds no model that loads: {_first_line(error)}") from error
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("Recipes need transformers; pip install 'ds-trainer[hf]' brings it.") from error
+    return transformers
+
+
+def _config_of_directory(recipe: Recipe, path: str) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    where, directory = recipe.where("model.path"), Path(path).expanduser()
+    if not (directory / "config.json").is_file():
+        reason = "has no config.json" if directory.is_dir() else "is not a directory"
+        raise ConfigError(f"{where}: model.path: {path!r} {reason}; name the local directory of a saved model.")
+    if recipe.data.tokenizer == "bytes" and not (directory / ByteTokenizer.FILE_NAME).is_file():
+        raise ConfigError(
+            f"{where}: model.path: the model in {path!r} was not trained on bytes (no {ByteTokenizer.FILE_NAME}), but "
+            f"data.tokenizer is bytes. Set data.tokenizer to the directory of its tokenizer, often {path!r} itself."
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{where}: model.path: {path!r}: {_first_line(error)}") from error
+    return config
+
+
+def _config_of_architecture(recipe: Recipe, architecture: dict[str, Any], tokenizer: Tokenizer) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = "model.architecture"
+    model_type = architecture.pop("model_type")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise ConfigError(
+            f"{recipe.where(f'{name}.model_type')}: {name}: transformers knows no causal language model of type "
+            f"{model_type!r}.{hint}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    valid = _valid_keys(config_class)
+    problems = [
+        f"{recipe.where(f'{name}.{key}')}: unknown key '{name}.{key}' for a {model_type} model."
+        f"{did_you_mean(key, valid) or f' {config_class.__name__} in transformers lists the valid ones.'}"
+        for key in architecture
+        if key not in valid
+    ]
+    if problems:
+        raise ConfigError(problems)
+    separator = tokenizer.separator_id
+    follow = {"vocab_size": tokenizer.vocab_size, "bos_token_id": separator, "eos_token_id": separator}
+    known = {key: value for key, value in follow.items() if key in valid}
+    try:
+        config: PretrainedConfig = config_class(**(known | architecture))
+    except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{recipe.where(name)}: {name}: {reason}") from error
+    return config
+
+
+def _valid_keys(config_class: type) -> set[str]:
+    if dataclasses.is_dataclass(config_class):
+        own = {item.name for item in dataclasses.fields(config_class)}
+    else:
+        own = set(inspect.signature(config_class).parameters) - {"kwargs"}
+    renamed = set(getattr(config_class, "attribute_map", {}))
+    return own | renamed | _COMMON_KEYS | (_OLD_ROPE_KEYS if "rope_parameters" in own else set())
+
+
+def _fit_problems(recipe: Recipe, config: PretrainedConfig, tokenizer: Tokenizer) -> list[str]:
+    """Where the model's sizes contradict the data's."""
+    problems = []
+    text_config = config.get_text_config()
+    vocabulary = getattr(text_config, "vocab_size", None)
+    if vocabulary is not None and vocabulary < tokenizer.vocab_size:
+        problems.append(
+            f"{recipe.where('model.architecture.vocab_size')}: the model's vocab_size={vocabulary} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer={recipe.data.tokenizer!r}."
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and positions < recipe.data.sequence_length:
+        problems.append(
+            f"{recipe.where('data.sequence_length')}: data.sequence_length={recipe.data.sequence_length} is longer "
+            f"than the model's max_position_embeddings={positions}."
+        )
+    return problems
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

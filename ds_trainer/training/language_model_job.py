@@ -1,0 +1,159 @@
+"""The main job: from a recipe to a trained language model, its weights on disk and a report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ds_trainer
+from ds_trainer.arguments.recipe import Recipe
+from ds_trainer.data.sources import Corpus
+from ds_trainer.data.text_dataset import TokenBlocks, TokenStream, tokenize
+from ds_trainer.data.tokenizer import Tokenizer, load_tokenizer
+from ds_trainer.training.language_model import build_language_model, language_model_config
+from ds_trainer.training.report import Evaluation, compression_baselines, generate_sample, report_text
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import write_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ds_trainer.training.trainer import Trainer
+
+RESULTS_NAME = "results.json"
+
+
+def run(recipe: Recipe) -> dict[str, Any]:
+    """Train the model of ``recipe``, evaluate it, save it and report. Called by every rank.
+
+    Everything that the recipe can get wrong is refused before an engine starts. The output directory then holds the
+    records of the :class:`~ds_trainer.training.trainer.Trainer`, the weights with the tokenizer, and last of all
+    ``results.json``: where it exists, the run was successful.
+
+    Returns:
+        The content of ``results.json`` on the main process, an empty dict elsewhere.
+
+    Raises:
+        ConfigError: the recipe cannot work; all problems found at once.
+    """
+    began = time.perf_counter()
+    args = recipe.training_arguments()
+    inputs = prepare(recipe)
+
+    import torch
+
+    from ds_trainer.training.trainer import Trainer
+
+    torch.manual_seed(args.seed)  # random weights must be the same on all ranks
+    model = build_language_model(recipe, inputs.model_config)
+    trainer = Trainer(model, args, train_dataset=inputs.train_blocks, eval_dataset=inputs.eval_blocks)
+    output_dir = Path(str(args.output_dir))
+    if trainer.is_world_process_zero():
+        (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # an older run's success must not vouch for this one
+
+    train_output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trained = time.perf_counter()
+    evaluation = _evaluate(trainer, recipe, inputs)
+    evaluated = time.perf_counter()
+    trainer.save_model(str(output_dir))
+    if not trainer.is_world_process_zero():
+        return {}
+
+    inputs.tokenizer.save(output_dir)
+    sample = generate_sample(str(output_dir), inputs.tokenizer, recipe.report, args.seed)
+    results = {
+        "steps": train_output.global_step,
+        "train_loss": train_output.training_loss,
+        "train_documents": inputs.train.documents,
+        "train_bytes": inputs.train.bytes,
+        "train_metrics": dict(train_output.metrics),
+        "evaluation": evaluation.to_dict() if evaluation else None,
+        "sample": {"prompt": recipe.report.sample_prompt, "text": sample} if sample is not None else None,
+        "seconds": {
+            "train": trained - began,
+            "evaluate": evaluated - trained,
+            "total": time.perf_counter() - began,
+        },
+        "output_dir": str(output_dir),
+        "recipe": {"path": recipe.path, **recipe.to_dict()},
+        "versions": versions(),
+    }
+    print(report_text(results, evaluation), flush=True)
+    write_json(output_dir / RESULTS_NAME, results)
+    return results
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a recipe names, read and checked. What belongs to evaluation is None when nothing is held out."""
+
+    tokenizer: Tokenizer
+    model_config: PretrainedConfig
+    train: TokenStream
+    train_blocks: TokenBlocks
+    eval: TokenStream | None = None
+    eval_blocks: TokenBlocks | None = None
+    eval_text: bytes = b""
+
+
+def prepare(recipe: Recipe) -> Inputs:
+    """Read and check what ``recipe`` names: data, tokenizer, model config. No weights, no engine.
+
+    Raises:
+        ConfigError: some of it is not there or cannot work; the problems of data and model together.
+    """
+    problems: list[str] = []
+    tokenizer = model_config = corpus = None
+    try:
+        corpus = Corpus(recipe.data)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        model_config = language_model_config(recipe, tokenizer)
+    except ConfigError as error:
+        problems += error.problems
+    if corpus is None or tokenizer is None or model_config is None:
+        raise ConfigError(problems)
+
+    length = recipe.data.sequence_length
+    train = tokenize(corpus.train_documents(), tokenizer)
+    if train.documents == 0:
+        raise ConfigError(f"data.train: {len(corpus.train_files)} files were found, but there is no text in them.")
+    train_blocks = TokenBlocks(train.tokens, length)
+    if not corpus.has_eval:
+        return Inputs(tokenizer, model_config, train, train_blocks)
+    documents = list(corpus.eval_documents())
+    if not documents:
+        raise ConfigError("data: there is no text to evaluate on; name other files in data.eval or use held_out_every.")
+    held_out = tokenize(documents, tokenizer)
+    eval_blocks = TokenBlocks(held_out.tokens, length, keep_ragged=True)
+    text = b"".join(document.data for document in documents)
+    return Inputs(tokenizer, model_config, train, train_blocks, held_out, eval_blocks, text)
+
+
+def _evaluate(trainer: Trainer, recipe: Recipe, inputs: Inputs) -> Evaluation | None:
+    """The held-out loss with its baselines, or None when nothing is held out. Collective."""
+    if inputs.eval is None:
+        return None
+    loss = trainer.evaluate()["eval_loss"]
+    baselines = {}
+    if recipe.report.compression_baselines and trainer.is_world_process_zero():
+        baselines = compression_baselines(inputs.eval_text)
+    return Evaluation(
+        loss=loss,
+        targets=len(inputs.eval.tokens) - 1,
+        documents=inputs.eval.documents,
+        bytes=inputs.eval.bytes,
+        baselines=baselines,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part, by distribution name."""
+    installed = {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")}
+    return {"python": sys.version.split()[0], "ds-trainer": ds_trainer.__version__, **installed}

@@ -1,0 +1,43 @@
+"""What a model needs to be told before training, without privileging any kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ds_trainer.utils.errors import ConfigError
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Key-value caches off inside: they are for generation and only cost memory in training.
+
+    Only models with a ``config.use_cache`` (Hugging Face's) have such a switch.
+    """
+    config = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    if not isinstance(before, bool):
+        yield
+        return
+    config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        config.use_cache = before  # type: ignore[union-attr]
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Make ``model`` recompute activations in the backward pass.
+
+    Raises:
+        ConfigError: the model has no ``gradient_checkpointing_enable``.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ConfigError(
+            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(). Set it to "
+            "False, or give the model that method."
+        )
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

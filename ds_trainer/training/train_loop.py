@@ -1,0 +1,187 @@
+"""The training loop: epochs, optimizer steps, micro-batches, and what happens after each.
+
+One optimizer step::
+
+    fetch all micro-batches of the step; count their items; one all-reduce of the count
+    for each micro-batch: forward, loss / items of the global batch, backward
+    reduce, clip, update; advance the schedule
+    log, evaluate, save, stop: as the callbacks decide, agreed by all ranks
+
+Nothing on the per-micro-batch path waits for the device, logs, or walks modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ds_trainer.data.loader import FillerBatch, PlannedLoader
+from ds_trainer.monitor.memory import memory_in_use_gb
+from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.training.loss import number_of_samples
+from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.training.trainer import Trainer
+
+
+class TrainOutput(NamedTuple):
+    """What ``train`` returns: optimizer steps done, mean training loss, and the run's metrics."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class TrainLoop:
+    """One run over a loader, from ``state.global_step`` to the end of the plan.
+
+    Args:
+        trainer: whose hooks, engine and callbacks are used.
+        plan: the length of the run.
+        loader: micro-batches of this replica.
+    """
+
+    def __init__(self, trainer: Trainer, plan: RunPlan, loader: Any) -> None:
+        self.trainer = trainer
+        self.plan = plan
+        self.loader = loader
+        self.meter = ThroughputMeter()
+        device = trainer.args.device
+        # Kept on the device: reading them would make the host wait for it.
+        self._window_loss = torch.zeros((), device=device)
+        self._window_items = torch.zeros((), dtype=torch.int64, device=device)
+        self._window_start = trainer.state.global_step
+        self._loss_sum = 0.0
+        self._first_step = trainer.state.global_step
+
+    def run(self) -> TrainOutput:
+        """Train until the plan is done or a callback stops it."""
+        trainer, state, args = self.trainer, self.trainer.state, self.trainer.args
+        handler = trainer.callback_handler
+        first_epoch, first_step = divmod(state.global_step, self.plan.steps_per_epoch)
+        trainer.control = handler.on_train_begin(args, state, trainer.control)
+        for epoch in range(first_epoch, self.plan.epochs):
+            trainer.control = handler.on_epoch_begin(args, state, trainer.control)
+            self._run_epoch(epoch, first_step if epoch == first_epoch else 0)
+            trainer.control = handler.on_epoch_end(args, state, trainer.control)
+            self._log_evaluate_save()
+            if trainer.control.should_training_stop:
+                break
+        self._close_window()
+        output = self._output()
+        trainer.control = handler.on_train_end(args, state, trainer.control)
+        return output
+
+    # -- one epoch, one step --------------------------------------------------------------------------------------
+
+    def _run_epoch(self, epoch: int, first_step: int) -> None:
+        trainer, state = self.trainer, self.trainer.state
+        batches = self._iterate(epoch, first_step * self.plan.accumulation)
+        for step in range(first_step, self.plan.steps_per_epoch):
+            self._run_step(batches, self.plan.rounds_of_step(step))
+            state.global_step += 1
+            state.epoch = self.plan.epoch_after(epoch, step)
+            trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
+            self._log_evaluate_save()
+            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                break
+
+    def _iterate(self, epoch: int, first_round: int) -> Iterator[Any]:
+        if isinstance(self.loader, PlannedLoader):
+            self.loader.start(epoch, first_round)
+            return iter(self.loader)
+        return itertools.islice(iter(self.loader), first_round, None)
+
+    def _run_step(self, iterator: Iterator[Any], rounds: int) -> None:
+        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
+        handler, engine = trainer.callback_handler, trainer.engine
+        trainer.control = handler.on_step_begin(args, state, trainer.control)
+        batches, items = trainer.get_batch_samples(iterator, rounds, args.device)
+        if len(batches) != rounds:
+            raise ConfigError(
+                f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {rounds} micro-batches "
+                f"of step {state.global_step + 1}, although its length is {self.plan.rounds_per_epoch}."
+            )
+        samples = 0
+        for index, batch in enumerate(batches):
+            last = index == rounds - 1
+            engine.begin_micro_batch(last)
+            samples += 0 if isinstance(batch, FillerBatch) else number_of_samples(batch)
+            self._window_loss += trainer.call_training_step(batch, items)
+            if not last:
+                trainer.control = handler.on_substep_end(args, state, trainer.control)
+        trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
+        applied = engine.step()
+        trainer.control = handler.on_optimizer_step(args, state, trainer.control)
+        if applied:
+            trainer.lr_scheduler.step()
+        self._window_items += items.to(torch.int64)
+        self.meter.add(0, samples)
+
+    # -- after a step ---------------------------------------------------------------------------------------------
+
+    def _log_evaluate_save(self) -> None:
+        trainer, control = self.trainer, self.trainer.control
+        trainer.agree_on_control()
+        if control.should_log and trainer.state.global_step > self._window_start:
+            trainer.log(self._close_window())
+        if control.should_evaluate:
+            with self.meter.paused():
+                trainer.evaluate()
+                trainer.model_wrapped.train()
+        if control.should_save:
+            with self.meter.paused():
+                trainer.save_checkpoint()
+                trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def _close_window(self) -> dict[str, float]:
+        """Logs of the steps since the last log; begins a new window. Waits for the device."""
+        trainer = self.trainer
+        steps = trainer.state.global_step - self._window_start
+        if steps == 0:
+            return {}
+        sums = torch.stack([self._window_loss.double(), self._window_items.double()])
+        loss, items = self._sum_over_ranks(sums)
+        self._window_loss.zero_()
+        self._window_items.zero_()
+        self._window_start = trainer.state.global_step
+        self._loss_sum += loss
+        # The count is of the whole global batch already.
+        trainer.state.num_input_tokens_seen += int(items)
+        self.meter.add(int(items), 0, steps=0)
+        return {
+            "loss": loss / steps,
+            "grad_norm": trainer.engine.grad_norm(),
+            "learning_rate": float(trainer.lr_scheduler.get_last_lr()[0]),
+            "tokens_per_second": self.meter.read().tokens_per_second,
+            "memory_gb": memory_in_use_gb(trainer.args.device),
+        }
+
+    @staticmethod
+    def _sum_over_ranks(sums: torch.Tensor) -> tuple[float, float]:
+        """Loss summed over ranks; items as they are, for every rank knows those of all."""
+        items = float(sums[1])
+        distributed.all_reduce_sum(sums)
+        return float(sums[0]), items
+
+    def _output(self) -> TrainOutput:
+        state = self.trainer.state
+        steps = state.global_step - self._first_step
+        loss = self._loss_sum / steps if steps else math.nan
+        rates = self.meter.overall()
+        metrics = {
+            "train_runtime": rates.seconds,
+            "train_samples_per_second": rates.samples_per_second * self.trainer.layout.dp,
+            "train_steps_per_second": rates.steps_per_second,
+            "train_tokens_per_second": rates.tokens_per_second,
+            "train_loss": loss,
+        }
+        self.trainer.log(metrics)
+        return TrainOutput(state.global_step, loss, {**metrics, "epoch": state.epoch or 0.0})

@@ -1,0 +1,82 @@
+"""What ranks say to each other about control flow. Everything works without a process group too (one process).
+
+Ranks decide together: whatever changes control flow (stop, save, evaluate) goes through :func:`agree` at a step
+boundary, so that no rank can wait in a collective that the others never enter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+def is_initialized() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Global rank; 0 in a single process."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 in a single process."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def collective_device() -> torch.device:
+    """The device on which small tensors must lie to take part in a collective of the default group."""
+    if is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce_sum(tensor: torch.Tensor, *, async_op: bool = False) -> Work | None:
+    """Sum ``tensor`` over all ranks, in place. With ``async_op`` the returned handle must be waited for."""
+    if world_size() == 1:
+        return None
+    return dist.all_reduce(tensor, async_op=async_op)
+
+
+def agree(flag: bool) -> bool:
+    """True on every rank as soon as one rank says True. The one primitive behind every shared decision."""
+    return bool(any_of(torch.tensor([int(flag)]))[0])
+
+
+def any_of(votes: torch.Tensor) -> list[int]:
+    """:func:`agree` for several 0/1 votes at once: element-wise, 1 where one rank says 1."""
+    if world_size() == 1:
+        return [int(vote) for vote in votes.tolist()]
+    votes = votes.to(collective_device())
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [int(vote) for vote in votes.tolist()]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order. For small things outside the hot path."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """``value`` of rank ``source``, on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]

@@ -1,0 +1,37 @@
+"""Everything random, seeded together; and its state, taken and put back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def set_seed(seed: int) -> None:
+    """Seed python, numpy and torch (CPU and all GPUs)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # seeds the GPUs too
+
+
+def random_state() -> dict[str, Any]:
+    """State of every generator of this process, as values that ``torch.load(weights_only=True)`` can read."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`random_state` took."""
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,46 @@
+"""Memory figures follow what is really allocated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ds_trainer.monitor.memory import BYTES_PER_GB, memory_in_use_gb
+
+
+def test_on_a_cpu_it_is_the_resident_set() -> None:
+    before = memory_in_use_gb("cpu")
+    block = bytearray(200 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])  # only touched pages are resident
+    grown = memory_in_use_gb("cpu") - before
+    del block
+    assert grown == pytest.approx(200 / 1024, rel=0.2)
+
+
+def test_a_torch_device_says_the_same_as_its_name() -> None:
+    import torch
+
+    assert memory_in_use_gb(torch.device("cpu")) == pytest.approx(memory_in_use_gb("cpu"), rel=0.05)
+
+
+def test_the_cpu_needs_no_torch() -> None:
+    code = (
+        "import sys; from ds_trainer.monitor.memory import memory_in_use_gb;"
+        "assert memory_in_use_gb('cpu') > 0; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_the_peak() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    torch.cuda.reset_peak_memory_stats()
+    before = memory_in_use_gb("cuda")
+    block = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda:0")
+    del block
+    assert memory_in_use_gb(torch.device("cuda", 0)) - before == pytest.approx(256 * 2**20 / BYTES_PER_GB, rel=0.05)

@@ -1,0 +1,157 @@
+"""The loss curve: what is read, how it is smoothed, and that the picture shows it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_trainer.monitor.plots import plot_losses, read_curves, smooth
+from ds_trainer.monitor.records import MetricsWriter
+
+from .conftest import Heard
+
+
+def metrics(path: Path, records: list[dict[str, Any]]) -> Path:
+    writer = MetricsWriter(path)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def falling(steps: int, every: int = 1) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "loss": 2.0 + 3.0 * math.exp(-step / 20) + 0.1 * math.sin(step * 7)}
+        for step in range(every, steps + 1, every)
+    ]
+
+
+def pixels(path: Path) -> np.ndarray[Any, Any]:
+    from matplotlib import image
+
+    return np.asarray(image.imread(path))[:, :, :3]
+
+
+def count(picture: np.ndarray[Any, Any], colour: str) -> int:
+    """Number of pixels that have about this colour."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return int((np.abs(picture - rgb).max(axis=2) < 0.06).sum())
+
+
+BLUE, ORANGE, GREEN, GREY, RED = "#2563a8", "#d95f0e", "#1b7f5c", "#5f6670", "#c0182b"
+
+
+def test_curves_are_read_from_the_records() -> None:
+    records = [
+        {"step": 1, "loss": 3.0, "grad_norm": 9.0},
+        {"step": 2, "eval_loss": 2.9, "eval_runtime": 1.0},
+        {"step": 2, "eval_books_loss": 2.8},
+        {"step": 3, "loss": None, "loss_nonfinite": "nan"},
+        {"step": 4, "train_loss": 1.0, "my_loss": 1.0, "loss_scale": 8.0},
+        {"loss": 1.0},
+    ]
+    train, evaluations, broken = read_curves(records)
+    assert (train.steps, train.losses) == ([1], [3.0])
+    assert {label: (curve.steps, curve.losses) for label, curve in evaluations.items()} == {
+        "evaluation": ([2], [2.9]),
+        "evaluation (books)": ([2], [2.8]),
+    }
+    assert broken == [3]
+
+
+def test_the_trend_of_a_straight_line_is_the_line() -> None:
+    line = [10.0 - 0.5 * index for index in range(50)]
+    assert smooth(line, 5) == pytest.approx(line)
+
+
+def test_the_trend_ignores_a_single_spike_and_calms_noise() -> None:
+    noise = np.random.default_rng(0).normal(0.0, 0.1, 400)
+    values = [2.0 + float(value) for value in noise]
+    values[200] = 500.0
+    trend = np.array(smooth(values, 10))
+    assert len(trend) == 400
+    assert np.abs(trend[10:-10] - 2.0).max() < 0.12
+    assert smooth([], 5) == []
+    assert smooth([1.0], 5) == [1.0]
+
+
+def test_a_long_run_with_evaluations_and_baselines(tmp_path: Path) -> None:
+    records = falling(300) + [{"step": step, "eval_loss": 2.2} for step in range(50, 301, 50)]
+    source, target = metrics(tmp_path / "metrics.jsonl", records), tmp_path / "plots" / "loss.png"
+    assert plot_losses(source, target, {"gzip -9": 3.5}) is True
+    picture = pixels(target)
+    assert picture.shape[0] >= 600 and picture.shape[1] >= 1000
+    assert count(picture, BLUE) > 500
+    assert count(picture, ORANGE) > 500
+    assert count(picture, GREEN) == count(picture, RED) == 0
+    assert [entry.name for entry in target.parent.iterdir()] == ["loss.png"]
+    assert plot_losses(source, target) is True
+    assert count(picture, GREY) > count(pixels(target), GREY) + 500  # dashes and label of the baseline
+
+
+def test_each_part_is_drawn_only_where_there_is_something(tmp_path: Path) -> None:
+    source, target = metrics(tmp_path / "m.jsonl", falling(10)), tmp_path / "loss.png"
+    assert plot_losses(source, target) is True
+    picture = pixels(target)
+    assert count(picture, BLUE) > 500
+    assert count(picture, ORANGE) == count(picture, RED) == 0
+
+
+def test_a_second_evaluation_set_has_its_own_colour(tmp_path: Path) -> None:
+    records = [{"step": step, "eval_a_loss": 2.0, "eval_b_loss": 3.0} for step in (1, 2, 3)]
+    target = tmp_path / "loss.png"
+    assert plot_losses(metrics(tmp_path / "m.jsonl", records), target) is True
+    assert count(pixels(target), ORANGE) > 300 and count(pixels(target), GREEN) > 300
+
+
+def test_a_single_point_and_a_broken_step_can_be_seen(tmp_path: Path) -> None:
+    records = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": math.nan}]
+    target = tmp_path / "loss.png"
+    assert plot_losses(metrics(tmp_path / "m.jsonl", records), target) is True
+    assert count(pixels(target), BLUE) > 50 and count(pixels(target), RED) > 20
+
+
+def test_more_evaluation_sets_than_colours_and_a_spike(tmp_path: Path) -> None:
+    spike = {"step": 30, "loss": 1e6}
+    records = [*falling(60), {"step": 5, **{f"eval_{name}_loss": 2.0 for name in "abcdef"}}, spike]
+    assert plot_losses(metrics(tmp_path / "m.jsonl", records), tmp_path / "loss.png") is True
+
+
+def test_an_older_picture_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "loss.png"
+    target.write_bytes(b"old")
+    assert plot_losses(metrics(tmp_path / "m.jsonl", falling(5)), target) is True
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_draw(tmp_path: Path, log: Heard) -> None:
+    source = metrics(tmp_path / "m.jsonl", [{"step": 1, "grad_norm": 1.0}])
+    assert plot_losses(source, tmp_path / "loss.png") is False
+    assert plot_losses(tmp_path / "missing.jsonl", tmp_path / "loss.png") is False
+    assert not (tmp_path / "loss.png").exists()
+    assert log.text.count("holds no loss") == 2
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Heard
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what an import finds where it is not installed
+    source = metrics(tmp_path / "m.jsonl", falling(5))
+    assert plot_losses(source, tmp_path / "loss.png") is False
+    assert log.messages == ["INFO no loss.png: matplotlib is not installed (pip install 'ds-trainer[plot]')"]
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_users_own_backend_and_figures_stay(tmp_path: Path) -> None:
+    import matplotlib
+
+    before = matplotlib.get_backend(auto_select=False)
+    plot_losses(metrics(tmp_path / "m.jsonl", falling(5)), tmp_path / "loss.png")
+    assert matplotlib.get_backend(auto_select=False) == before

@@ -1,0 +1,62 @@
+"""One log event as one line."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ds_trainer.monitor.step_line import phrases, step_line
+
+
+def test_a_training_line() -> None:
+    logs = {
+        "loss": 2.3141, "grad_norm": 0.8449, "learning_rate": 2.9e-3, "epoch": 0.1342,
+        "tokens_per_second": 12_345.6, "memory_gb": 0.812,
+    }  # fmt: skip
+    assert step_line(logs, 40, 300) == (
+        "step 40/300  epoch 0.13  loss 2.314  grad norm 0.84  lr 2.9e-03  12.3k tok/s  0.81 GB"
+    )
+
+
+def test_evaluation_and_summary() -> None:
+    logs = {"eval_loss": 2.25, "eval_runtime": 3.21, "eval_samples_per_second": 51.5, "eval_steps_per_second": 6.4}
+    assert phrases(logs) == ["eval loss 2.250", "eval time 3.21 s", "eval 51.5 samples/s", "eval 6.4 steps/s"]
+    assert phrases({"train_runtime": 200.0, "train_loss": 2.5}) == ["train time 3 min 20 s", "train loss 2.500"]
+
+
+def test_the_number_of_steps_may_be_unknown() -> None:
+    assert step_line({"loss": 1.0}, 7, 0) == "step 7  loss 1.000"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", math.nan, "loss nan"),
+        ("loss", math.inf, "loss inf"),
+        ("loss", 0.0, "loss 0.000"),
+        ("loss", 0.00042, "loss 4.20e-04"),
+        ("loss", -0.5, "loss -0.500"),
+        ("grad_norm", 0.004, "grad norm 4.00e-03"),
+        ("loss", "broken", "loss broken"),  # a name of ours with a value that is no number
+        ("auxloss", 1.23456, "auxloss 1.235"),  # ends like a known name, but is not one
+        ("eval_accuracy", 0.912345, "eval accuracy 0.9123"),
+        ("num_input_tokens_seen", 123_456, "num input tokens seen 123456"),
+        ("flag", True, "flag True"),
+        ("note", "x" * 12, "note xxxxxxxxxx... (12 characters)"),
+    ],
+)
+def test_one_value(name: str, value: object, text: str) -> None:
+    assert phrases({name: value}, max_str_len=10) == [text]
+
+
+def test_what_nobody_reads_is_left_out() -> None:
+    assert step_line({"total_flos": 1e18, "step": 3, "loss": 1.0}, 3, 9) == "step 3/9  loss 1.000"
+
+
+def test_torch_and_numpy_scalars_look_like_numbers() -> None:
+    import numpy
+    import torch
+
+    logs = {"loss": torch.tensor(2.5), "grad_norm": numpy.float32(0.5), "epoch": torch.tensor(0.25)}
+    assert step_line(logs, 1, 2) == "step 1/2  epoch 0.25  loss 2.500  grad norm 0.50"

@@ -1,0 +1,77 @@
+"""ParallelLayout as arithmetic: a box of ranks, property-tested."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_trainer.parallel.layout import AXES, ParallelLayout
+from ds_trainer.utils.errors import ConfigError
+
+sizes = st.integers(1, 5)
+layouts = st.builds(lambda dp, tp, cp, sp: ParallelLayout(dp * tp * cp * sp, tp, cp, sp), sizes, sizes, sizes, sizes)
+axis_sets = st.lists(st.sampled_from(AXES), unique=True)
+
+
+@given(layouts)
+def test_ranks_and_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    assert [layout.rank_at(*place) for place in places] == list(range(layout.world_size))
+
+
+@given(layouts, axis_sets)
+def test_groups_partition_the_world_and_differ_along_their_axes_only(layout: ParallelLayout, axes: list[str]) -> None:
+    groups = layout.groups(axes)
+    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+    size = 1
+    for axis in axes:
+        size *= getattr(layout, axis)
+    for group in groups:
+        assert len(group) == size
+        assert group == sorted(group)
+        assert layout.group_of(group[-1], axes) == group
+        places = [layout.coordinates(rank)._asdict() for rank in group]
+        for axis in AXES:
+            assert len({place[axis] for place in places}) == (getattr(layout, axis) if axis in axes else 1)
+
+
+@given(layouts)
+def test_sizes_multiply_to_the_world(layout: ParallelLayout) -> None:
+    assert layout.dp * layout.tp * layout.cp * layout.sp == layout.world_size
+    assert layout.gradient_ranks * layout.tp == layout.world_size
+    assert layout.replica_size * layout.dp == layout.world_size
+
+
+def test_tensor_parallel_ranks_are_neighbours_then_sequence_then_context() -> None:
+    layout = ParallelLayout(16, tp=2, cp=2, sp=2)
+    assert layout.dp == 2
+    assert layout.groups(["tp"])[:2] == [[0, 1], [2, 3]]
+    assert layout.groups(["sp"])[:2] == [[0, 2], [1, 3]]
+    assert layout.groups(["cp"])[0] == [0, 4]
+    assert layout.groups(["dp"])[0] == [0, 8]
+    assert layout.describe() == "dp 2 x cp 2 x sp 2 x tp 2 = 16 ranks"
+
+
+def test_indivisible_world_names_all_sizes_and_what_would_fit() -> None:
+    with pytest.raises(ConfigError, match=r"8 ranks cannot be divided by tensor 3 x context 1 x sequence 1 = 3.*1, 2"):
+        ParallelLayout(8, tp=3)
+
+
+def test_every_bad_size_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        ParallelLayout(0, tp=-1, cp=1.5)  # type: ignore[arg-type]
+    assert len(error.value.problems) == 3
+
+
+def test_places_outside_the_box_are_refused() -> None:
+    layout = ParallelLayout(4, tp=2)
+    with pytest.raises(ValueError, match="rank 4 is not in a world of 4"):
+        layout.coordinates(4)
+    with pytest.raises(ValueError, match="tp=2 is not in 0..1"):
+        layout.rank_at(tp=2)
+    with pytest.raises(ValueError, match="unknown axes"):
+        layout.groups(["pp"])
