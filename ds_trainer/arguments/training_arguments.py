@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.arguments.checks import argument_problems
 from ds_trainer.arguments.enums import AutocastDtype, IntervalStrategy, OffloadDevice, OptimizerNames, SchedulerType
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.ranks import resolve_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -125,17 +126,17 @@ class TrainingArguments:
     @property
     def process_index(self) -> int:
         """Global rank of this process."""
-        return int(os.environ.get("RANK", "0"))
+        return resolve_ranks(os.environ).rank
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return resolve_ranks(os.environ).local_rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return resolve_ranks(os.environ).world_size
 
     @property
     def should_log(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,15 @@ def find_checkpoint(asked: str | bool, output_dir: Path) -> Path:
         found = list_checkpoints(output_dir)
         if not found:
             raise ConfigError(
-                f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint-N directory. Start without "
-                "it, or give the path of a checkpoint."
+                f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint-N directory. Start "
+                "without it, or give the path of a checkpoint."
             )
         return found[-1]
     path = Path(str(asked)).expanduser()
     if not (path / _FACTS_FILE).is_file():
         raise ConfigError(
-            f"resume_from_checkpoint={str(path)!r} is no complete checkpoint ({_FACTS_FILE} is missing in it). Complete "
-            f"ones in {output_dir}: {', '.join(p.name for p in list_checkpoints(output_dir)) or 'none'}."
+            f"resume_from_checkpoint={str(path)!r} is no complete checkpoint ({_FACTS_FILE} is missing in it). "
+            f"Complete ones in {output_dir}: {', '.join(p.name for p in list_checkpoints(output_dir)) or 'none'}."
         )
     return path
 
@@ -77,12 +78,12 @@ class CheckpointManager:
         self.engine = engine
         self.keep = keep
 
-    def save(self, step: int, trainer_state: str, schedule: dict[str, Any]) -> Path:
+    def save(self, step: int, write_state: Callable[[Path], None], schedule: dict[str, Any]) -> Path:
         """Write ``checkpoint-<step>``. Collective. Returns its path.
 
         Args:
             step: optimizer steps done.
-            trainer_state: the trainer's state as JSON text.
+            write_state: writes the trainer's state to a file.
             schedule: state of the learning-rate schedule.
         """
         final = self.output_dir / f"checkpoint-{step}"
@@ -96,7 +97,7 @@ class CheckpointManager:
         torch.save(random_state(), partial / self._random_file())
         if main:
             torch.save(schedule, partial / _SCHEDULE_FILE)
-            (partial / STATE_FILE).write_text(trainer_state, encoding="utf-8")
+            write_state(partial / STATE_FILE)
             write_json(partial / _FACTS_FILE, {"step": step, **self._facts()})
         distributed.barrier()  # every rank has written before the name appears
         if main:
@@ -113,7 +114,11 @@ class CheckpointManager:
             ConfigError: the checkpoint was written with another layout or ZeRO stage.
         """
         written, present = read_json(path / _FACTS_FILE), self._facts()
-        differing = [f"{name}={written.get(name)!r} there, {value!r} here" for name, value in present.items() if written.get(name) != value]
+        differing = [
+            f"{name}={written.get(name)!r} there, {value!r} here"
+            for name, value in present.items()
+            if written.get(name) != value
+        ]
         if differing:
             raise ConfigError(
                 f"{path} was written by another kind of run: {'; '.join(differing)}. Resume with the same number of "

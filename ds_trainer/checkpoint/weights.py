@@ -1,4 +1,4 @@
-"""Weights as safetensors, in files of a bounded size with an index, as Hugging Face's ``from_pretrained`` reads them."""
+"""Weights as safetensors, in files of a bounded size with an index: what ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def save_pretrained_parts(model: nn.Module, processing_class: Any, directory: Pa
     """Everything beside the weights that makes ``directory`` loadable: configurations and tokenizer. Main process."""
     directory.mkdir(parents=True, exist_ok=True)
     for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
-        if hasattr(part, "save_pretrained"):
+        if part is not None and hasattr(part, "save_pretrained"):
             part.save_pretrained(str(directory))
 
 

@@ -84,10 +84,7 @@ def _device_problems(args: TrainingArguments, stage: int, why_stage: str, device
         problems.append(f"offload_optimizer=cpu needs ZeRO stage 1, 2 or 3, but the stage is 0 ({why_stage}).")
     if args.offload_optimizer == OffloadDevice.CPU and device == "cuda" and args.optim == OptimizerNames.SGD:
         problems.append("optim=sgd has no CPU version in DeepSpeed: offload_optimizer=cpu needs optim=adamw_torch.")
-    if args.optim == OptimizerNames.SGD:
-        known = {"momentum", "dampening", "nesterov"}
-    else:
-        known = {"amsgrad"}
+    known = {"momentum", "dampening", "nesterov"} if args.optim == OptimizerNames.SGD else {"amsgrad"}
     problems += [
         f"optim_args: '{name}' is not an argument of {args.optim}; known are {', '.join(sorted(known))}."
         for name in args.optimizer_arguments()

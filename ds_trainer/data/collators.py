@@ -30,7 +30,7 @@ def default_data_collator(features: Sequence[Any]) -> dict[str, torch.Tensor]:
         try:
             stacked = _stack([row[key] for row in rows])
         except (ValueError, RuntimeError, TypeError) as error:
-            shapes = sorted({str(np.shape(row.get(key))) for row in rows})
+            shapes = sorted({str(np.shape(row[key])) for row in rows if row.get(key) is not None})
             raise ConfigError(
                 f"The samples of a batch differ in '{key}': shapes {', '.join(shapes)}. Pad them to one length in the "
                 "dataset, or pass a data_collator that does (transformers.DataCollatorForSeq2Seq, for instance)."

@@ -32,8 +32,8 @@ def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[st
     if len(unused) == len(dataset.column_names):
         raise ConfigError(
             f"The dataset's columns ({', '.join(dataset.column_names)}) are none that {type(model).__name__}.forward "
-            f"takes ({', '.join(signature.parameters)}). Tokenize the dataset first, or set remove_unused_columns=False "
-            "and pass a data_collator that makes the model's inputs."
+            f"takes ({', '.join(signature.parameters)}). Tokenize the dataset first, or set "
+            "remove_unused_columns=False and pass a data_collator that makes the model's inputs."
         )
     logger.info("Columns that %s.forward does not take are left out: %s.", type(model).__name__, ", ".join(unused))
     return dataset.remove_columns(unused)

@@ -59,5 +59,6 @@ class ShareSampler(Sampler[list[int]]):
         order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
         for index in range(self.first_round, len(self)):
             share = self.plan.share(index, self.dp_rank, self.samples)
-            positions = range(index * self.plan.round_size, index * self.plan.round_size + 1) if not share else share
+            first = index * self.plan.round_size
+            positions = share or range(first, first + 1)
             yield order[positions.start : positions.stop].tolist()

@@ -48,9 +48,7 @@ class Corpus:
         held_out = {file.path for file in self.eval_files}
         self.train_files = [file for file in train_files if file.path not in held_out]
         if train_files and not self.train_files:
-            problems.append(
-                f"data.train: all {len(train_files)} files are in data.eval too; none is left to train on."
-            )
+            problems.append(f"data.train: all {len(train_files)} files are in data.eval too; none is left to train on.")
         if problems:
             raise ConfigError(problems)
 

@@ -40,6 +40,11 @@ class TokenStream:
     documents: int
     bytes: int
 
+    @property
+    def targets(self) -> int:
+        """Tokens that are predicted: all but the first, which is a separator."""
+        return max(len(self.tokens) - 1, 0)
+
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
     """All ``documents`` end to end, each with the tokenizer's separator before it."""

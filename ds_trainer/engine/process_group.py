@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from ds_trainer.engine.ranks import RankInfo, resolve_ranks
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
 
 logger = get_logger(__name__)
 
@@ -43,6 +44,8 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     if dist.is_initialized() and _started is not None:
         return _started
     info = resolve_ranks(os.environ)
+    if info.master_port == 0:
+        info = replace(info, master_port=free_port())
     os.environ.update(info.environment())
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
@@ -53,7 +56,9 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
 
     deepspeed_logger.setLevel("WARNING")  # its report of the configuration is ours to print
     # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, at every step of ZeRO-3.
-    warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning
+    )
     deepspeed.ops.__compatible_ops__[_SHM_OP] = False
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank)

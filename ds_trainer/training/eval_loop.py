@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ def evaluate_loss(trainer: Trainer, model: nn.Module, loader: Any) -> EvalResult
     """
     start = time.perf_counter()
     model.eval()
-    device = trainer.args.device
+    device = trainer.device
     # Sums run in float64 where the device has it: thousands of batches must not cost digits.
     total = torch.zeros((), dtype=torch.float64, device=device)
     items = torch.zeros((), dtype=torch.int64, device=device)
@@ -46,7 +47,7 @@ def evaluate_loss(trainer: Trainer, model: nn.Module, loader: Any) -> EvalResult
             prepared = trainer._prepare_inputs(inputs)
             loss = trainer.loss_of(model, dict(prepared), one)
             if not trainer.loss_rule.verified:
-                trainer.loss_rule.verify(loss, one, lambda n, p=prepared: trainer.loss_of(model, dict(p), n))
+                trainer.loss_rule.verify(loss, one, partial(trainer.loss_of, model, dict(prepared)))
             # With an item count of 1 a normalised loss is the sum over the items; a mean is weighted with its own.
             share = trainer.loss_rule.contribution(loss, own, one)
             total += torch.zeros_like(total) if filler else share.double()

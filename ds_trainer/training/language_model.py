@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def load_language_model(directory: str, config: PretrainedConfig | None = None) 
 
     try:
         return AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=torch.float32, local_files_only=True
+            os.path.expanduser(directory), config=config, dtype=torch.float32, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {directory!r} holds no model that loads: {_first_line(error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -11,11 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import ds_trainer
 from ds_trainer.arguments.recipe import Recipe
+from ds_trainer.callbacks.records import RecordsCallback
 from ds_trainer.data.sources import Corpus
 from ds_trainer.data.text_dataset import TokenBlocks, TokenStream, tokenize
 from ds_trainer.data.tokenizer import Tokenizer, load_tokenizer
 from ds_trainer.training.language_model import build_language_model, language_model_config
-from ds_trainer.training.report import Evaluation, compression_baselines, generate_sample, report_text
+from ds_trainer.training.report import (
+    Evaluation,
+    compression_baselines,
+    generate_sample,
+    nats_per_token,
+    report_text,
+)
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
 
@@ -52,12 +60,17 @@ def run(recipe: Recipe) -> dict[str, Any]:
     model = build_language_model(recipe, inputs.model_config)
     trainer = Trainer(model, args, train_dataset=inputs.train_blocks, eval_dataset=inputs.eval_blocks)
     output_dir = Path(str(args.output_dir))
+    baselines: dict[str, dict[str, float]] = {}
     if trainer.is_world_process_zero():
         (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # an older run's success must not vouch for this one
+        if inputs.eval is not None and recipe.report.compression_baselines:
+            baselines = compression_baselines(inputs.eval_text)
+            draw_baselines(trainer, inputs.eval, baselines)
+    prepared = time.perf_counter()
 
     train_output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trained = time.perf_counter()
-    evaluation = _evaluate(trainer, recipe, inputs)
+    evaluation = evaluate(trainer, inputs.eval, baselines) if inputs.eval is not None else None
     evaluated = time.perf_counter()
     trainer.save_model(str(output_dir))
     if not trainer.is_world_process_zero():
@@ -74,7 +87,8 @@ def run(recipe: Recipe) -> dict[str, Any]:
         "evaluation": evaluation.to_dict() if evaluation else None,
         "sample": {"prompt": recipe.report.sample_prompt, "text": sample} if sample is not None else None,
         "seconds": {
-            "train": trained - began,
+            "prepare": prepared - began,
+            "train": trained - prepared,
             "evaluate": evaluated - trained,
             "total": time.perf_counter() - began,
         },
@@ -136,19 +150,34 @@ def prepare(recipe: Recipe) -> Inputs:
     return Inputs(tokenizer, model_config, train, train_blocks, held_out, eval_blocks, text)
 
 
-def _evaluate(trainer: Trainer, recipe: Recipe, inputs: Inputs) -> Evaluation | None:
-    """The held-out loss with its baselines, or None when nothing is held out. Collective."""
-    if inputs.eval is None:
-        return None
+def draw_baselines(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str, float]]) -> None:
+    """Give ``baselines`` to the loss plot as horizontal lines, as the loss in nats a token that they correspond to."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, RecordsCallback):
+            callback.baselines = {
+                name: nats_per_token(packed["bits_per_byte"], text.targets, text.bytes)
+                for name, packed in baselines.items()
+            }
+
+
+def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str, float]]) -> Evaluation:
+    """The trainer's loss on the held-out ``text``, set beside ``baselines``. Collective.
+
+    Raises:
+        ConfigError: the loss is not finite; such a model is no result.
+    """
     loss = trainer.evaluate()["eval_loss"]
-    baselines = {}
-    if recipe.report.compression_baselines and trainer.is_world_process_zero():
-        baselines = compression_baselines(inputs.eval_text)
+    if not math.isfinite(loss):
+        rate = trainer.args.learning_rate
+        raise ConfigError(
+            f"The evaluation loss is {loss}: training diverged at arguments.learning_rate={rate}. Lower it, or give it "
+            "a warm-up (arguments.warmup_steps)."
+        )
     return Evaluation(
         loss=loss,
-        targets=len(inputs.eval.tokens) - 1,
-        documents=inputs.eval.documents,
-        bytes=inputs.eval.bytes,
+        targets=text.targets,
+        documents=text.documents,
+        bytes=text.bytes,
         baselines=baselines,
     )
 

@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.training.batches import labels_in, number_of_samples
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -78,27 +80,18 @@ class ItemCounter:
         shifted = inputs.get("shift_labels")
         if isinstance(shifted, torch.Tensor):
             return shifted.ne(IGNORED).sum()
-        for name in self.label_names:
-            labels = inputs.get(name)
-            if isinstance(labels, torch.Tensor) and labels.dim() > 0:
-                if labels.is_floating_point():
-                    return torch.tensor(labels.shape[0])
-                targets = labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
-                return targets.ne(IGNORED).sum()
-        return torch.tensor(number_of_samples(inputs))
-
-
-def number_of_samples(inputs: Mapping[str, Any]) -> int:
-    """Length of the first dimension of the first tensor in ``inputs``; 0 where there is none."""
-    for value in inputs.values():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
-    return 0
+        name = labels_in(inputs, self.label_names)
+        labels = inputs[name] if name is not None else None
+        if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
+            return torch.tensor(number_of_samples(inputs))
+        targets = labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
+        return targets.ne(IGNORED).sum()
 
 
 def depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Whether ``leaf`` takes part in the computation of ``loss`` near its end (a bounded look at the graph)."""
-    queue, seen = [loss.grad_fn], set()
+    queue: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
     while queue and len(seen) < _GRAPH_NODES_LOOKED_AT:
         node = queue.pop(0)
         if node is None or node in seen:
@@ -108,6 +101,28 @@ def depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
             return True
         queue += [parent for parent, _ in node.next_functions]
     return False
+
+
+def loss_in(outputs: Any, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss among a model's outputs: under ``"loss"``, the first element, or the output itself.
+
+    Raises:
+        ConfigError: there is no scalar in that place.
+    """
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)):
+        loss = outputs[0] if outputs else None
+    else:
+        loss = getattr(outputs, "loss", outputs)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        what = f"only {', '.join(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
+        core = getattr(model, "module", model)  # the engine is not what the user knows
+        raise ConfigError(
+            f"{type(core).__name__} returned no scalar loss for a batch of {', '.join(inputs)}; it returned {what}. "
+            "Give it the labels it needs, pass a compute_loss_func, or override compute_loss."
+        )
+    return loss
 
 
 class LossRule:

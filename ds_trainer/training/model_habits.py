@@ -37,7 +37,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
-            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(). Set it to "
-            "False, or give the model that method."
+            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(). "
+            "Set it to False, or give the model that method."
         )
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -71,9 +71,7 @@ class Evaluation:
         if not missed:
             return f"The model beats {' and '.join(beaten)} on text that it has not seen."
         if not beaten:
-            return (
-                f"The model does NOT beat {' or '.join(missed)} on text that it has not seen; it needs more training."
-            )
+            return f"The model does NOT beat {' or '.join(missed)} on text that it has not seen: train longer."
         return f"The model beats {' and '.join(beaten)} on text that it has not seen, but not {' or '.join(missed)}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,8 +104,8 @@ def report_text(results: dict[str, Any], evaluation: Evaluation | None) -> str:
     seconds = results["seconds"]
     lines = [
         "",
-        f"{results['steps']:,} steps in {seconds['train']:.0f} s, evaluation {seconds['evaluate']:.0f} s, "
-        f"everything {seconds['total']:.0f} s",
+        f"{results['steps']:,} steps in {seconds['train']:.0f} s; with preparation {seconds['prepare']:.0f} s, "
+        f"evaluation {seconds['evaluate']:.0f} s and the rest {seconds['total']:.0f} s",
         evaluation.table() if evaluation else "Nothing is held out: no evaluation (data.eval or data.held_out_every).",
     ]
     if results["sample"]:
@@ -125,7 +123,9 @@ def generate_sample(directory: str, tokenizer: Tokenizer, spec: ReportSpec, seed
     if spec.sample_tokens == 0:
         return None
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # a bar for loading a dozen tensors only tears the report apart
     model = load_language_model(directory).eval()
     prompt = tokenizer.encode(Document("report.sample_prompt", spec.sample_prompt.encode("utf-8")))
     input_ids = torch.tensor([[tokenizer.separator_id, *prompt.tolist()]])  # as a document begins in training

@@ -28,7 +28,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, args: TrainingArguments, rounds_per_epoch: int) -> RunPlan:
-        """The plan for epochs of ``rounds_per_epoch``: ``max_steps`` where it is positive, else ``num_train_epochs``."""
+        """The plan for epochs of ``rounds_per_epoch``: ``max_steps`` if positive, else ``num_train_epochs``."""
         accumulation = args.gradient_accumulation_steps
         steps_per_epoch = max(1, math.ceil(rounds_per_epoch / accumulation))
         max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)

@@ -22,13 +22,24 @@ import torch
 from ds_trainer.data.loader import FillerBatch, PlannedLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter
-from ds_trainer.training.loss import number_of_samples
+from ds_trainer.training.batches import number_of_samples
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ds_trainer.callbacks.state import TrainerControl
     from ds_trainer.training.trainer import Trainer
+
+
+_DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+def _agree(control: TrainerControl) -> None:
+    """Make one rank's decision everybody's, so that no rank enters a collective alone. One all-reduce."""
+    votes = distributed.any_of(torch.tensor([int(getattr(control, name)) for name in _DECISIONS]))
+    for name, vote in zip(_DECISIONS, votes, strict=True):
+        setattr(control, name, bool(vote))
 
 
 class TrainOutput(NamedTuple):
@@ -53,7 +64,7 @@ class TrainLoop:
         self.plan = plan
         self.loader = loader
         self.meter = ThroughputMeter()
-        device = trainer.args.device
+        device = trainer.device
         # Kept on the device: reading them would make the host wait for it.
         self._window_loss = torch.zeros((), device=device)
         self._window_items = torch.zeros((), dtype=torch.int64, device=device)
@@ -103,11 +114,11 @@ class TrainLoop:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
-        batches, items = trainer.get_batch_samples(iterator, rounds, args.device)
+        batches, items = trainer.get_batch_samples(iterator, rounds, trainer.device)
         if len(batches) != rounds:
             raise ConfigError(
-                f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {rounds} micro-batches "
-                f"of step {state.global_step + 1}, although its length is {self.plan.rounds_per_epoch}."
+                f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {rounds} "
+                f"micro-batches of step {state.global_step + 1}, although its length is {self.plan.rounds_per_epoch}."
             )
         samples = 0
         for index, batch in enumerate(batches):
@@ -129,7 +140,8 @@ class TrainLoop:
 
     def _log_evaluate_save(self) -> None:
         trainer, control = self.trainer, self.trainer.control
-        trainer.agree_on_control()
+        if trainer.callbacks_may_differ:
+            _agree(control)
         if control.should_log and trainer.state.global_step > self._window_start:
             trainer.log(self._close_window())
         if control.should_evaluate:
@@ -161,7 +173,7 @@ class TrainLoop:
             "grad_norm": trainer.engine.grad_norm(),
             "learning_rate": float(trainer.lr_scheduler.get_last_lr()[0]),
             "tokens_per_second": self.meter.read().tokens_per_second,
-            "memory_gb": memory_in_use_gb(trainer.args.device),
+            "memory_gb": memory_in_use_gb(trainer.device),
         }
 
     @staticmethod

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +19,28 @@ from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.data.collators import default_data_collator
-from ds_trainer.data.columns import drop_unused_columns
-from ds_trainer.data.loader import FillerBatch, PlannedLoader
-from ds_trainer.data.sampler import ShareSampler
 from ds_trainer.engine.process_group import start_process_group
-from ds_trainer.engine.ranks import resolve_ranks
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
 from ds_trainer.engine.weights import parse_size
-from ds_trainer.optim.optimizers import build_optimizer, decay_parameter_names, parameter_groups
-from ds_trainer.optim.schedules import build_schedule
-from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.training.batches import rounds_of
 from ds_trainer.training.eval_loop import evaluate_loss
 from ds_trainer.training.header import print_header
-from ds_trainer.training.hooks import accepted_arguments, is_overridden
+from ds_trainer.training.hooks import Hooks
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, shifts_labels
 from ds_trainer.training.model_habits import enable_gradient_checkpointing, without_cache
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
-from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 
 _DEFAULT_LABEL_NAMES = ("labels", "label")
-_DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class Trainer:
+class Trainer(Hooks):
     """Trains and evaluates a model on a DeepSpeed engine.
 
     Args:
@@ -90,6 +82,8 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise ConfigError("Give either a model or a model_init that makes one, and not both.")
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
+        # Kept: asking for it looks for GPUs, which is too slow for every micro-batch.
+        self.device = self.args.device
         set_seed(self.args.seed)
         self.model_init = model_init
         self.model: nn.Module = model if model is not None else model_init()  # type: ignore[misc]
@@ -105,15 +99,15 @@ class Trainer:
         self.label_names = self.args.label_names or list(_DEFAULT_LABEL_NAMES)
         self.is_in_train = False
 
-        self.layout, self.compiled = self._compile(resolve_ranks(os.environ).world_size)
+        self.layout, self.compiled = self._compile(self.args.world_size)
         self.loss_rule = self._loss_rule()
         self._engine: TrainingEngine | None = None
-        self._compute_loss_takes = accepted_arguments(self.compute_loss, {"return_outputs", "num_items_in_batch"})
+        self._compute_loss_takes = accepted_arguments(self.compute_loss, {"num_items_in_batch"})
         self._training_step_takes = accepted_arguments(self.training_step, {"num_items_in_batch"})
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         defaults: list[Any] = [DefaultFlowCallback, RecordsCallback, progress]
-        self._decides_alone = bool(callbacks)
+        self._own_callbacks = bool(callbacks)
         self.callback_handler = CallbackHandler([*defaults, *(callbacks or ())], self.model, processing_class)
         self.state = self._new_state()
         self.control = TrainerControl()
@@ -184,7 +178,7 @@ class Trainer:
         if self.model_init is not None and self._engine is not None:
             self.model = self.model_wrapped = self.model_init()
         loader = self.get_train_dataloader()
-        plan = RunPlan.of(self.args, self._rounds_of(loader))
+        plan = RunPlan.of(self.args, rounds_of(loader))
         self._build(plan.max_steps)
         self.state = self._new_state(plan)
         if checkpoint is not None:
@@ -238,213 +232,6 @@ class Trainer:
             state.compute_steps(self.args, plan.max_steps)
         return state
 
-    @property
-    def engine(self) -> TrainingEngine:
-        """The engine; it exists from the first :meth:`train` on. Raises ConfigError before."""
-        if self._engine is None:
-            raise ConfigError("There is no engine yet: it is built by train().")
-        return self._engine
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make what was not handed in: ``self.optimizer``, then ``self.lr_scheduler``."""
-        if self.optimizer is None:
-            self.optimizer = self.create_optimizer()
-        if self.lr_scheduler is None:
-            self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
-
-    def create_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the compiled configuration, with and without weight decay; kept in ``self.optimizer``."""
-        names = self.get_decay_parameter_names(self.model)
-        self.optimizer = build_optimizer(self.compiled, parameter_groups(self.model, names, self.args.weight_decay))
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The learning-rate schedule over ``num_training_steps`` optimizer steps; kept in ``self.lr_scheduler``."""
-        self.lr_scheduler = build_schedule(
-            self.args.lr_scheduler_type,
-            self.optimizer if optimizer is None else optimizer,
-            self.args.get_warmup_steps(num_training_steps),
-            num_training_steps,
-            self.args.lr_scheduler_kwargs,
-        )
-        return self.lr_scheduler
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that weight decay applies to: all but biases and norms."""
-        return decay_parameter_names(model)
-
-    # -- data -----------------------------------------------------------------------------------------------------
-
-    @property
-    def batch_plan(self) -> BatchPlan:
-        """Batch arithmetic of training."""
-        args = self.args
-        return BatchPlan(
-            self.layout, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
-        )
-
-    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
-        """Samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel replicas."""
-        return self.batch_plan.step_size
-
-    def get_train_dataloader(self) -> Any:
-        """Micro-batches of this replica: the order follows from seed and epoch, the plan decides who holds what.
-
-        Raises:
-            ConfigError: there is no training data.
-        """
-        if self.train_dataset is None:
-            raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return self._loader(self.train_dataset, "train_dataset", self.batch_plan, seed, shuffle=True)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Micro-batches of this replica for evaluation, in the dataset's order.
-
-        Args:
-            eval_dataset: a dataset, or the name of one in a dict of them; default: the one handed to the Trainer.
-
-        Raises:
-            ConfigError: there is no evaluation data.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        if dataset is None:
-            raise ConfigError("evaluate() needs an eval_dataset: pass one to the Trainer or to evaluate().")
-        plan = BatchPlan(self.layout, self.args.per_device_eval_batch_size)
-        return self._loader(dataset, "eval_dataset", plan, seed=0, shuffle=False)
-
-    def _loader(self, dataset: Any, name: str, plan: BatchPlan, seed: int, shuffle: bool) -> PlannedLoader:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(f"{name}: a {type(dataset).__name__} has no length or no items; map-style data is needed.")
-        if plan.rounds(len(dataset)) == 0:
-            raise ConfigError(f"{name} is empty: {len(dataset)} samples, drop_last={plan.drop_last}.")
-        if self.args.remove_unused_columns:
-            dataset = drop_unused_columns(dataset, self.model, self.label_names)
-        dp_rank = self.layout.coordinates(distributed.rank()).dp
-        pin = self.args.dataloader_pin_memory and self.args.device_type == "cuda"
-        sampler = ShareSampler(plan, len(dataset), dp_rank, seed, shuffle)
-        return PlannedLoader(dataset, sampler, self.data_collator, self.args.dataloader_num_workers, pin)
-
-    def _rounds_of(self, loader: Any) -> int:
-        """Micro-batches of an epoch; the same number on all ranks."""
-        rounds = distributed.gather_objects(len(loader) if hasattr(loader, "__len__") else None)
-        if None in rounds or len(set(rounds)) > 1:
-            raise ConfigError(
-                f"get_train_dataloader: the loaders' lengths over the ranks are {rounds}; all must be known and equal."
-            )
-        return int(rounds[0])
-
-    # -- one micro-batch ------------------------------------------------------------------------------------------
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor]:
-        """Fetch the micro-batches of one optimizer step and count the items of the global batch.
-
-        Returns:
-            The batches, and the number of items in all of them on all ranks: a float32 scalar on ``device``, at
-            least 1. One all-reduce.
-        """
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        counts = [self.loss_rule.count(self._checked_batch(batch)) for batch in batches]
-        items = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
-        distributed.all_reduce_sum(items)
-        return batches, items.clamp(min=1).to(torch.float32)
-
-    @staticmethod
-    def _checked_batch(batch: Any) -> Mapping[str, Any]:
-        if not isinstance(batch, Mapping):
-            raise ConfigError(
-                f"A batch is a {type(batch).__name__}, but models are called by keyword: let the data_collator return a "
-                "dict like {'input_ids': ..., 'labels': ...}."
-            )
-        return batch
-
-    def call_training_step(self, inputs: Any, items: torch.Tensor) -> torch.Tensor:
-        """:meth:`training_step` with the arguments that it takes."""
-        keywords = {"num_items_in_batch": items} if self._training_step_takes else {}
-        self._items_of_step = items
-        return self.training_step(self.model_wrapped, inputs, **keywords)
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Forward and backward pass of one micro-batch.
-
-        Args:
-            model: the engine.
-            inputs: one micro-batch.
-            num_items_in_batch: items of the global batch.
-
-        Returns:
-            The micro-batch's share of the global batch's mean loss, detached: summed over micro-batches and ranks it
-            is that mean.
-        """
-        items = self._items_of_step if num_items_in_batch is None else num_items_in_batch
-        rule = self.loss_rule
-        own = None if rule.verified and rule.normalised else rule.count(inputs).to(items.device)
-        filler = isinstance(inputs, FillerBatch)
-        inputs = self._prepare_inputs(inputs)
-        if rule.verified:
-            loss = self.loss_of(model, inputs, items)
-        else:
-            items = items.clone().requires_grad_()
-            loss = self.loss_of(model, dict(inputs), items)
-            rule.verify(loss, items, lambda n: self._loss_without_graph(model, dict(inputs), n))
-            items = items.detach()
-        share = rule.contribution(loss, own, items)
-        if filler:
-            share = share * 0.0
-        self.engine.backward(share)
-        return share.detach()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> Any:
-        """The loss of one micro-batch, and the model's outputs where ``return_outputs``.
-
-        Override it for a loss of your own. Either return the *sum* over items divided by ``num_items_in_batch``, or
-        leave that argument alone and return the *mean* over the micro-batch's items: both give the exact gradient
-        (:mod:`ds_trainer.training.loss`).
-
-        Raises:
-            ConfigError: the model returned no loss.
-        """
-        labels = None
-        if self.compute_loss_func is not None:
-            name = next((name for name in self.label_names if name in inputs), None)
-            labels = inputs.pop(name) if name is not None else None
-            outputs = model(**inputs)
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        else:
-            keywords = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.normalised else {}
-            outputs = model(**inputs, **keywords)
-            loss = _loss_in(outputs, model, inputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def loss_of(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
-        """:meth:`compute_loss` with the arguments that it takes."""
-        keywords = {"num_items_in_batch": items} if "num_items_in_batch" in self._compute_loss_takes else {}
-        return self.compute_loss(model, inputs, **keywords)
-
-    def _loss_without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
-        model.eval()
-        with torch.no_grad():
-            loss = self.loss_of(model, inputs, items)
-        model.train()
-        return loss
-
-    def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch on this rank's device."""
-        device = self.args.device
-        return {key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-
     # -- evaluate, log, save --------------------------------------------------------------------------------------
 
     def evaluate(
@@ -468,7 +255,7 @@ class Trainer:
         loader = self.get_eval_dataloader(dataset)
         self.callback_handler.eval_dataloader = loader
         if self._engine is None:
-            self.model.to(self.args.device)
+            self.model.to(self.device)
         with without_cache(self.model):
             result = evaluate_loss(self, self.model_wrapped, loader)
         values = {
@@ -502,8 +289,7 @@ class Trainer:
 
     def save_checkpoint(self) -> Path:
         """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
-        text = self.state.to_json()
-        return self._checkpoints.save(self.state.global_step, text, self.lr_scheduler.state_dict())
+        return self._checkpoints.save(self.state.global_step, self.state.save_to_json, self.lr_scheduler.state_dict())
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` to the output directory (main process)."""
@@ -522,7 +308,7 @@ class Trainer:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback (class or instance)."""
-        self._decides_alone = True
+        self._own_callbacks = True
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -533,17 +319,10 @@ class Trainer:
         """Remove a callback (instance, or first of a class)."""
         self.callback_handler.remove_callback(callback)
 
-    def agree_on_control(self) -> None:
-        """Make one rank's decision everybody's, so that no rank enters a collective alone.
-
-        The default callbacks decide by step numbers, alike on all ranks; only others can differ, and only then the
-        ranks talk.
-        """
-        if self._decides_alone and self.layout.world_size > 1:
-            votes = torch.tensor([int(getattr(self.control, name)) for name in _DECISIONS])
-            agreed = distributed.any_of(votes)
-            for name, vote in zip(_DECISIONS, agreed, strict=True):
-                setattr(self.control, name, bool(vote))
+    @property
+    def callbacks_may_differ(self) -> bool:
+        """Whether ranks could decide differently: the default callbacks decide by step numbers, alike on all ranks."""
+        return self._own_callbacks and self.layout.world_size > 1
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process of the whole job."""
@@ -552,21 +331,3 @@ class Trainer:
     def is_local_process_zero(self) -> bool:
         """Whether this is the main process of its machine."""
         return self.args.local_process_index == 0
-
-
-def _loss_in(outputs: Any, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The loss among a model's outputs: under ``"loss"``, the first element, or the output itself."""
-    if isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    elif isinstance(outputs, (tuple, list)):
-        loss = outputs[0]
-    else:
-        loss = getattr(outputs, "loss", outputs)
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        what = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-        core = getattr(model, "module", model)
-        raise ConfigError(
-            f"{type(core).__name__} returned no scalar loss for a batch of {', '.join(inputs)} (it returned {what}). Give "
-            "it the labels it needs, pass a compute_loss_func, or override compute_loss."
-        )
-    return loss

@@ -115,8 +115,16 @@ def test_an_override_can_take_back_a_value(write: Write) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("max_steps: 20", "max_step: 20", r"recipe.yaml:12: unknown key 'arguments.max_step'. Did you mean 'max_steps'\?"),
-        ("max_steps: 20", "zzz: 20", r"recipe.yaml:12: unknown key 'arguments.zzz'. Valid keys: the fields of Training"),
+        (
+            "max_steps: 20",
+            "max_step: 20",
+            r"recipe.yaml:12: unknown key 'arguments.max_step'. Did you mean 'max_steps'\?",
+        ),
+        (
+            "max_steps: 20",
+            "zzz: 20",
+            r"recipe.yaml:12: unknown key 'arguments.zzz'. Valid keys: the fields of Training",
+        ),
         ("held_out_every", "held_out", r"recipe.yaml:8: unknown key 'data.held_out'. Did you mean 'held_out_every'\?"),
         ("report:", "repord:", r"recipe.yaml:14: unknown key 'repord'. Did you mean 'report'\?"),
         ("  sample_prompt", "  text_key", r"recipe.yaml:15: unknown key 'report.text_key'. It belongs to .* 'data'"),
@@ -124,11 +132,19 @@ def test_an_override_can_take_back_a_value(write: Write) -> None:
         ("held_out_every: 10", "held_out_every: [1]", r"recipe.yaml:8: data.held_out_every: expected int or null, got"),
         ("max_steps: 20", "max_steps: 20\n  max_steps: 21", r"recipe.yaml:13: duplicate key 'max_steps', .* line 12"),
         ("held_out_every: 10", "held_out_every: 1", r"recipe.yaml: data.held_out_every=1 must be 2 or more"),
-        ("held_out_every: 10", "format: csv", r"recipe.yaml:8: data.format: expected one of 'auto', 'text', .* got 'csv'"),
+        (
+            "held_out_every: 10",
+            "format: csv",
+            r"recipe.yaml:8: data.format: expected one of 'auto', 'text', .* got 'csv'",
+        ),
         ("sequence_length: 32", "sequence_length: 1", r"recipe.yaml: data.sequence_length=1 must be 2 or more"),
         ("  sequence_length: 32\n", "", r"recipe.yaml: data.sequence_length is missing"),
         ("train: [a.txt, b]", "train: []", r"recipe.yaml: data.train is missing"),
-        ("held_out_every: 10", "held_out_every: 10\n  eval: c", r"recipe.yaml: data: 'eval' \(c\) and 'held_out_every'"),
+        (
+            "held_out_every: 10",
+            "held_out_every: 10\n  eval: c",
+            r"recipe.yaml: data: 'eval' \(c\) and 'held_out_every'",
+        ),
         ("model_type: llama", "vocab_size: 9", r"recipe.yaml: model.architecture: 'model_type' is missing"),
         ("model:\n", "model:\n  path: x\n", r"recipe.yaml: model: give either 'path' or 'architecture', but both"),
         ("learning_rate: 1e-3", "learning_rate: -1", r"recipe.yaml:11: arguments: learning_rate=-1"),
@@ -148,14 +164,20 @@ def test_one_mistake_gives_one_problem_with_its_place(write: Write, old: str, ne
     [
         (["--arguments.max_step", "5"], r"command line: unknown key 'arguments.max_step'. Did you mean 'max_steps'\?"),
         (["--max_steps", "5"], r"command line: unknown key '--max_steps'. Did you mean '--arguments.max_steps'\?"),
-        (["--sequence_length=5"], r"command line: unknown key '--sequence_length'. Did you mean '--data.sequence_length'"),
+        (
+            ["--sequence_length=5"],
+            r"command line: unknown key '--sequence_length'. Did you mean '--data.sequence_length'",
+        ),
         (["--argument.seed", "5"], r"command line: unknown key '--argument.seed'. Did you mean '--arguments.seed'\?"),
         (["--arguments", "5"], r"command line: 'arguments' is a section; name a key of it, as in --arguments.KEY"),
         (["--arguments.seed"], r"command line: --arguments.seed needs a value"),
         (["--arguments.seed", "--arguments.bf16=true"], r"command line: --arguments.seed needs a value"),
         (["--arguments.seed=x"], r"command line: arguments.seed: expected int, got 'x' \(str\)"),
         (["stray"], r"command line: 'stray' is not understood"),
-        (["--data.train.x", "1"], r"command line: '--data.train.x' cannot be set, data.train is \['a.txt', 'b'\] \(rec"),
+        (
+            ["--data.train.x", "1"],
+            r"command line: '--data.train.x' cannot be set, data.train is \['a.txt', 'b'\] \(rec",
+        ),
         (["--arguments.seed", "-5"], r"command line: arguments: seed=-5 must be"),
     ],
 )

@@ -322,7 +322,7 @@ def test_a_resumed_run_starts_where_it_stands(open_terminal: Callable[..., Termi
 
 
 def test_a_run_after_one_that_was_interrupted_starts_anew(open_terminal: Callable[..., Terminal]) -> None:
-    terminal = open_terminal()
+    open_terminal()
     run = Run(ProgressCallback)
     run.fire("on_train_begin")
     run.steps(10)

@@ -52,7 +52,7 @@ def test_a_file_that_vanished(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
 def test_jsonl(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    content = '{"text": "one"}\n\n   \n{"n": 1, "text": "z\\u00e9 \\n"}'.encode()
+    content = b'{"text": "one"}\n\n   \n{"n": 1, "text": "z\\u00e9 \\n"}'
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     assert list(read_jsonl(path, "text")) == [
         Document(f"{path}:1", b"one"),
@@ -66,7 +66,10 @@ def test_jsonl(tmp_path: Path, name: str) -> None:
         ('{"text": "x"', r"x.jsonl:2: not valid JSON: .*; each line must be one JSON object"),
         ("plain words", r"x.jsonl:2: not valid JSON: Expecting value"),
         ('["x"]', r"x.jsonl:2: expected a JSON object with the key 'text', got list"),
-        ('{"txt": "x", "id": 1}', r"x.jsonl:2: no key 'text'; found 'txt', 'id'. Set data.text_key .* Did you mean 'txt'"),
+        (
+            '{"txt": "x", "id": 1}',
+            r"x.jsonl:2: no key 'text'; found 'txt', 'id'. Set data.text_key .* Did you mean 'txt'",
+        ),
         ("{}", r"x.jsonl:2: no key 'text'; found none"),
         ('{"text": 5}', r"x.jsonl:2: 'text' must be a string, got int"),
         ('{"text": null}', r"x.jsonl:2: 'text' must be a string, got null"),

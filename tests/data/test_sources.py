@@ -16,7 +16,16 @@ from ds_trainer.utils.errors import ConfigError
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory ``src`` with some files, seen from the working directory."""
-    for name in ("b.py", "a.py", "sub/c.py", "sub/tests/d.py", "sub/__pycache__/e.py", ".hidden/f.py", "z.md", "empty.py"):
+    for name in (
+        "b.py",
+        "a.py",
+        "sub/c.py",
+        "sub/tests/d.py",
+        "sub/__pycache__/e.py",
+        ".hidden/f.py",
+        "z.md",
+        "empty.py",
+    ):
         path = tmp_path / "src" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("" if "empty" in name else f"<{name}>")

@@ -71,7 +71,7 @@ def test_places_outside_the_box_are_refused() -> None:
     layout = ParallelLayout(4, tp=2)
     with pytest.raises(ValueError, match="rank 4 is not in a world of 4"):
         layout.coordinates(4)
-    with pytest.raises(ValueError, match="tp=2 is not in 0..1"):
+    with pytest.raises(ValueError, match=r"tp=2 is not in 0\.\.1"):
         layout.rank_at(tp=2)
     with pytest.raises(ValueError, match="unknown axes"):
         layout.groups(["pp"])

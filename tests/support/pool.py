@@ -16,9 +16,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ds_trainer.engine.ranks import free_port
+from ds_trainer.utils.ranks import free_port
 
-_PRELOADED = ["torch", "deepspeed", "transformers", "transformers.models.llama.modeling_llama", "ds_trainer.training.trainer"]
+_PRELOADED = [
+    "torch",
+    "deepspeed",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "ds_trainer.training.trainer",
+]
 _pools: dict[int, WorkerPool] = {}
 
 

@@ -20,7 +20,10 @@ _SLURM_FIRST_PORT, _SLURM_PORTS = 20000, 20000
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process in the job. ``launcher`` is ``"environment"``, ``"srun"`` or ``"python"``."""
+    """Place of this process in the job. ``launcher`` is ``"environment"``, ``"srun"`` or ``"python"``.
+
+    A port of 0 says that any free one will do: a world of one has nobody to meet.
+    """
 
     rank: int
     world_size: int
@@ -50,7 +53,7 @@ def resolve_ranks(environment: Mapping[str, str]) -> RankInfo:
         return _from_launcher(environment)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         return _from_slurm_step(environment)
-    return RankInfo(0, 1, 0, "127.0.0.1", free_port(), "python")
+    return RankInfo(0, 1, 0, "127.0.0.1", 0, "python")
 
 
 def free_port() -> int:
@@ -65,8 +68,8 @@ def _from_launcher(environment: Mapping[str, str]) -> RankInfo:
     if missing:
         found = ", ".join(f"{name}={environment[name]}" for name in _LAUNCHER_NAMES if environment.get(name))
         raise ConfigError(
-            f"The environment says {found}, but not {', '.join(missing)}. Start with `deepspeed`, `torchrun` or `srun`, "
-            "or unset these variables to train in one process."
+            f"The environment says {found}, but not {', '.join(missing)}. Start with `deepspeed`, `torchrun` or "
+            "`srun`, or unset these variables to train in one process."
         )
     numbers = {name: _integer(environment, name) for name in _LAUNCHER_NAMES if name != "MASTER_ADDR"}
     _check_rank(numbers["RANK"], numbers["WORLD_SIZE"], "RANK", "WORLD_SIZE")
@@ -82,12 +85,16 @@ def _from_launcher(environment: Mapping[str, str]) -> RankInfo:
 
 def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
     rank = _integer(environment, "SLURM_PROCID")
-    world_size = _integer(environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS")
+    world_size = _integer(
+        environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    )
     _check_rank(rank, world_size, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
     address = environment.get("MASTER_ADDR") or first_host(nodes)
     if world_size > 1 and not address:
-        raise ConfigError("srun gave neither SLURM_STEP_NODELIST nor SLURM_NODELIST: set MASTER_ADDR to the first node.")
+        raise ConfigError(
+            "srun gave neither SLURM_STEP_NODELIST nor SLURM_NODELIST: set MASTER_ADDR to the first node."
+        )
     if environment.get("MASTER_PORT"):
         port = _integer(environment, "MASTER_PORT")
     else:

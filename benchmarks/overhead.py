@@ -1,0 +1,466 @@
+"""What a trainer costs on top of a bare DeepSpeed loop: milliseconds a micro-step, by paired measurements.
+
+The same model, data, optimizer and DeepSpeed JSON go through three loops: one written by hand around
+``deepspeed.initialize``, this package's ``Trainer``, and ``transformers.Trainer``. A copy of the first one goes along
+as a control: its difference to the first is what the method itself gets wrong.
+
+All loops live in one process a rank, each with an engine of its own and in a thread of its own, and take turns: a loop
+runs a block of optimizer steps, then waits until the others have run theirs. So whatever else the machine does meets
+all of them alike, and the *difference within a round* is meaningful where a single time is not. Only the thread whose
+turn it is runs; the others sleep on a condition and hold no lock. A step is timed from the end of the step before it to
+its own end, hence with everything that a loop does in between (fetching data, callbacks, schedule).
+
+    python benchmarks/overhead.py                            the table of docs/benchmarks.md, about ten minutes
+    python benchmarks/overhead.py --quick                    the same with few rounds
+    python benchmarks/overhead.py --models tiny --world 2    a part of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ds_trainer.engine.ranks import free_port
+
+BARE, CONTROL, OURS, THEIRS = "bare loop", "bare loop again", "ds_trainer", "transformers"
+LOOPS = (BARE, CONTROL, OURS, THEIRS)
+LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42
+TOLERANCE = 1e-4  # relative; the loops do the same arithmetic, summed in another order
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama architecture and the micro-batch that goes through it."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    micro_batch: int
+    sequence: int
+
+
+MODELS = {"tiny": Model(64, 2, 512, 4, 64), "50m": Model(512, 13, 8192, 1, 64)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. A round is one turn of every loop, a turn is ``block`` optimizer steps."""
+
+    model: str
+    world: int
+    stage: int
+    accumulation: int
+    rounds: int
+    block: int
+    warmup: int = 4
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of each loop."""
+        return self.warmup + self.rounds * self.block
+
+
+# -- taking turns --------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Lets several threads run one at a time, in a fixed order, and times their steps.
+
+    Args:
+        schedule: whose turn it is and how many steps it has. A turn of 0 steps lasts until :meth:`leave`.
+        align: called when a turn begins, before the clock starts (a barrier, where there are several ranks).
+    """
+
+    def __init__(self, schedule: Sequence[tuple[str, int]], align: Callable[[], None] = lambda: None) -> None:
+        self.times: list[tuple[str, list[float]]] = []
+        self._schedule = list(schedule)
+        self._align = align
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._steps: list[float] = []
+        self._since = 0.0
+
+    def enter(self, name: str) -> None:
+        """Wait for the next turn of ``name``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn < len(self._schedule) and self._schedule[self._turn][0] == name)
+        self._align()
+        self._since = time.perf_counter()
+
+    def step_done(self, name: str) -> None:
+        """A step of the loop whose turn it is has ended; after the last one of the turn, wait for the next turn."""
+        now = time.perf_counter()
+        self._steps.append(now - self._since)
+        self._since = now
+        if len(self._steps) == self._schedule[self._turn][1]:
+            self.times.append((name, self._steps))
+            self._steps = []
+            self.leave()
+            self.enter(name)
+
+    def leave(self) -> None:
+        """Hand over to the next in the schedule."""
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+
+def schedule(case: Case) -> list[tuple[str, int]]:
+    """Warm-up, the rounds in an order that is drawn anew for each (alike on all ranks), and a turn to finish in."""
+    draw = random.Random(SEED)
+    turns = [(name, case.warmup) for name in LOOPS]
+    for _ in range(case.rounds):
+        turns += [(name, case.block) for name in draw.sample(LOOPS, len(LOOPS))]
+    return turns + [(name, 0) for name in LOOPS]
+
+
+# -- model and data ------------------------------------------------------------------------------------------------
+
+
+def build_model(model: Model) -> nn.Module:
+    """The same weights at every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.vocabulary,
+            hidden_size=model.hidden,
+            intermediate_size=model.hidden * 11 // 4,
+            num_hidden_layers=model.layers,
+            num_attention_heads=max(2, model.hidden // 64),
+            max_position_embeddings=model.sequence,
+            use_cache=False,
+        )
+    )
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens in memory, as many as one epoch of the case takes."""
+
+    def __init__(self, case: Case) -> None:
+        model = MODELS[case.model]
+        samples = case.steps * case.accumulation * case.world * model.micro_batch
+        generator = torch.Generator().manual_seed(SEED)
+        tokens = torch.randint(model.vocabulary, (samples, model.sequence), generator=generator)
+        self.rows = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One batch; the same function in all loops."""
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def order_of_batches(case: Case, samples: int, rank: int) -> Iterator[list[int]]:
+    """The shuffled order that both trainers draw: consecutive micro-batches, dealt to the ranks in turn."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(SEED)).tolist()
+    size = MODELS[case.model].micro_batch
+    for start in range(rank * size, samples, case.world * size):
+        yield order[start : start + size]
+
+
+# -- the loops -----------------------------------------------------------------------------------------------------
+
+
+def bare_loop(case: Case, model: nn.Module, data: Tokens, config: dict[str, Any], done: Callable[[], None]) -> None:
+    """What one writes by hand. The mean loss is right here because every sample has the same number of tokens."""
+    import deepspeed
+
+    from ds_trainer.optim.optimizers import decay_parameter_names, parameter_groups
+
+    groups = parameter_groups(model, decay_parameter_names(model), WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (case.steps - step) / case.steps)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    batches = list(order_of_batches(case, len(data), torch.distributed.get_rank()))
+    loader = DataLoader(data, batch_sampler=batches, collate_fn=collate)
+    engine.train()
+    for micro_step, batch in enumerate(loader, start=1):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        if micro_step % case.accumulation == 0:
+            scheduler.step()
+            done()
+
+
+def arguments(case: Case, output_dir: str) -> dict[str, Any]:
+    """What both trainers are told. Nothing is logged or saved; all else is their default."""
+    return dict(
+        output_dir=output_dir,
+        per_device_train_batch_size=MODELS[case.model].micro_batch,
+        gradient_accumulation_steps=case.accumulation,
+        max_steps=case.steps,
+        learning_rate=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        lr_scheduler_type="linear",
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        logging_steps=10**9,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        seed=SEED,
+    )
+
+
+def our_trainer(case: Case, model: nn.Module, data: Tokens, output_dir: str, done: Callable[[], None]) -> Any:
+    """This package's Trainer with its default callbacks, and one that tells the end of a step."""
+    from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            done()
+
+    args = TrainingArguments(**arguments(case, output_dir), zero_stage=case.stage)
+    trainer = Trainer(model, args, data_collator=collate, train_dataset=data)
+    # Not by add_callback: that one makes the ranks agree on what callbacks of the user's decided, and this decides nothing.
+    trainer.callback_handler.add_callback(StepEnd())
+    return trainer
+
+
+def their_trainer(
+    case: Case, model: nn.Module, data: Tokens, output_dir: str, config: dict[str, Any], done: Callable[[], None]
+) -> Any:
+    """transformers.Trainer with the same JSON.
+
+    Without the JSON's optimizer block: with it, DeepSpeed would make the optimizer, over one parameter group that is
+    decayed as a whole. So it makes the same optimizer over the same two groups as the others.
+    """
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            done()
+
+    config = {key: value for key, value in config.items() if key != "optimizer"}
+    args = TrainingArguments(**arguments(case, output_dir), report_to="none", deepspeed=config)
+    return Trainer(model, args, data_collator=collate, train_dataset=data, callbacks=[StepEnd()])
+
+
+# -- one case, on every rank ---------------------------------------------------------------------------------------
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run all loops of a case on this rank; the results, on every rank."""
+    from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.utils import distributed
+
+    start_process_group("cpu")
+    data = Tokens(case)
+    models = {name: build_model(MODELS[case.model]) for name in LOOPS}
+    parameters = sum(p.numel() for p in models[BARE].parameters())
+    losses = {name: _keep_losses(model) for name, model in models.items()}
+    turns = Turns(schedule(case), distributed.barrier)
+
+    def step_done(name: str) -> Callable[[], None]:
+        return lambda: turns.step_done(name)
+
+    with tempfile.TemporaryDirectory() as directory:
+        ours = our_trainer(case, models[OURS], data, f"{directory}/ours", step_done(OURS))
+        config = ours.compiled.to_dict()
+        theirs = their_trainer(case, models[THEIRS], data, f"{directory}/theirs", config, step_done(THEIRS))
+        loops: dict[str, Callable[[], Any]] = {
+            BARE: lambda: bare_loop(case, models[BARE], data, config, step_done(BARE)),
+            CONTROL: lambda: bare_loop(case, models[CONTROL], data, config, step_done(CONTROL)),
+            OURS: ours.train,
+            THEIRS: theirs.train,
+        }
+        load = os.getloadavg()[0]
+        threads = [threading.Thread(target=_run, args=(turns, name, loops[name])) for name in LOOPS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    times = [_times_of(turns, name, case) for name in LOOPS]
+    over_ranks = np.mean(distributed.gather_objects(times), axis=0)
+    result = {
+        **asdict(case),
+        "parameters": parameters,
+        "micro_batch": MODELS[case.model].micro_batch,
+        "sequence": MODELS[case.model].sequence,
+        "load_average": [load, os.getloadavg()[0]],
+        "check": same_work(case, losses, {name: _weights(model) for name, model in models.items()}),
+        **summary(dict(zip(LOOPS, over_ranks, strict=True))),
+        "deepspeed_config": config,
+    }
+    return result
+
+
+def _run(turns: Turns, name: str, loop: Callable[[], Any]) -> None:
+    turns.enter(name)
+    try:
+        loop()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the other loops and ranks would wait forever
+    turns.leave()
+
+
+def _keep_losses(model: nn.Module) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, inputs, output: kept.append(output.loss.detach()))
+    return kept
+
+
+def _weights(model: nn.Module) -> torch.Tensor:
+    from ds_trainer.engine.weights import gathered
+
+    parameters = list(model.parameters())
+    with gathered(parameters):
+        return torch.cat([p.detach().flatten().double() for p in parameters])
+
+
+def _times_of(turns: Turns, name: str, case: Case) -> list[float]:
+    """Milliseconds a micro-step: the median of each turn after the warm-up."""
+    blocks = [statistics.median(steps) for who, steps in turns.times if who == name][1:]
+    return [1000 * seconds / case.accumulation for seconds in blocks]
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def same_work(case: Case, losses: dict[str, list[torch.Tensor]], weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Largest relative differences of the losses of all micro-batches, and of the final weights, to the bare loop's.
+
+    The trainers divide the summed loss by the tokens of the global batch, the bare loop by those of its micro-batch.
+    """
+    share = {BARE: 1, CONTROL: 1, OURS: case.world * case.accumulation, THEIRS: case.world * case.accumulation}
+    wanted = torch.stack(losses[BARE]).double()
+    report: dict[str, Any] = {"micro_batches": len(wanted), "first_loss": float(wanted[0]), "last_loss": float(wanted[-1])}
+    worst = 0.0
+    for name in LOOPS[1:]:
+        found = torch.stack(losses[name]).double() * share[name]
+        far = float("inf") if found.shape != wanted.shape else float(((found - wanted) / wanted).abs().max())
+        distance = float((weights[name] - weights[BARE]).norm() / weights[BARE].norm())
+        report[name] = {"losses": far, "weights": distance}
+        worst = max(worst, far, distance)
+    return {**report, "tolerance": TOLERANCE, "passed": worst <= TOLERANCE}
+
+
+def summary(times: dict[str, Any]) -> dict[str, Any]:
+    """Medians and quartiles of each loop, and of its differences to the bare loop within the same round."""
+    loops, overhead = {}, {}
+    bare = np.asarray(times[BARE])
+    for name in LOOPS:
+        values = np.asarray(times[name])
+        loops[name] = {"median_ms": float(np.median(values)), "quartiles_ms": np.quantile(values, [0.25, 0.75]).tolist()}
+        if name == BARE:
+            continue
+        differences = values - bare
+        resamples = np.random.default_rng(SEED).choice(differences, (2000, len(differences)))
+        median = float(np.median(differences))
+        overhead[name] = {
+            "median_ms": median,
+            "interval_95_ms": np.quantile(np.median(resamples, axis=1), [0.025, 0.975]).tolist(),
+            "quartiles_ms": np.quantile(differences, [0.25, 0.75]).tolist(),
+            "percent": 100 * median / float(np.median(bare)),
+        }
+    return {"loops": loops, "overhead": overhead}
+
+
+def table(cases: Sequence[dict[str, Any]]) -> str:
+    """The results as a Markdown table, milliseconds a micro-step."""
+    lines = [
+        f"| model | ranks | ZeRO | accum. | {BARE} | {' | '.join(LOOPS[1:])} | same work |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        cells = [
+            "{model} | {world} | {stage} | {accumulation}".format(**case),
+            f"{case['loops'][BARE]['median_ms']:.2f}",
+        ]
+        for name in LOOPS[1:]:
+            low, high = case["overhead"][name]["interval_95_ms"]
+            cells.append("{median_ms:+.2f}".format(**case["overhead"][name]) + f" [{low:+.2f}, {high:+.2f}]")
+            cells[-1] += " {percent:+.1f} %".format(**case["overhead"][name])
+        lines.append(f"| {' | '.join(cells)} | {'yes' if case['check']['passed'] else 'NO'} |")
+    return "\n".join(lines)
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """The lines of the table that are asked for."""
+    wanted = [("tiny", 1, 1), ("tiny", 1, 4), ("tiny", 3, 1), ("50m", 1, 1)]
+    cases = []
+    for model, stage, accumulation in wanted:
+        for world in options.world:
+            case = Case(model, world, stage, accumulation, *((120 // accumulation, 5) if model == "tiny" else (40, 1)))
+            if options.quick:
+                case = replace(case, rounds=3, warmup=2)
+            if model in options.models and stage in options.zero and accumulation in options.accumulation:
+                cases.append(case)
+    return cases
+
+
+def launch(case: Case, directory: str) -> dict[str, Any]:
+    """Run a case in ``case.world`` new processes."""
+    part = Path(directory) / "case.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={case.world}", f"--master-port={free_port()}"]
+    command = [sys.executable, *launcher, __file__, "--case", json.dumps(asdict(case)), "--out", str(part)]
+    subprocess.run(command, check=True, env=environment)
+    result: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
+    return result
+
+
+def main() -> int:
+    """Parse the command line and run; the exit code is 1 where two loops did not do the same work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see it work, not to believe the numbers")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--world", nargs="+", type=int, default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--zero", nargs="+", type=int, default=[1, 3], help="ZeRO stages")
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4], help="micro-batches a step")
+    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # how it starts itself on every rank
+    options = parser.parse_args()
+    if options.case:
+        result = measure(Case(**json.loads(options.case)))
+        if os.environ["RANK"] == "0":
+            options.out.write_text(json.dumps(result), encoding="utf-8")
+        return 0
+
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for case in cases_of(options):
+            results.append(launch(case, directory))
+            print(table(results[-1:]), json.dumps(results[-1]["check"]), sep="\n", flush=True)
+    print("\n" + table(results))
+    if options.out:
+        packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate", "ds-trainer")}
+        about = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), **packages}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"environment": about, "cases": results}, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(result["check"]["passed"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

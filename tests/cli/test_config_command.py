@@ -1,0 +1,104 @@
+"""``ds-trainer config``: the DeepSpeed JSON on standard output, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_trainer
+from ds_trainer.cli.main import main
+
+QUICKSTART = Path(ds_trainer.__file__).parents[1] / "ds_configs" / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "model: {architecture: {model_type: llama, hidden_size: 2048}}\n"
+        "data: {train: nowhere.txt, sequence_length: 8}\n"
+        "arguments: {learning_rate: 1e-3, zero_stage: 2, per_device_train_batch_size: 3}\n"
+    )
+    return str(path)
+
+
+def compiled(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["config", *words, "--device", "cpu"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_pure_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = compiled(capsys, recipe)
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["zero_optimization"]["stage"] == 2  # type: ignore[index]
+    assert config["zero_optimization"]["reduce_bucket_size"] == 2048**2  # type: ignore[index]
+
+
+def test_overrides_and_world_size(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (recipe, "--arguments.zero_stage", "null", "--arguments.bf16", "true")
+    config = compiled(capsys, *words, "--world-size", "4")
+    assert config["zero_optimization"]["stage"] == 1  # type: ignore[index]
+    assert config["bf16"]["enabled"] is True  # type: ignore[index]
+    assert compiled(capsys, *words)["zero_optimization"]["stage"] == 0  # type: ignore[index]
+
+
+def test_explain(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", recipe, "--device", "cpu", "--explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    stage = next(line for line in lines if line.startswith("zero_optimization.stage"))
+    assert stage.split()[1] == "2"
+    assert "zero_stage=2" in stage
+
+
+def test_a_saved_model_gives_the_shape(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096}')
+    words = ("--model.architecture", "null", "--model.path", str(tmp_path / "model"))
+    config = compiled(capsys, recipe, *words)
+    assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
+
+
+@pytest.mark.parametrize("content", [None, "{", "\xff"])
+def test_a_model_that_cannot_be_read(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    (tmp_path / "model").mkdir()
+    if content is not None:
+        (tmp_path / "model" / "config.json").write_bytes(content.encode("latin-1"))
+    words = ["--model.architecture", "null", "--model.path", str(tmp_path / "model"), "--device", "cpu"]
+    assert main(["config", recipe, *words]) == 2
+    assert "model.path: " in capsys.readouterr().err
+
+
+def test_a_misspelt_width_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(recipe).write_text(Path(recipe).read_text().replace("hidden_size", "hiden_size"))
+    assert main(["config", recipe, "--device", "cpu"]) == 2
+    assert "r.yaml:1: unknown key 'model.architecture.hiden_size' for a llama model. Did you mean 'hidden_size'?" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_the_device_cannot_do_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", recipe, "--device", "cpu", "--arguments.fp16", "true"]) == 2
+    assert "fp16" in capsys.readouterr().err
+    assert main(["config", recipe, "--device", "cuda", "--arguments.fp16", "true"]) == 0
+
+
+def test_it_answers_without_torch() -> None:
+    code = (
+        "import sys; from ds_trainer.cli.main import main; "
+        f"code = main(['config', {str(QUICKSTART)!r}, '--device', 'cpu']); "
+        "print(code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["0", "False"]
+    json.loads(done.stdout)
+
+
+def test_the_device_of_this_machine(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", recipe]) == 0
+    json.loads(capsys.readouterr().out)

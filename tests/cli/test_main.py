@@ -1,0 +1,138 @@
+"""The command line as a shell sees it: words in, one message and an exit code out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ds_trainer
+from ds_trainer.cli.main import main, split_overrides, without_local_rank
+
+RECIPE = """\
+model: {architecture: {model_type: llama, hidden_size: 8}}
+data: {train: nowhere.txt, sequence_length: 8}
+"""
+
+
+def shell(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "ds_trainer", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=clean | {"PYTHONPATH": str(Path(ds_trainer.__file__).parents[1])} | environment,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"ds-trainer {ds_trainer.__version__}\n"
+
+
+def test_without_words_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    output = capsys.readouterr().out
+    assert "train" in output
+    assert "config" in output
+
+
+def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tarin", "x.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? There are: train, config.\n"
+    )
+
+
+def test_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "gone.yaml"]) == 2
+    assert capsys.readouterr().err == "ds-trainer: The recipe 'gone.yaml' does not exist.\n"
+
+
+def test_the_recipe_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train"])
+    assert caught.value.code == 2
+    assert "RECIPE" in capsys.readouterr().err
+
+
+def test_an_override_without_section_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE)
+    assert main(["train", str(path), "--max_steps", "5"]) == 2
+    assert capsys.readouterr().err == (
+        "ds-trainer: command line: unknown key '--max_steps'. Did you mean '--arguments.max_steps'?\n"
+    )
+
+
+def test_overrides_may_stand_anywhere() -> None:
+    words = ["train", "--a.b", "-1", "r.yaml", "--c.d=x y", "--explain", "--e.f", "--g.h", "v"]
+    others, overrides = split_overrides(words)
+    assert others == ["train", "r.yaml", "--explain"]
+    assert overrides == ["--a.b", "-1", "--c.d=x y", "--e.f", "--g.h", "v"]
+
+
+def test_a_path_with_a_dot_is_no_override() -> None:
+    assert split_overrides(["train", "./r.yaml", "--world-size", "2"]) == (
+        ["train", "./r.yaml", "--world-size", "2"],
+        [],
+    )
+    assert split_overrides(["--device=a.b"]) == (["--device=a.b"], [])
+
+
+def test_the_launchers_word_is_dropped() -> None:
+    assert without_local_rank(["--local_rank=0", "train", "--local-rank=12", "r.yaml"]) == ["train", "r.yaml"]
+    assert without_local_rank(["--local_rank=x"]) == ["--local_rank=x"]
+
+
+def test_an_error_has_no_traceback_and_comes_before_torch(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE + "argments: {}\n")
+    done = shell("--local_rank=0", "train", "r.yaml", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    said = [line for line in done.stderr.splitlines() if line not in imports]
+    assert said == ["ds-trainer: r.yaml:3: unknown key 'argments'. Did you mean 'arguments'?"]
+    assert any(line.endswith("ds_trainer.arguments.recipe") for line in imports)
+    assert not any(line.split("|")[-1].strip() == "torch" for line in imports)
+
+
+def test_other_ranks_let_the_main_process_speak_first(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = shell("train", "gone.yaml", cwd=tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert done.returncode == 2
+    assert time.monotonic() - began >= 3
+    assert done.stderr == "ds-trainer (rank 1): The recipe 'gone.yaml' does not exist.\n"
+
+
+def test_several_ranks_say_it_once(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "", "--num_gpus", "2"]
+    done = subprocess.run(
+        [*launcher, "--master_port", "29517", "--module", "ds_trainer", "train", "gone.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(ds_trainer.__file__).parents[1]), "DS_ACCELERATOR": "cpu"},
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("does not exist") == 1
+    assert "ds-trainer: The recipe 'gone.yaml' does not exist." in done.stderr
+
+
+def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    command = f"{sys.executable} -m ds_trainer config r.yaml --device cpu --explain | true"
+    env = {**os.environ, "PYTHONPATH": str(Path(ds_trainer.__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    assert done.stderr == ""

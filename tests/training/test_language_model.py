@@ -1,0 +1,127 @@
+"""The model of a recipe: transformers configs checked against the recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer.arguments.recipe import DataSpec, ModelSpec, Recipe
+from ds_trainer.data.byte_tokenizer import ByteTokenizer
+from ds_trainer.training.language_model import build_language_model, language_model_config, load_language_model
+from ds_trainer.utils.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def recipe(path: str | None = None, length: int = 8, tokenizer: str = "bytes", **architecture: Any) -> Recipe:
+    model = ModelSpec(path=path) if path is not None else ModelSpec(architecture={**TINY, **architecture})
+    return Recipe(model=model, data=DataSpec(train=("x",), sequence_length=length, tokenizer=tokenizer), path="r.yaml")
+
+
+def refused(wanted: Recipe) -> str:
+    with pytest.raises(ConfigError) as caught:
+        language_model_config(wanted, ByteTokenizer())
+    return str(caught.value)
+
+
+def test_an_architecture_follows_the_tokenizer() -> None:
+    config = language_model_config(recipe(), ByteTokenizer())
+    assert (config.vocab_size, config.bos_token_id, config.eos_token_id) == (257, 256, 256)
+    assert language_model_config(recipe(vocab_size=320, eos_token_id=5), ByteTokenizer()).eos_token_id == 5
+
+
+def test_the_recipe_is_not_changed() -> None:
+    wanted = recipe()
+    language_model_config(wanted, ByteTokenizer())
+    assert wanted == recipe()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            {"hiden_size": 5},
+            r"r.yaml: unknown key 'model.architecture.hiden_size' for a llama .* Did you mean 'hidden_s",
+        ),
+        (
+            {"wings": 2},
+            r"r.yaml: unknown key 'model.architecture.wings' for a llama model. LlamaConfig in transformers",
+        ),
+        ({"model_type": "lama"}, r"r.yaml: .* no causal language model of type 'lama'. Did you mean 'llama'\?"),
+        ({"model_type": "vit"}, r"r.yaml: .* no causal language model of type 'vit'"),
+        ({"hidden_size": "wide"}, r"r.yaml: model.architecture: .*'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 3}, r"r.yaml: model.architecture: .*not a multiple of the number of attention heads"),
+        ({"vocab_size": 100}, r"r.yaml: the model's vocab_size=100 is smaller than the 257 tokens"),
+        ({"max_position_embeddings": 4}, r"r.yaml: data.sequence_length=8 is longer than .*max_position_embeddings=4"),
+    ],
+)
+def test_architectures_that_cannot_be(architecture: dict[str, Any], message: str) -> None:
+    assert re.match(message, refused(recipe(**architecture)))
+
+
+def test_all_unknown_keys_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        language_model_config(recipe(hiden_size=1, wings=2), ByteTokenizer())
+    assert len(caught.value.problems) == 2
+
+
+def test_other_names_of_keys_are_known() -> None:
+    assert language_model_config(recipe(rope_theta=5e5), ByteTokenizer()).rope_parameters["rope_theta"] == 5e5
+    wanted = Recipe(
+        model=ModelSpec(architecture={"model_type": "gpt2", "hidden_size": 16, "n_layer": 1, "n_head": 2}),
+        data=DataSpec(train=("x",), sequence_length=8),
+    )
+    assert language_model_config(wanted, ByteTokenizer()).n_embd == 16
+
+
+def test_random_weights_follow_the_seed() -> None:
+    config = language_model_config(recipe(), ByteTokenizer())
+    torch.manual_seed(1)
+    first = build_language_model(recipe(), config).state_dict()
+    torch.manual_seed(1)
+    second = build_language_model(recipe(), config).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(tensor.dtype == torch.float32 for tensor in first.values())
+    torch.manual_seed(2)
+    third = build_language_model(recipe(), config).state_dict()
+    assert not torch.equal(first["model.embed_tokens.weight"], third["model.embed_tokens.weight"])
+
+
+def test_a_saved_model(tmp_path: Path) -> None:
+    config = language_model_config(recipe(), ByteTokenizer())
+    model = build_language_model(recipe(), config)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    wanted = recipe(path=str(tmp_path))
+    loaded = build_language_model(wanted, language_model_config(wanted, ByteTokenizer()))
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, model.state_dict()[name].float())
+
+
+def test_directories_that_hold_no_model(tmp_path: Path) -> None:
+    assert "is not a directory" in refused(recipe(path=str(tmp_path / "gone")))
+    assert "has no config.json" in refused(recipe(path=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    ByteTokenizer().save(tmp_path)
+    assert "r.yaml: model.path: " in refused(recipe(path=str(tmp_path)))
+    language_model_config(recipe(), ByteTokenizer()).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds no model that loads"):
+        load_language_model(str(tmp_path))
+
+
+def test_bytes_are_not_fed_to_a_model_of_words(tmp_path: Path) -> None:
+    language_model_config(recipe(), ByteTokenizer()).save_pretrained(tmp_path)
+    assert "was not trained on bytes (no byte_tokenizer.json)" in refused(recipe(path=str(tmp_path)))
