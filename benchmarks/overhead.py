@@ -37,10 +37,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from ds_trainer.engine.ranks import free_port
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-from ds_trainer.engine.ranks import free_port
 
 BARE, CONTROL, OURS, THEIRS = "bare loop", "bare loop again", "ds_trainer", "transformers"
 LOOPS = (BARE, CONTROL, OURS, THEIRS)

@@ -94,8 +94,10 @@ install_into_venv() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$TORCH_VERSION"
     say "installing ds-trainer[$extras]"
     # The variables put the pins on build backends too: older pips read the first there, newer ones only the second.
+    # --use-pep517: pip before 23.1 would otherwise build deepspeed inside this environment, against its own setuptools.
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt \
+        -e ".[$extras]"
     printf '%s\n' "$key" >"$VENV/.ds_trainer_$kind.new"
     mv "$VENV/.ds_trainer_$kind.new" "$VENV/.ds_trainer_$kind"
 }
