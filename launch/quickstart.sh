@@ -46,9 +46,10 @@ if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         gpus=${#chosen[@]}
     elif [ -z "$CUDA_VISIBLE_DEVICES" ] || [ "$CUDA_VISIBLE_DEVICES" = -1 ]; then
         gpus=0
-        export DS_ACCELERATOR=cpu
+        export DS_ACCELERATOR=cpu # for the launcher; it shows the GPUs to the ranks again, so they are told too
+        set -- --arguments.use_cpu true "$@"
     else
-        die "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: the deepspeed launcher wants GPU numbers, as in 0,1."
+        die "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: name GPUs by number, as in 0,1: the deepspeed launcher takes nothing else."
     fi
 fi
 

@@ -131,6 +131,10 @@ def test_quickstart_chooses_processes_and_threads(quickstart: Quickstart, tmp_pa
     assert quickstart.option("--include") == "localhost:1,3"
     quickstart("success", CUDA_VISIBLE_DEVICES="1,3", NPROC="1", **gpus)
     assert quickstart.option("--include") == "localhost:1"
+    quickstart("success", CUDA_VISIBLE_DEVICES="", **gpus)
+    assert quickstart.option("--num_gpus") == str(min(2, cores))
+    assert quickstart.option("--arguments.use_cpu") == "true"
+    assert "by number" in quickstart("success", CUDA_VISIBLE_DEVICES="GPU-1", **gpus).stderr
     quickstart("success", NPROC="3", OMP_NUM_THREADS="5", **gpus)
     assert quickstart.option("--num_gpus") == "3"
     for wrong, says in (("5", "there are 4 GPUs"), ("two", "NPROC=two"), ("0", "NPROC=0")):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback
 from transformers.trainer_callback import TrainerControl as TransformersControl
@@ -160,6 +160,8 @@ def test_steps_are_numbers_fractions_or_none() -> None:
 
 
 @given(st.integers(1, 999), st.integers(1, 100_000))
+@example(70, 100)
+@example(1, 1)
 def test_a_fraction_is_rounded_up_and_never_by_binary_noise(thousandths: int, max_steps: int) -> None:
     steps = SimpleNamespace(logging_steps=thousandths / 1000, eval_steps=None, save_steps=None)
     ours, theirs = TrainerState(), TransformersState()

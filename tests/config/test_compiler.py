@@ -1,0 +1,180 @@
+"""The compiler: complete, deterministic, every value with its origin, accepted by DeepSpeed's own configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.compiler import compile_config, zero_stage
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.utils.errors import ConfigError
+
+
+def compiled(world: int = 1, device: str = "cpu", hidden: int | None = 256, **arguments: Any) -> CompiledConfig:
+    shape = ModelShape(hidden, f"test.hidden_size={hidden}")
+    return compile_config(TrainingArguments("out", **arguments), ParallelLayout(world), shape, device)
+
+
+def leaves(value: Any, path: str = "") -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for key, part in value.items() for leaf in leaves(part, f"{path}.{key}" if path else key)]
+    return [path]
+
+
+valid = st.fixed_dictionaries(
+    {
+        "zero_stage": st.sampled_from([None, 0, 1, 2, 3]),
+        "precision": st.sampled_from(["fp32", "bf16", "fp16", "autocast"]),
+        "optim": st.sampled_from(["adamw_torch", "adamw_torch_fused", "sgd"]),
+        "offload_optimizer": st.sampled_from(["none", "cpu"]),
+        "max_grad_norm": st.sampled_from([0.0, 0.5, 1.0]),
+        "per_device_train_batch_size": st.integers(1, 64),
+        "gradient_accumulation_steps": st.integers(1, 64),
+        "world": st.sampled_from([1, 2, 8, 64, 4096]),
+        "hidden": st.sampled_from([None, 64, 4096, 16384]),
+        "device": st.sampled_from(["cpu", "cuda"]),
+    }
+)
+
+
+def arguments_of(choice: dict[str, Any]) -> dict[str, Any]:
+    chosen = dict(choice)
+    precision = chosen.pop("precision")
+    return {
+        **chosen,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "torch_autocast": "bf16" if precision == "autocast" else "none",
+    }
+
+
+@given(valid)
+def test_every_value_has_an_origin_and_nothing_is_left_open(choice: dict[str, Any]) -> None:
+    try:
+        config = compiled(**arguments_of(choice))
+    except ConfigError as error:
+        assert error.problems  # a refusal in words
+        return
+    values = config.to_dict()
+    assert sorted(leaves(values)) == sorted(config.paths())
+    assert all(str(config.origin(path)) for path in config.paths())
+    assert '"auto"' not in config.to_json()
+    assert json.loads(config.to_json()) == values
+    assert compiled(**arguments_of(choice)) == config
+
+
+@given(valid)
+def test_deepspeed_accepts_what_is_compiled(choice: dict[str, Any]) -> None:
+    """DeepSpeed's own parser and its pydantic models read it, fp16 included, which no CPU could run."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    arguments = arguments_of(choice)
+    try:
+        config = compiled(**arguments)
+    except ConfigError:
+        return
+    read = DeepSpeedConfig(config.to_dict())
+    assert read.zero_optimization_stage == config.get("zero_optimization.stage")
+    assert read.gradient_clipping == arguments["max_grad_norm"]
+    assert read.train_micro_batch_size_per_gpu == arguments["per_device_train_batch_size"]
+    assert read.gradient_accumulation_steps == arguments["gradient_accumulation_steps"]
+    assert read.float16_config.enabled == arguments["fp16"]
+    assert read.bfloat16_config.enabled == arguments["bf16"]
+    assert read.torch_autocast_enabled == (arguments["torch_autocast"] == "bf16")
+    if choice["hidden"] is not None and read.zero_optimization_stage > 0:
+        assert read.zero_config.reduce_bucket_size == config.get("zero_optimization.reduce_bucket_size")
+
+
+def test_fp16_on_a_gpu_has_a_dynamic_loss_scale() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = compiled(device="cuda", fp16=True, zero_stage=2)
+    read = DeepSpeedConfig(config.to_dict()).float16_config
+    assert read.enabled and read.loss_scale == 0 and read.initial_scale_power == 16
+
+
+def test_fp16_on_a_cpu_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"fp16=True needs a GPU.*bf16=True"):
+        compiled(fp16=True)
+    with pytest.raises(ConfigError, match=r"torch_autocast=fp16 needs a GPU.*torch_autocast=bf16"):
+        compiled(torch_autocast="fp16")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        compiled(world=1, fp16=True, optim="sgd", optim_args="betas=1,momentun=0.9")
+    assert len(error.value.problems) == 3
+    assert "'momentun' is not an argument of sgd; known are dampening, momentum, nesterov" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "stage"),
+    [
+        (1, {}, 0),
+        (2, {}, 1),
+        (2, {"zero_stage": 0}, 0),
+        (4, {"zero_stage": 3}, 3),
+        (1, {"offload_optimizer": "cpu"}, 1),
+    ],
+)
+def test_stage_follows_the_arguments_then_the_layout(world: int, arguments: dict[str, Any], stage: int) -> None:
+    assert zero_stage(TrainingArguments("out", **arguments), ParallelLayout(world))[0] == stage
+
+
+def test_clipping_is_always_written_because_deepspeed_would_clip_to_one() -> None:
+    assert compiled(max_grad_norm=0.0).to_dict()["gradient_clipping"] == 0.0
+
+
+def test_bucket_sizes_come_from_the_hidden_size() -> None:
+    config = compiled(zero_stage=3, hidden=4096)
+    assert config.get("zero_optimization.reduce_bucket_size") == 4096**2
+    assert config.get("zero_optimization.stage3_prefetch_bucket_size") == 4096**2 * 9 // 10
+    assert config.get("zero_optimization.stage3_param_persistence_threshold") == 40960
+    assert config.origin("zero_optimization.reduce_bucket_size").kind == "derived"
+    assert "test.hidden_size=4096" in str(config.origin("zero_optimization.reduce_bucket_size"))
+    assert compiled(zero_stage=3, hidden=None).get("zero_optimization.reduce_bucket_size") is None
+
+
+def test_offload_uses_deepspeeds_adam_on_gpus_only() -> None:
+    assert compiled(offload_optimizer="cpu", device="cuda").get("optimizer.params.torch_adam") is False
+    on_cpu = compiled(offload_optimizer="cpu", device="cpu")
+    assert on_cpu.get("optimizer.params.torch_adam") is True
+    assert on_cpu.get("zero_force_ds_cpu_optimizer") is False
+
+
+def test_an_optimizer_of_the_user_leaves_no_optimizer_block() -> None:
+    args = TrainingArguments("out")
+    config = compile_config(args, ParallelLayout(1), None, "cpu", client_optimizer="handed in")
+    assert config.get("optimizer") is None
+    assert str(config.origin("zero_allow_untested_optimizer")) == "derived: handed in"
+
+
+def test_explain_names_value_and_origin() -> None:
+    lines = compiled(learning_rate=1e-3).explain().splitlines()
+    row = next(line for line in lines if line.startswith("optimizer.params.lr "))
+    assert row.split() == ["optimizer.params.lr", "0.001", "argument:", "learning_rate"]
+
+
+def test_a_path_is_set_once() -> None:
+    config = CompiledConfig()
+    config.set("a.b", 1, "default", "x")
+    with pytest.raises(ValueError, match=r"a\.b was set already"):
+        config.set("a.b", 2, "default", "y")
+
+
+def test_compiling_imports_neither_torch_nor_deepspeed() -> None:
+    code = (
+        "import sys; from ds_trainer import *;"
+        "compile_config(TrainingArguments('o'), ParallelLayout(4096), ModelShape(64));"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed')))"
+    ).replace("import *", "import TrainingArguments, ParallelLayout, ModelShape, compile_config")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,44 @@
+"""Errors, files and seeds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import read_json, write_json, write_text_atomic
+from ds_trainer.utils.seeds import random_state, restore_random_state, set_seed
+
+
+def test_one_problem_is_a_sentence_and_several_are_numbered() -> None:
+    assert str(ConfigError("a is wrong.")) == "a is wrong."
+    assert str(ConfigError(["a.", "b."])) == "2 problems:\n  1. a.\n  2. b."
+
+
+def test_nearest_name() -> None:
+    assert did_you_mean("learning_rat", ["seed", "learning_rate"]) == " Did you mean 'learning_rate'?"
+    assert did_you_mean("xyz", ["seed"]) == ""
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_partial(tmp_path: Path) -> None:
+    target = tmp_path / "value.json"
+    write_json(target, {"a": 1})
+    with pytest.raises(UnicodeEncodeError):
+        write_text_atomic(target, "\ud800")
+    assert read_json(target) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+    assert json.loads(target.read_text()) == {"a": 1}
+
+
+def test_random_state_goes_through_a_safe_file_and_back(tmp_path: Path) -> None:
+    set_seed(3)
+    torch.save(random_state(), tmp_path / "state.pt")
+    drawn = (random.random(), np.random.rand(), torch.rand(()))
+    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert (random.random(), np.random.rand(), torch.rand(())) == drawn
+    assert random.random() != drawn[0]
