@@ -27,9 +27,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -37,14 +36,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from ds_trainer.engine.ranks import free_port
+from overhead_results import BARE, CONTROL, LOOPS, OURS, SEED, THEIRS, same_work, summary, table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from turns import Turns
 
-BARE, CONTROL, OURS, THEIRS = "bare loop", "bare loop again", "ds_trainer", "transformers"
-LOOPS = (BARE, CONTROL, OURS, THEIRS)
-LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42
-TOLERANCE = 1e-4  # relative; the loops do the same arithmetic, summed in another order
+from ds_trainer.utils.ranks import free_port
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 
 
 @dataclass(frozen=True)
@@ -79,49 +78,7 @@ class Case:
         return self.warmup + self.rounds * self.block
 
 
-# -- taking turns --------------------------------------------------------------------------------------------------
-
-
-class Turns:
-    """Lets several threads run one at a time, in a fixed order, and times their steps.
-
-    Args:
-        schedule: whose turn it is and how many steps it has. A turn of 0 steps lasts until :meth:`leave`.
-        align: called when a turn begins, before the clock starts (a barrier, where there are several ranks).
-    """
-
-    def __init__(self, schedule: Sequence[tuple[str, int]], align: Callable[[], None] = lambda: None) -> None:
-        self.times: list[tuple[str, list[float]]] = []
-        self._schedule = list(schedule)
-        self._align = align
-        self._turn = 0
-        self._changed = threading.Condition()
-        self._steps: list[float] = []
-        self._since = 0.0
-
-    def enter(self, name: str) -> None:
-        """Wait for the next turn of ``name``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn < len(self._schedule) and self._schedule[self._turn][0] == name)
-        self._align()
-        self._since = time.perf_counter()
-
-    def step_done(self, name: str) -> None:
-        """A step of the loop whose turn it is has ended; after the last one of the turn, wait for the next turn."""
-        now = time.perf_counter()
-        self._steps.append(now - self._since)
-        self._since = now
-        if len(self._steps) == self._schedule[self._turn][1]:
-            self.times.append((name, self._steps))
-            self._steps = []
-            self.leave()
-            self.enter(name)
-
-    def leave(self) -> None:
-        """Hand over to the next in the schedule."""
-        with self._changed:
-            self._turn += 1
-            self._changed.notify_all()
+# -- whose turn it is --------------------------------------------------------------------------------------------
 
 
 def schedule(case: Case) -> list[tuple[str, int]]:
@@ -240,7 +197,7 @@ def our_trainer(case: Case, model: nn.Module, data: Tokens, output_dir: str, don
 
     args = TrainingArguments(**arguments(case, output_dir), zero_stage=case.stage)
     trainer = Trainer(model, args, data_collator=collate, train_dataset=data)
-    # Not by add_callback: that one makes the ranks agree on what callbacks of the user's decided, and this decides nothing.
+    # Not by add_callback: that one makes the ranks agree on what the user's callbacks decided; this decides nothing.
     trainer.callback_handler.add_callback(StepEnd())
     return trainer
 
@@ -307,7 +264,9 @@ def measure(case: Case) -> dict[str, Any]:
         "micro_batch": MODELS[case.model].micro_batch,
         "sequence": MODELS[case.model].sequence,
         "load_average": [load, os.getloadavg()[0]],
-        "check": same_work(case, losses, {name: _weights(model) for name, model in models.items()}),
+        "check": same_work(
+            case.world, case.accumulation, losses, {name: _weights(model) for name, model in models.items()}
+        ),
         **summary(dict(zip(LOOPS, over_ranks, strict=True))),
         "deepspeed_config": config,
     }
@@ -344,65 +303,7 @@ def _times_of(turns: Turns, name: str, case: Case) -> list[float]:
     return [1000 * seconds / case.accumulation for seconds in blocks]
 
 
-# -- results -------------------------------------------------------------------------------------------------------
-
-
-def same_work(case: Case, losses: dict[str, list[torch.Tensor]], weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Largest relative differences of the losses of all micro-batches, and of the final weights, to the bare loop's.
-
-    The trainers divide the summed loss by the tokens of the global batch, the bare loop by those of its micro-batch.
-    """
-    share = {BARE: 1, CONTROL: 1, OURS: case.world * case.accumulation, THEIRS: case.world * case.accumulation}
-    wanted = torch.stack(losses[BARE]).double()
-    report: dict[str, Any] = {"micro_batches": len(wanted), "first_loss": float(wanted[0]), "last_loss": float(wanted[-1])}
-    worst = 0.0
-    for name in LOOPS[1:]:
-        found = torch.stack(losses[name]).double() * share[name]
-        far = float("inf") if found.shape != wanted.shape else float(((found - wanted) / wanted).abs().max())
-        distance = float((weights[name] - weights[BARE]).norm() / weights[BARE].norm())
-        report[name] = {"losses": far, "weights": distance}
-        worst = max(worst, far, distance)
-    return {**report, "tolerance": TOLERANCE, "passed": worst <= TOLERANCE}
-
-
-def summary(times: dict[str, Any]) -> dict[str, Any]:
-    """Medians and quartiles of each loop, and of its differences to the bare loop within the same round."""
-    loops, overhead = {}, {}
-    bare = np.asarray(times[BARE])
-    for name in LOOPS:
-        values = np.asarray(times[name])
-        loops[name] = {"median_ms": float(np.median(values)), "quartiles_ms": np.quantile(values, [0.25, 0.75]).tolist()}
-        if name == BARE:
-            continue
-        differences = values - bare
-        resamples = np.random.default_rng(SEED).choice(differences, (2000, len(differences)))
-        median = float(np.median(differences))
-        overhead[name] = {
-            "median_ms": median,
-            "interval_95_ms": np.quantile(np.median(resamples, axis=1), [0.025, 0.975]).tolist(),
-            "quartiles_ms": np.quantile(differences, [0.25, 0.75]).tolist(),
-            "percent": 100 * median / float(np.median(bare)),
-        }
-    return {"loops": loops, "overhead": overhead}
-
-
-def table(cases: Sequence[dict[str, Any]]) -> str:
-    """The results as a Markdown table, milliseconds a micro-step."""
-    lines = [
-        f"| model | ranks | ZeRO | accum. | {BARE} | {' | '.join(LOOPS[1:])} | same work |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for case in cases:
-        cells = [
-            "{model} | {world} | {stage} | {accumulation}".format(**case),
-            f"{case['loops'][BARE]['median_ms']:.2f}",
-        ]
-        for name in LOOPS[1:]:
-            low, high = case["overhead"][name]["interval_95_ms"]
-            cells.append("{median_ms:+.2f}".format(**case["overhead"][name]) + f" [{low:+.2f}, {high:+.2f}]")
-            cells[-1] += " {percent:+.1f} %".format(**case["overhead"][name])
-        lines.append(f"| {' | '.join(cells)} | {'yes' if case['check']['passed'] else 'NO'} |")
-    return "\n".join(lines)
+# -- the command line -----------------------------------------------------------------------------------------------
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:

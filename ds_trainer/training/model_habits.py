@@ -34,10 +34,13 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model has no ``gradient_checkpointing_enable``.
     """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
+    keywords = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name in transformers since 5.23
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=keywords)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+    else:
         raise ConfigError(
             f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(). "
             "Set it to False, or give the model that method."
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -139,16 +139,17 @@ class TrainLoop:
     # -- after a step ---------------------------------------------------------------------------------------------
 
     def _log_evaluate_save(self) -> None:
-        trainer, control = self.trainer, self.trainer.control
+        trainer = self.trainer
         if trainer.callbacks_may_differ:
-            _agree(control)
-        if control.should_log and trainer.state.global_step > self._window_start:
+            _agree(trainer.control)
+        # A callback may put another control in place at any of these events, so it is looked up anew.
+        if trainer.control.should_log and trainer.state.global_step > self._window_start:
             trainer.log(self._close_window())
-        if control.should_evaluate:
+        if trainer.control.should_evaluate:
             with self.meter.paused():
                 trainer.evaluate()
                 trainer.model_wrapped.train()
-        if control.should_save:
+        if trainer.control.should_save:
             with self.meter.paused():
                 trainer.save_checkpoint()
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)

@@ -13,7 +13,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.records import RecordsCallback
-from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.callbacks.state import TrainerControl, TrainerState, export_states, restore_states
 from ds_trainer.checkpoint.manager import STATE_FILE, CheckpointManager, find_checkpoint
 from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
 from ds_trainer.config.compiled import CompiledConfig
@@ -219,6 +219,7 @@ class Trainer(Hooks):
         self.state = resumed
         for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
             setattr(self.state, name, getattr(fresh, name))
+        restore_states(self.callback_handler.callbacks, resumed.stateful_callbacks)
         self.state.is_local_process_zero = fresh.is_local_process_zero
         self.state.is_world_process_zero = fresh.is_world_process_zero
 
@@ -289,6 +290,7 @@ class Trainer(Hooks):
 
     def save_checkpoint(self) -> Path:
         """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
+        self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)
         return self._checkpoints.save(self.state.global_step, self.state.save_to_json, self.lr_scheduler.state_dict())
 
     def save_state(self) -> None:

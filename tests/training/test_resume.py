@@ -40,6 +40,39 @@ class Seen(TrainerCallback):
         self.batches.append(kwargs["input_ids"].flatten().tolist())
 
 
+class CountsSteps(TrainerCallback):
+    """A callback with a memory; it changes the run at a step that it counts itself."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> CountsSteps:
+        made = cls()
+        made.steps = state["attributes"]["steps"]
+        return made
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+def count_steps(output_dir: str, stop_at: int | None, resume: bool) -> int:
+    trainer = make_trainer(output_dir, stop_at)
+    counter = CountsSteps()
+    trainer.add_callback(counter)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.engine.close()
+    return counter.steps
+
+
+def test_callbacks_remember(tmp_path: Path) -> None:
+    assert pool(1).run(count_steps, str(tmp_path), STOP_AT, False) == [STOP_AT]
+    assert pool(1).run(count_steps, str(tmp_path), None, True) == [STEPS]
+
+
 class StopAt(TrainerCallback):
     """Ends training at a step, as a time limit would."""
 

@@ -1,0 +1,85 @@
+"""What the overhead benchmark makes of its measurements: a check of equal work, medians, intervals, a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+BARE, CONTROL, OURS, THEIRS = "bare loop", "bare loop again", "ds_trainer", "transformers"
+LOOPS = (BARE, CONTROL, OURS, THEIRS)
+SEED = 42
+TOLERANCE = 1e-4  # relative; the loops do the same arithmetic, summed in another order
+
+
+def same_work(
+    world: int, accumulation: int, losses: dict[str, list[torch.Tensor]], weights: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Largest relative differences of the losses of all micro-batches, and of the final weights, to the bare loop's.
+
+    The bare loop divides the summed loss by the tokens of its micro-batch, the trainers by those of the global batch
+    (transformers multiplies by the number of ranks afterwards, in place).
+    """
+    share = {BARE: 1, CONTROL: 1, OURS: world * accumulation, THEIRS: accumulation}
+    wanted = torch.stack(losses[BARE]).double()
+    report: dict[str, Any] = {
+        "micro_batches": len(wanted),
+        "first_loss": float(wanted[0]),
+        "last_loss": float(wanted[-1]),
+    }
+    far: list[float] = []
+    for name in LOOPS[1:]:
+        found = torch.stack(losses[name]).double() * share[name]
+        same_length = found.shape == wanted.shape
+        report[name] = {
+            "losses": float(((found - wanted) / wanted).abs().max()) if same_length else float("inf"),
+            "weights": float((weights[name] - weights[BARE]).norm() / weights[BARE].norm()),
+        }
+        far += report[name].values()
+    # Not max(far) <= TOLERANCE: max() passes over a nan.
+    return {**report, "tolerance": TOLERANCE, "passed": all(distance <= TOLERANCE for distance in far)}
+
+
+def summary(times: dict[str, Any]) -> dict[str, Any]:
+    """Medians and quartiles of each loop, and of its differences to the bare loop within the same round."""
+    loops, overhead = {}, {}
+    bare = np.asarray(times[BARE])
+    for name in LOOPS:
+        values = np.asarray(times[name])
+        loops[name] = {
+            "median_ms": float(np.median(values)),
+            "quartiles_ms": np.quantile(values, [0.25, 0.75]).tolist(),
+        }
+        if name == BARE:
+            continue
+        differences = values - bare
+        resamples = np.random.default_rng(SEED).choice(differences, (2000, len(differences)))
+        median = float(np.median(differences))
+        overhead[name] = {
+            "median_ms": median,
+            "interval_95_ms": np.quantile(np.median(resamples, axis=1), [0.025, 0.975]).tolist(),
+            "quartiles_ms": np.quantile(differences, [0.25, 0.75]).tolist(),
+            "percent": 100 * median / float(np.median(bare)),
+        }
+    return {"loops": loops, "overhead": overhead}
+
+
+def table(cases: Sequence[dict[str, Any]]) -> str:
+    """The results as a Markdown table, milliseconds a micro-step."""
+    lines = [
+        f"| model | ranks | ZeRO | accum. | {BARE} | {' | '.join(LOOPS[1:])} | same work |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        cells = [
+            "{model} | {world} | {stage} | {accumulation}".format(**case),
+            f"{case['loops'][BARE]['median_ms']:.2f}",
+        ]
+        for name in LOOPS[1:]:
+            low, high = case["overhead"][name]["interval_95_ms"]
+            cells.append("{median_ms:+.2f}".format(**case["overhead"][name]) + f" [{low:+.2f}, {high:+.2f}]")
+            cells[-1] += " {percent:+.1f} %".format(**case["overhead"][name])
+        lines.append(f"| {' | '.join(cells)} | {'yes' if case['check']['passed'] else 'NO'} |")
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""The process group starts under every launcher, really run, and leaves nothing behind in shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.engine.process_group import remove_shared_buffers
+from ds_trainer.utils.ranks import RankInfo, free_port
+
+SCRIPT = """
+    import json, sys, pathlib
+    from ds_trainer import Trainer, TrainingArguments
+    from tests.support.models import RaggedTokens, tiny_llama
+
+    out = pathlib.Path({output!r})
+    args = TrainingArguments(str(out), per_device_train_batch_size=8 // int(sys.argv[-1]), max_steps=2, logging_steps=1,
+                             zero_stage=2, save_strategy="no", disable_tqdm=True, use_cpu=True, max_grad_norm=0.0)
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(16))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    (out / f"rank{{args.process_index}}.json").write_text(json.dumps([args.world_size, losses]))
+"""
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def environment() -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{kept['PATH']}"}
+
+
+def shared_buffers() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("deepspeed_*")}
+
+
+def results(directory: Path) -> list[str]:
+    return [path.read_text() for path in sorted(directory.glob("rank*.json"))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Losses of one plain process."""
+    directory = tmp_path_factory.mktemp("python")
+    subprocess.run([sys.executable, str(script(directory)), "1"], check=True, env=environment())
+    (text,) = results(directory)
+    assert text.startswith("[1, ")
+    return text.removeprefix("[1, ")
+
+
+def script(directory: Path) -> Path:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT).format(output=str(directory)))
+    return path
+
+
+def as_numbers(text: str) -> list[float]:
+    return [float(part) for part in text.strip("[] ").split(",")]
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun"])
+def test_two_ranks_train_like_one(launcher: str, alone: str, tmp_path: Path) -> None:
+    before = shared_buffers()
+    path = str(script(tmp_path))
+    port = str(free_port())
+    if launcher == "deepspeed":
+        command = ["deepspeed", "--num_gpus", "2", "--master_port", port, path, "2"]
+        subprocess.run(command, check=True, env=environment(), timeout=180)
+    elif launcher == "torchrun":
+        command = ["torchrun", "--nproc-per-node", "2", "--master-port", port, path, "2"]
+        subprocess.run(command, check=True, env=environment(), timeout=180)
+    else:  # two tasks of a step, with exactly the variables that srun gives them
+        step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+        step["SLURM_JOB_ID"] = str(os.getpid())
+        tasks = [
+            subprocess.Popen(
+                [sys.executable, path, "2"],
+                env={**environment(), **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            )
+            for rank in (0, 1)
+        ]
+        assert [task.wait(timeout=180) for task in tasks] == [0, 0]
+    ranks = results(tmp_path)
+    assert len(ranks) == 2 and all(text.startswith("[2, ") for text in ranks)
+    for text in ranks:
+        assert as_numbers(text.removeprefix("[2, ")) == pytest.approx(as_numbers(alone), rel=1e-5)
+    assert shared_buffers() <= before
+
+
+def test_buffers_of_this_rank_are_removed_and_others_left_alone(tmp_path: Path) -> None:
+    info = RankInfo(1, 2, 1, "127.0.0.1", 29501, "environment")
+    names = [
+        "deepspeed_allreduce_buffer_0_127.0.0.1_29501_1",
+        "deepspeed_allreduce_buffer_0_127.0.0.1_29501_0",  # another rank's
+        "deepspeed_allreduce_buffer_0_127.0.0.1_29502_1",  # another job's
+        "unrelated_29501_1",
+    ]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    assert [path.name for path in remove_shared_buffers(info, tmp_path)] == names[:1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+
+
+def test_a_half_set_environment_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    broken = {**environment(), "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, str(script(tmp_path)), "2"], env=broken, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in done.stderr

@@ -1,0 +1,112 @@
+"""The loss rule: what counts as an item, and whether a loss uses the count."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ds_trainer.data.loader import FillerBatch
+from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, depends_on, loss_in, shifts_labels
+from ds_trainer.utils.errors import ConfigError
+from tests.support.models import PlainLanguageModel, tiny_llama
+
+TOKENS = torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shifted", "items"),
+    [
+        ({"labels": TOKENS}, False, 5),
+        ({"labels": TOKENS}, True, 4),  # the first position predicts nothing
+        ({"labels": TOKENS, "shift_labels": TOKENS[:, 2:]}, True, 2),  # the collator has shifted already
+        ({"labels": torch.tensor([1, -100, 0])}, True, 2),  # classes of samples
+        ({"labels": torch.rand(3)}, False, 3),  # regression
+        ({"labels": torch.rand(3, 5)}, False, 3),  # several targets a sample
+        ({"input_ids": torch.ones(4, 7)}, False, 4),  # no labels
+        ({"label": torch.tensor([1, 2])}, False, 2),
+        (FillerBatch({"labels": TOKENS}), False, 0),
+    ],
+)
+def test_items(inputs: Any, shifted: bool, items: int) -> None:
+    assert int(ItemCounter(["labels", "label"], shifted)(inputs)) == items
+
+
+def test_who_shifts() -> None:
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    assert shifts_labels(tiny_llama())
+    assert shifts_labels(PlainLanguageModel())
+    assert not shifts_labels(nn.Linear(1, 1))
+    small = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    assert not shifts_labels(BertForMaskedLM(BertConfig(**small)))
+    t5 = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
+    assert not shifts_labels(T5ForConditionalGeneration(t5))
+
+
+def test_who_accepts_the_count() -> None:
+    assert accepts_item_count(tiny_llama().forward)
+    assert not accepts_item_count(PlainLanguageModel().forward)
+    assert accepts_item_count(lambda x, num_items_in_batch=None: x)
+
+
+def test_the_graph_tells_whether_the_count_was_used() -> None:
+    items = torch.tensor(3.0, requires_grad=True)
+    logits = torch.randn(4, 5, requires_grad=True)
+    total = F.cross_entropy(logits, torch.arange(4), reduction="sum")
+    assert depends_on(total / items, items)
+    assert not depends_on(total / 3.0, items)
+    assert not depends_on(total.detach(), items)
+
+
+def rule(normalised: bool = True) -> LossRule:
+    return LossRule(ItemCounter(["labels"], False), normalised)
+
+
+def test_a_loss_that_reads_the_number_out_of_the_tensor_is_normalised_too() -> None:
+    items = torch.tensor(4.0, requires_grad=True)
+    weight = torch.tensor(2.0, requires_grad=True)
+    found = rule()
+    found.verify(weight / items.item(), items, lambda n: 2.0 / n)
+    assert found.verified and found.normalised
+
+
+def test_a_loss_that_ignores_the_count_is_taken_as_a_mean_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    items = torch.tensor(4.0, requires_grad=True)
+    weight = torch.tensor(2.0, requires_grad=True)
+    found = rule()
+    logging.getLogger("ds_trainer").propagate = True
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        found.verify(weight * 1.0, items, lambda n: torch.tensor(2.0))
+    assert found.verified and not found.normalised
+    assert "does not change with num_items_in_batch" in caplog.text
+
+
+def test_means_are_weighted_with_their_items_and_nothing_is_poisoned_by_an_empty_one() -> None:
+    own, items = torch.tensor(3), torch.tensor(12.0)
+    assert rule(False).contribution(torch.tensor(8.0), own, items) == 2.0
+    weight = torch.ones(2, requires_grad=True)
+    empty = (weight * float("nan")).sum()
+    share = rule(False).contribution(empty, torch.tensor(0), items)
+    assert share == 0.0
+
+
+def test_cross_entropy_over_nothing_gives_a_zero_gradient() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = F.cross_entropy(logits, torch.full((3,), -100))
+    rule(False).contribution(loss, torch.tensor(0), torch.tensor(7.0)).backward()
+    assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_where_the_loss_is_found() -> None:
+    loss = torch.tensor(1.0)
+    model = nn.Linear(1, 1)
+    for outputs in (loss, (loss, 1), {"loss": loss}, type("Output", (), {"loss": loss})()):
+        assert loss_in(outputs, model, {}) is loss
+    for outputs, what in (({"logits": loss}, "only logits"), ((torch.ones(2),), "a tuple"), ("text", "a str")):
+        with pytest.raises(ConfigError, match=f"Linear returned no scalar loss for a batch of x; it returned {what}"):
+            loss_in(outputs, model, {"x": 1})
