@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.enums import AutocastDtype, IntervalStrategy, OffloadDevice, OptimizerNames, SchedulerType
 from ds_trainer.utils.errors import did_you_mean
+from ds_trainer.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -42,7 +43,6 @@ _CHOICES: dict[str, type[Enum]] = {
 _BOOLEANS = (
     "bf16",
     "fp16",
-    "gradient_checkpointing",
     "logging_first_step",
     "dataloader_drop_last",
     "dataloader_pin_memory",
@@ -104,6 +104,12 @@ def _length_problems(args: TrainingArguments) -> list[str]:
             problems.append(f"{name}={value!r} must be an integer that is not negative.")
     if args.save_total_limit is not None and (not _is_integer(args.save_total_limit) or args.save_total_limit < 1):
         problems.append(f"save_total_limit={args.save_total_limit!r} must be a positive integer or None (keep all).")
+    if args.gradient_checkpointing not in (None, True, False):
+        problems.append(f"gradient_checkpointing={args.gradient_checkpointing!r} must be true, false or None.")
+    try:
+        parse_size(args.max_shard_size)
+    except (ValueError, AttributeError):
+        problems.append(f"max_shard_size={args.max_shard_size!r} is no size; write it like '5GB' or '200MB'.")
     for part in (args.optim_args or "").replace(" ", "").split(","):
         if part and "=" not in part:
             problems.append(f"optim_args={args.optim_args!r}: '{part}' is not of the form name=value.")

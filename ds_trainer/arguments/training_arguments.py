@@ -61,7 +61,7 @@ class TrainingArguments:
     bf16: bool = _doc("bfloat16 weights and compute with float32 master weights.", False)
     fp16: bool = _doc("float16 weights and compute with dynamic loss scale; needs a GPU.", False)
     torch_autocast: AutocastDtype | str = _doc("(own) float32 weights, compute in this type.", "none")
-    gradient_checkpointing: bool = _doc("Recompute activations in the backward pass (Hugging Face models).", False)
+    gradient_checkpointing: bool | None = _doc("Recompute activations in the backward pass.", None)
 
     # engine (own)
     zero_stage: int | None = _doc("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several.", None)

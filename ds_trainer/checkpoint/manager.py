@@ -47,7 +47,7 @@ def find_checkpoint(asked: str | bool, output_dir: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    if asked is True:
+    if str(asked).lower() == "true":  # a recipe and a command line have words only
         found = list_checkpoints(output_dir)
         if not found:
             raise ConfigError(

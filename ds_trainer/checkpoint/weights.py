@@ -38,6 +38,7 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
         if main:
             partial = directory / f".{name}.partial"
             save_file(whole, partial, metadata={"format": "pt"})
+            partial.chmod(0o644)  # safetensors makes private files; weights are meant to be read by others
             partial.replace(directory / name)
     if main:
         if len(names) > 1:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
     """Shape of the whole tensor, also where only a shard is here (ZeRO-3 keeps it in ``ds_shape``)."""
@@ -82,13 +80,3 @@ def host_copies(
         parameters = [t for name in names if isinstance(t := tensors[name], nn.Parameter)]
         with gathered(parameters), torch.no_grad():
             yield {name: tensors[name].detach().cpu().clone().contiguous() for name in names} if keep else {}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size like ``"5GB"`` or ``"200MiB"``. Raises ValueError for anything else."""
-    compact = text.replace(" ", "").upper()
-    for unit in sorted(_SIZE_UNITS, key=len, reverse=True):
-        number = compact.removesuffix(unit)
-        if number != compact and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return int(float(number) * _SIZE_UNITS[unit])
-    raise ValueError(f"{text!r} is no size; write it like '5GB' or '200MB'")

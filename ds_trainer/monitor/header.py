@@ -118,6 +118,7 @@ def _data(summary: RunSummary) -> str:
 
 
 def _steps(summary: RunSummary) -> str:
-    epochs = f"{summary.num_train_epochs:.2f}".rstrip("0").rstrip(".")
+    digits = 2 if summary.num_train_epochs >= 0.01 else 4
+    epochs = f"{summary.num_train_epochs:.{digits}f}".rstrip("0").rstrip(".")
     unit = "epoch" if epochs == "1" else "epochs"
     return f"{summary.max_steps:,} optimizer steps, {epochs} {unit}"

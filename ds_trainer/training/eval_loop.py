@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils import distributed
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def evaluate_loss(trainer: Trainer, model: nn.Module, loader: Any) -> EvalResult
             if not trainer.loss_rule.verified:
                 trainer.loss_rule.verify(loss, one, partial(trainer.loss_of, model, dict(prepared)))
             # With an item count of 1 a normalised loss is the sum over the items; a mean is weighted with its own.
-            share = trainer.loss_rule.contribution(loss, own, one)
+            share = trainer.loss_rule.contribution(loss, own, ItemCount(one))
             total += torch.zeros_like(total) if filler else share.double()
             items += own
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)

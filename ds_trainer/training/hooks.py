@@ -21,8 +21,8 @@ from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.batches import check_dataset, checked_batch, labels_in, on_device, planned_loader
+from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import LossRule, loss_in
-from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -46,6 +46,8 @@ class Hooks:
     _engine: TrainingEngine | None
     _compute_loss_takes: set[str]
     _training_step_takes: set[str]
+    _nobody_looks_at_counts: bool
+    _items: ItemCount | None = None
 
     @property
     def engine(self) -> TrainingEngine:
@@ -144,18 +146,25 @@ class Hooks:
 
         Returns:
             The batches, and the number of items in all of them on all ranks: a float32 scalar on ``device``, at
-            least 1. One all-reduce.
+            least 1. One all-reduce. (Where no hook of a subclass could look at it, an estimate that is corrected
+            afterwards: :mod:`ds_trainer.training.item_count`.)
         """
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = [self.loss_rule.count(checked_batch(batch)) for batch in batches]
-        items = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
-        distributed.all_reduce_sum(items)
-        return batches, items.clamp(min=1).to(torch.float32)
+        own = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
+        self._items = ItemCount.of_all_ranks(own, overlap=self._nobody_looks_at_counts and self.loss_rule.verified)
+        return batches, self._items.divisor
 
-    def call_training_step(self, inputs: Any, items: torch.Tensor) -> torch.Tensor:
+    def begin_step(self, iterator: Iterator[Any], rounds: int) -> tuple[list[Any], ItemCount]:
+        """:meth:`get_batch_samples` for the loop, which wants the count as the loss rule does."""
+        batches, items = self.get_batch_samples(iterator, rounds, self.device)
+        if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
+            self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
+        return batches, self._items
+
+    def call_training_step(self, inputs: Any, items: ItemCount) -> torch.Tensor:
         """:meth:`training_step` with the arguments that it takes."""
-        keywords = {"num_items_in_batch": items} if self._training_step_takes else {}
-        self._items_of_step = items
+        keywords = {"num_items_in_batch": items.divisor} if self._training_step_takes else {}
         return self.training_step(self.model_wrapped, inputs, **keywords)
 
     def training_step(
@@ -172,19 +181,20 @@ class Hooks:
             The micro-batch's share of the global batch's mean loss, detached: summed over micro-batches and ranks it
             is that mean.
         """
-        items = self._items_of_step if num_items_in_batch is None else num_items_in_batch
+        count = self._items
+        if count is None or (num_items_in_batch is not None and num_items_in_batch is not count.divisor):
+            count = ItemCount(torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.device))
         rule = self.loss_rule
-        own = None if rule.verified and rule.normalised else rule.count(inputs).to(items.device)
+        own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
         filler = isinstance(inputs, FillerBatch)
         inputs = self._prepare_inputs(inputs)
         if rule.verified:
-            loss = self.loss_of(model, inputs, items)
+            loss = self.loss_of(model, inputs, count.divisor)
         else:
-            items = items.clone().requires_grad_()
-            loss = self.loss_of(model, dict(inputs), items)
-            rule.verify(loss, items, lambda n: self._loss_without_graph(model, dict(inputs), n))
-            items = items.detach()
-        share = rule.contribution(loss, own, items)
+            leaf = count.divisor.clone().requires_grad_()
+            loss = self.loss_of(model, dict(inputs), leaf)
+            rule.verify(loss, leaf, lambda n: self._loss_without_graph(model, dict(inputs), n))
+        share = rule.contribution(loss, own, count)
         if filler:
             share = share * 0.0
         self.engine.backward(share)

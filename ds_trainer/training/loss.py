@@ -26,6 +26,7 @@ from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.training.batches import labels_in, number_of_samples
+from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
@@ -165,16 +166,16 @@ class LossRule:
             self.reject()
         self.verified = True
 
-    def contribution(self, loss: torch.Tensor, own: torch.Tensor | None, items: torch.Tensor) -> torch.Tensor:
+    def contribution(self, loss: torch.Tensor, own: torch.Tensor | None, items: ItemCount) -> torch.Tensor:
         """Share of this micro-batch in the loss of the global batch.
 
         Args:
-            loss: what the model returned, a scalar.
+            loss: what the model returned for ``items.divisor``, a scalar.
             own: items of this micro-batch; needed for a mean loss, and 0 for a filler.
             items: items of the global batch.
         """
         if self.normalised:
-            return loss
+            return loss if items.is_exact else loss * (items.divisor / items.exact())
         assert own is not None  # the caller counts for mean losses
         # A mean over nothing is nan, with a gradient of zero; it must not poison the sum.
-        return torch.where(own > 0, loss, torch.nan_to_num(loss)) * (own / items)
+        return torch.where(own > 0, loss, torch.nan_to_num(loss)) * (own / items.exact())

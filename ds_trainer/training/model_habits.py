@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -35,10 +36,12 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
         ConfigError: the model has no ``gradient_checkpointing_enable``.
     """
     keywords = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name in transformers since 5.23
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=keywords)
-    elif hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+    renamed: Any = getattr(model, "activation_checkpointing_enable", None)  # its name in transformers since 5.23
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    if renamed is not None:
+        renamed(activation_checkpointing_kwargs=keywords)
+    elif enable is not None:
+        enable(gradient_checkpointing_kwargs=keywords)
     else:
         raise ConfigError(
             f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(). "

@@ -114,7 +114,7 @@ class TrainLoop:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
-        batches, items = trainer.get_batch_samples(iterator, rounds, trainer.device)
+        batches, items = trainer.begin_step(iterator, rounds)
         if len(batches) != rounds:
             raise ConfigError(
                 f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {rounds} "
@@ -133,7 +133,7 @@ class TrainLoop:
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
         if applied:
             trainer.lr_scheduler.step()
-        self._window_items += items.to(torch.int64)
+        self._window_items += items.exact().to(torch.int64)
         self.meter.add(0, samples)
 
     # -- after a step ---------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.data.collators import default_data_collator
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
-from ds_trainer.engine.weights import parse_size
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batches import rounds_of
@@ -36,6 +35,7 @@ from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
+from ds_trainer.utils.sizes import parse_size
 
 _DEFAULT_LABEL_NAMES = ("labels", "label")
 
@@ -103,6 +103,10 @@ class Trainer(Hooks):
         self.loss_rule = self._loss_rule()
         self._engine: TrainingEngine | None = None
         self._compute_loss_takes = accepted_arguments(self.compute_loss, {"num_items_in_batch"})
+        hooks = ("compute_loss", "training_step", "get_batch_samples")
+        self._nobody_looks_at_counts = compute_loss_func is None and not any(
+            is_overridden(self, Trainer, hook) for hook in hooks
+        )
         self._training_step_takes = accepted_arguments(self.training_step, {"num_items_in_batch"})
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
@@ -263,7 +267,7 @@ class Trainer(Hooks):
             "loss": result.loss,
             "runtime": result.seconds,
             "samples_per_second": result.samples / result.seconds,
-            "items": float(result.items),
+            "items": result.items,
         }
         logs = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(logs)
@@ -284,6 +288,7 @@ class Trainer(Hooks):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
         directory = Path(output_dir) if output_dir is not None else self._output_dir
+        start_process_group(self.args.device_type)
         if self.is_world_process_zero():
             save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))

@@ -67,15 +67,19 @@ def test_the_time_of_a_step_is_the_loops_own_and_not_that_of_those_it_waited_for
         assert seconds >= 0.2 if name == "slow" else seconds < 0.15
 
 
-def _equal(micro_steps: int = 4) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
-    share = {BARE: 1, CONTROL: 1, OURS: micro_steps, THEIRS: micro_steps}
+WORLD, ACCUMULATION = 2, 4
+
+
+def _equal() -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
+    """What loops keep that do the same work: losses, divided as each of them does, and weights."""
+    share = {BARE: 1, CONTROL: 1, OURS: WORLD * ACCUMULATION, THEIRS: ACCUMULATION}
     losses = {name: [torch.tensor(value / share[name]) for value in (4.0, 3.5, 3.0)] for name in LOOPS}
     return losses, {name: torch.arange(1.0, 9.0).double() for name in LOOPS}
 
 
 def test_equal_work_passes() -> None:
     losses, weights = _equal()
-    report = same_work(4, losses, weights)
+    report = same_work(WORLD, ACCUMULATION, losses, weights)
     assert report["passed"]
     assert report["micro_batches"] == 3
     assert report["first_loss"] == 4.0
@@ -94,7 +98,7 @@ def test_a_loop_that_does_other_work_is_found(name: str, broken: str) -> None:
         losses[name].pop()
     else:
         weights[name] = weights[name] * 1.001
-    assert not same_work(4, losses, weights)["passed"]
+    assert not same_work(WORLD, ACCUMULATION, losses, weights)["passed"]
 
 
 def test_differences_are_taken_within_rounds() -> None:

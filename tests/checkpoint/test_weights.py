@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine import weights as engine_weights
-from ds_trainer.engine.weights import parse_size, plan_shards, saved_tensors
+from ds_trainer.engine.weights import plan_shards, saved_tensors
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.pool import pool
 from tests.support.runs import whole_weights
@@ -113,16 +113,3 @@ def test_shards_fill_up_and_a_large_tensor_stands_alone() -> None:
     sizes = {"a": 10, "b": 10, "c": 100, "d": 30, "e": 10}
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
     assert plan_shards(tensors, 40) == [["a", "b"], ["c"], ["d", "e"]]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("200MiB", 200 * 2**20), ("7B", 7)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["5", "GB", "-1GB", "5 apples", "0GB"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
-        parse_size(text)

@@ -61,6 +61,7 @@ def test_the_whole_header() -> None:
         ({"num_train_samples": None, "num_eval_samples": None}, "a stream of unknown length"),
         ({"num_train_epochs": 1}, "1,200 optimizer steps, 1 epoch"),
         ({"num_train_epochs": 0.254}, "1,200 optimizer steps, 0.25 epochs"),
+        ({"num_train_epochs": 0.0048}, "1,200 optimizer steps, 0.0048 epochs"),
         ({"num_train_epochs": 10.0}, "1,200 optimizer steps, 10 epochs"),
         (
             {"resumed_from": "runs/first/checkpoint-400", "resumed_step": 400},

@@ -54,7 +54,7 @@ def train_plainly(
     weight_decay: float = 0.1,
     clip: float = 0.0,
     global_batch: int = 16,
-    steps: int = 7,
+    steps: int = 4,
     seed: int = 42,
     autocast: bool = False,
 ) -> Trajectory:

@@ -40,7 +40,7 @@ def train_and_report(
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
-        max_steps=7,
+        max_steps=4,
     )
     args = TrainingArguments(output_dir, **{**values, **arguments})
     trainer = trainer_class(make_model(), args, train_dataset=make_data())

@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, depends_on, loss_in, shifts_labels
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import PlainLanguageModel, tiny_llama
+from tests.support.pool import pool
 
 TOKENS = torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])
 
@@ -87,7 +89,7 @@ def test_a_loss_that_ignores_the_count_is_taken_as_a_mean_with_a_warning(caplog:
 
 
 def test_means_are_weighted_with_their_items_and_nothing_is_poisoned_by_an_empty_one() -> None:
-    own, items = torch.tensor(3), torch.tensor(12.0)
+    own, items = torch.tensor(3), ItemCount(torch.tensor(12.0))
     assert rule(False).contribution(torch.tensor(8.0), own, items) == 2.0
     weight = torch.ones(2, requires_grad=True)
     empty = (weight * float("nan")).sum()
@@ -98,7 +100,7 @@ def test_means_are_weighted_with_their_items_and_nothing_is_poisoned_by_an_empty
 def test_cross_entropy_over_nothing_gives_a_zero_gradient() -> None:
     logits = torch.randn(3, 5, requires_grad=True)
     loss = F.cross_entropy(logits, torch.full((3,), -100))
-    rule(False).contribution(loss, torch.tensor(0), torch.tensor(7.0)).backward()
+    rule(False).contribution(loss, torch.tensor(0), ItemCount(torch.tensor(7.0))).backward()
     assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
 
 
@@ -110,3 +112,20 @@ def test_where_the_loss_is_found() -> None:
     for outputs, what in (({"logits": loss}, "only logits"), ((torch.ones(2),), "a tuple"), ("text", "a str")):
         with pytest.raises(ConfigError, match=f"Linear returned no scalar loss for a batch of x; it returned {what}"):
             loss_in(outputs, model, {"x": 1})
+
+
+def add_up(own: list[int], overlap: bool) -> tuple[bool, float, float, float]:
+    mine = torch.tensor(own[torch.distributed.get_rank()])
+    items = ItemCount.of_all_ranks(mine, overlap)
+    share = rule().contribution(6.0 / items.divisor, None, items)
+    return items.is_exact, items.divisor.item(), items.exact().item(), share.item()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_count_is_the_same_whether_or_not_anybody_waits_for_it(overlap: bool) -> None:
+    first, second = pool(2).run(add_up, [3, 5], overlap)
+    assert first[0] is second[0] is not overlap
+    assert (first[1], second[1]) == ((6.0, 10.0) if overlap else (8.0, 8.0))  # own count times ranks, or the sum
+    assert first[2] == second[2] == 8.0
+    assert first[3] == second[3] == pytest.approx(6.0 / 8.0)
+    assert pool(2).run(add_up, [0, 0], overlap)[0][2] == 1.0  # nothing to predict: no division by zero

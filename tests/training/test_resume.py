@@ -59,13 +59,19 @@ class CountsSteps(TrainerCallback):
         self.steps += 1
 
 
-def count_steps(output_dir: str, stop_at: int | None, resume: bool) -> int:
+def count_steps(output_dir: str, stop_at: int | None, resume: bool | str) -> int:
     trainer = make_trainer(output_dir, stop_at)
     counter = CountsSteps()
     trainer.add_callback(counter)
     trainer.train(resume_from_checkpoint=resume)
     trainer.engine.close()
     return counter.steps
+
+
+def test_true_in_words_is_true(tmp_path: Path) -> None:
+    """A recipe and a command line have words only."""
+    assert pool(1).run(count_steps, str(tmp_path), STOP_AT, False) == [STOP_AT]
+    assert pool(1).run(count_steps, str(tmp_path), None, "true") == [STEPS]
 
 
 def test_callbacks_remember(tmp_path: Path) -> None:

@@ -206,6 +206,30 @@ def test_gradient_checkpointing_changes_no_number(tmp_path: Path) -> None:
         )
 
 
+def train_twice(output_dir: str, stage: int) -> tuple[Any, Any]:
+    # SGD: a fresh Adam turns the last digit of a tiny gradient into a full step
+    args = arguments(output_dir, per_device_train_batch_size=8, zero_stage=stage, optim="sgd", learning_rate=0.3)
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(37))
+    trainer.save_model(f"{output_dir}/before")
+    trainer.evaluate(RaggedTokens(5))
+    trainer.train()
+    first = trajectory_of(trainer)
+    trainer.train()
+    return first, trajectory_of(trainer)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_again_goes_on_from_the_weights(stage: int, tmp_path: Path) -> None:
+    """Save and evaluate before training, train, train again: a second engine over the first one's weights."""
+    model = tiny_llama()
+    data = RaggedTokens(37)
+    wanted = [train_plainly(model, data, optimizer="sgd", learning_rate=0.3, steps=3) for _ in range(2)]
+    for found in pool(2).run(train_twice, str(tmp_path), stage):
+        assert_equal(found[0], wanted[0])
+        assert_equal(found[1], wanted[1])
+    assert (tmp_path / "before" / "model.safetensors").is_file()
+
+
 # -- evaluation ----------------------------------------------------------------------------------------------------
 
 

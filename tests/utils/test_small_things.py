@@ -1,4 +1,4 @@
-"""Errors, files and seeds."""
+"""Errors, files, seeds and sizes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, write_json, write_text_atomic
 from ds_trainer.utils.seeds import random_state, restore_random_state, set_seed
+from ds_trainer.utils.sizes import parse_size
 
 
 def test_one_problem_is_a_sentence_and_several_are_numbered() -> None:
@@ -42,3 +43,16 @@ def test_random_state_goes_through_a_safe_file_and_back(tmp_path: Path) -> None:
     restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert (random.random(), np.random.rand(), torch.rand(())) == drawn
     assert random.random() != drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("200MiB", 200 * 2**20), ("7B", 7)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["5", "GB", "-1GB", "5 apples", "0GB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
