@@ -1,0 +1,50 @@
+"""The length of a run: steps from epochs, samples, accumulation and max_steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_trainer import ParallelLayout, TrainingArguments
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.training.run_plan import RunPlan
+
+
+def plan(rounds: int, **arguments: Any) -> RunPlan:
+    return RunPlan.of(TrainingArguments("out", **arguments), rounds)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "arguments", "steps", "epochs"),
+    [
+        (10, {"num_train_epochs": 3}, 30, 3),
+        (10, {"num_train_epochs": 2, "gradient_accumulation_steps": 4}, 6, 2),  # 4 + 4 + 2 micro-batches an epoch
+        (10, {"num_train_epochs": 0.5}, 5, 1),
+        (10, {"num_train_epochs": 1.25}, 13, 2),
+        (10, {"max_steps": 25}, 25, 3),
+        (3, {"gradient_accumulation_steps": 8}, 3, 3),  # an epoch shorter than an accumulation is a step
+    ],
+)
+def test_steps_and_epochs(rounds: int, arguments: dict[str, Any], steps: int, epochs: int) -> None:
+    found = plan(rounds, **arguments)
+    assert (found.max_steps, found.epochs) == (steps, epochs)
+
+
+@given(st.integers(1, 60), st.integers(1, 8))
+def test_the_steps_of_an_epoch_use_all_its_rounds(rounds: int, accumulation: int) -> None:
+    found = plan(rounds, gradient_accumulation_steps=accumulation)
+    sizes = [found.rounds_of_step(step) for step in range(found.steps_per_epoch)]
+    assert sum(sizes) == rounds and all(1 <= size <= accumulation for size in sizes)
+    assert found.epoch_after(2, found.steps_per_epoch - 1) == 3.0
+    assert all(found.epoch_after(0, step) < 1.0 for step in range(found.steps_per_epoch - 1))
+
+
+@given(st.integers(1, 300), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
+def test_steps_are_those_of_the_batch_plan(samples: int, dp: int, micro: int, accumulation: int) -> None:
+    batches = BatchPlan(ParallelLayout(dp), micro, accumulation)
+    found = plan(batches.rounds(samples), gradient_accumulation_steps=accumulation)
+    assert found.steps_per_epoch == batches.steps(samples) == math.ceil(samples / batches.step_size)
