@@ -78,6 +78,10 @@ class Case:
         return self.warmup + self.rounds * self.block
 
 
+# Model, ZeRO stage, accumulation, rounds, block; each for every number of ranks. About a minute and a half a case.
+LINES = [("tiny", 1, 1, 120, 5), ("tiny", 1, 4, 60, 2), ("tiny", 3, 1, 60, 5), ("50m", 1, 1, 30, 1)]
+
+
 # -- whose turn it is --------------------------------------------------------------------------------------------
 
 
@@ -308,11 +312,10 @@ def _times_of(turns: Turns, name: str, case: Case) -> list[float]:
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """The lines of the table that are asked for."""
-    wanted = [("tiny", 1, 1), ("tiny", 1, 4), ("tiny", 3, 1), ("50m", 1, 1)]
     cases = []
-    for model, stage, accumulation in wanted:
+    for model, stage, accumulation, rounds, block in LINES:
         for world in options.world:
-            case = Case(model, world, stage, accumulation, *((120 // accumulation, 5) if model == "tiny" else (40, 1)))
+            case = Case(model, world, stage, accumulation, rounds, block)
             if options.quick:
                 case = replace(case, rounds=3, warmup=2)
             if model in options.models and stage in options.zero and accumulation in options.accumulation:

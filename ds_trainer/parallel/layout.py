@@ -63,8 +63,9 @@ class ParallelLayout:
         replica = self.tp * self.cp * self.sp
         if self.world_size % replica:
             fits = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             raise ConfigError(
-                f"{self.world_size} ranks cannot be divided by tensor {self.tp} x context {self.cp} x sequence "
+                f"{ranks} cannot be divided by tensor {self.tp} x context {self.cp} x sequence "
                 f"{self.sp} = {replica}. Choose sizes whose product is one of {', '.join(fits)}, or start "
                 f"{replica * max(1, round(self.world_size / replica))} ranks."
             )

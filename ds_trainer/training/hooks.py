@@ -101,15 +101,8 @@ class Hooks:
         return self.batch_plan.step_size
 
     def get_train_dataloader(self) -> Any:
-        """Micro-batches of this replica: the order follows from seed and epoch, the plan decides who holds what.
-
-        Raises:
-            ConfigError: there is no training data.
-        """
-        if self.train_dataset is None:
-            raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
+        """Micro-batches of this replica: the order follows from seed and epoch, the plan decides who holds what."""
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
         dataset = self._without_unused_columns(self.train_dataset)
         return planned_loader(dataset, self.batch_plan, self.args, self.data_collator, seed=seed, shuffle=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.arguments.enums import IntervalStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from ds_trainer.callbacks.protocol import CallbackHandler
@@ -23,7 +24,7 @@ from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
-from ds_trainer.training.batches import rounds_of
+from ds_trainer.training.batches import check_dataset, rounds_of
 from ds_trainer.training.eval_loop import evaluate_loss
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks import Hooks
@@ -99,6 +100,10 @@ class Trainer(Hooks):
         self.label_names = self.args.label_names or list(_DEFAULT_LABEL_NAMES)
         self.is_in_train = False
 
+        if self.args.eval_strategy != IntervalStrategy.NO and eval_dataset is None:
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy}, but there is no eval_dataset: pass one, or set it to no."
+            )
         self.layout, self.compiled = self._compile(self.args.world_size)
         self.loss_rule = self._loss_rule()
         self._engine: TrainingEngine | None = None
@@ -176,6 +181,11 @@ class Trainer(Hooks):
         if trial is not None:
             raise ConfigError("trial: hyper-parameter search is not supported yet.")
         checkpoint = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
+
+        if self.train_dataset is not None:
+            check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
+        elif not is_overridden(self, Trainer, "get_train_dataloader"):
+            raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
         start_process_group(self.args.device_type)
         set_seed(self.args.seed)

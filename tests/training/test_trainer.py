@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -340,6 +341,10 @@ def test_total_batch_size_is_the_plans(tmp_path: Path) -> None:
         (
             lambda args: Trainer(tiny_llama(), args, data_collator=lambda rows: rows, train_dataset=RaggedTokens(4)),
             "A batch is a list, but models are called by keyword",
+        ),
+        (
+            lambda args: Trainer(tiny_llama(), dataclasses.replace(args, eval_strategy="epoch")),
+            "eval_strategy=epoch, but there is no eval_dataset",
         ),
         (lambda args: Trainer(args=args), "Give either a model or a model_init"),
     ],
