@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from overhead_results import BARE, CONTROL, LOOPS, OURS, SEED, THEIRS, same_work, summary, table
+from overhead_results import BARE, CLOCKS, CONTROL, LOOPS, OURS, SEED, THEIRS, same_work, summary, tables
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from turns import Turns
@@ -260,8 +260,9 @@ def measure(case: Case) -> dict[str, Any]:
         for thread in threads:
             thread.join()
 
-    times = [_times_of(turns, name, case) for name in LOOPS]
-    over_ranks = np.mean(distributed.gather_objects(times), axis=0)
+    own = {clock: [_times_of(turns, name, case, clock) for name in LOOPS] for clock in CLOCKS}
+    of_ranks = distributed.gather_objects(own)
+    over_ranks = {clock: np.mean([times[clock] for times in of_ranks], axis=0) for clock in CLOCKS}
     result = {
         **asdict(case),
         "parameters": parameters,
@@ -271,7 +272,7 @@ def measure(case: Case) -> dict[str, Any]:
         "check": same_work(
             case.world, case.accumulation, losses, {name: _weights(model) for name, model in models.items()}
         ),
-        **summary(dict(zip(LOOPS, over_ranks, strict=True))),
+        **{clock: summary(dict(zip(LOOPS, over_ranks[clock], strict=True))) for clock in CLOCKS},
         "deepspeed_config": config,
     }
     return result
@@ -301,10 +302,10 @@ def _weights(model: nn.Module) -> torch.Tensor:
         return torch.cat([p.detach().flatten().double() for p in parameters])
 
 
-def _times_of(turns: Turns, name: str, case: Case) -> list[float]:
+def _times_of(turns: Turns, name: str, case: Case, clock: str) -> list[float]:
     """Milliseconds a micro-step: the median of each turn after the warm-up."""
-    blocks = [statistics.median(steps) for who, steps in turns.times if who == name][1:]
-    return [1000 * seconds / case.accumulation for seconds in blocks]
+    blocks = [statistics.median(getattr(step, clock) for step in steps) for who, steps in turns.times if who == name]
+    return [1000 * seconds / case.accumulation for seconds in blocks[1:]]
 
 
 # -- the command line -----------------------------------------------------------------------------------------------
@@ -355,8 +356,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         for case in cases_of(options):
             results.append(launch(case, directory))
-            print(table(results[-1:]), json.dumps(results[-1]["check"]), sep="\n", flush=True)
-    print("\n" + table(results))
+            print(tables(results[-1:]), json.dumps(results[-1]["check"]), sep="\n", flush=True)
+    print("\n" + tables(results))
     if options.out:
         packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate", "ds-trainer")}
         about = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), **packages}

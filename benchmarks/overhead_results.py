@@ -10,6 +10,7 @@ import torch
 
 BARE, CONTROL, OURS, THEIRS = "bare loop", "bare loop again", "ds_trainer", "transformers"
 LOOPS = (BARE, CONTROL, OURS, THEIRS)
+CLOCKS = {"wall": "Wall clock", "cpu": "CPU time of a rank"}
 SEED = 42
 TOLERANCE = 1e-4  # relative; the loops do the same arithmetic, summed in another order
 
@@ -66,20 +67,22 @@ def summary(times: dict[str, Any]) -> dict[str, Any]:
     return {"loops": loops, "overhead": overhead}
 
 
-def table(cases: Sequence[dict[str, Any]]) -> str:
-    """The results as a Markdown table, milliseconds a micro-step."""
+def tables(cases: Sequence[dict[str, Any]]) -> str:
+    """The results as one Markdown table for each clock, milliseconds a micro-step."""
+    return "\n\n".join(f"{title}:\n\n{_table(cases, clock)}" for clock, title in CLOCKS.items())
+
+
+def _table(cases: Sequence[dict[str, Any]], clock: str) -> str:
     lines = [
         f"| model | ranks | ZeRO | accum. | {BARE} | {' | '.join(LOOPS[1:])} | same work |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
-        cells = [
-            "{model} | {world} | {stage} | {accumulation}".format(**case),
-            f"{case['loops'][BARE]['median_ms']:.2f}",
-        ]
+        loops, overhead = case[clock]["loops"], case[clock]["overhead"]
+        cells = ["{model} | {world} | {stage} | {accumulation}".format(**case), f"{loops[BARE]['median_ms']:.2f}"]
         for name in LOOPS[1:]:
-            low, high = case["overhead"][name]["interval_95_ms"]
-            cells.append("{median_ms:+.2f}".format(**case["overhead"][name]) + f" [{low:+.2f}, {high:+.2f}]")
-            cells[-1] += " {percent:+.1f} %".format(**case["overhead"][name])
+            low, high = overhead[name]["interval_95_ms"]
+            cells.append("{median_ms:+.2f}".format(**overhead[name]) + f" [{low:+.2f}, {high:+.2f}]")
+            cells[-1] += " {percent:+.1f} %".format(**overhead[name])
         lines.append(f"| {' | '.join(cells)} | {'yes' if case['check']['passed'] else 'NO'} |")
     return "\n".join(lines)

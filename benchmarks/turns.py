@@ -5,6 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Moment(NamedTuple):
+    """Two clocks, in seconds; also the time between two moments.
+
+    ``wall`` is what a person waits. ``cpu`` is what this process computed meanwhile, all its threads together: other
+    work on the machine takes turns with ours and leaves it alone, but waiting for another rank is not in it.
+    """
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Both clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, start: Moment) -> Moment:
+        """The time from ``start`` to this moment."""
+        return Moment(self.wall - start.wall, self.cpu - start.cpu)
 
 
 class Turns:
@@ -16,25 +37,25 @@ class Turns:
     """
 
     def __init__(self, schedule: Sequence[tuple[str, int]], align: Callable[[], None] = lambda: None) -> None:
-        self.times: list[tuple[str, list[float]]] = []
+        self.times: list[tuple[str, list[Moment]]] = []
         self._schedule = list(schedule)
         self._align = align
         self._turn = 0
         self._changed = threading.Condition()
-        self._steps: list[float] = []
-        self._since = 0.0
+        self._steps: list[Moment] = []
+        self._since = Moment(0.0, 0.0)
 
     def enter(self, name: str) -> None:
         """Wait for the next turn of ``name``."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn < len(self._schedule) and self._schedule[self._turn][0] == name)
         self._align()
-        self._since = time.perf_counter()
+        self._since = Moment.now()
 
     def step_done(self, name: str) -> None:
         """A step of the loop whose turn it is has ended; after the last one of the turn, wait for the next turn."""
-        now = time.perf_counter()
-        self._steps.append(now - self._since)
+        now = Moment.now()
+        self._steps.append(now.since(self._since))
         self._since = now
         if len(self._steps) == self._schedule[self._turn][1]:
             self.times.append((name, self._steps))
