@@ -10,7 +10,7 @@ import json
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.checks import argument_problems
@@ -191,8 +191,3 @@ class TrainingArguments:
     def to_json_string(self) -> str:
         """:meth:`to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2)
-
-    @classmethod
-    def field_names(cls) -> list[str]:
-        """Names of all arguments, in order of definition."""
-        return [f.name for f in fields(cls)]

@@ -15,11 +15,6 @@ import torch
 from torch import nn
 
 
-def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Shape of the whole tensor, also where only a shard is here (ZeRO-3 keeps it in ``ds_shape``)."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def full_numel(parameter: torch.Tensor) -> int:
     """Elements of the whole tensor, also where only a shard is here."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

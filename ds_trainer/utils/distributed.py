@@ -50,17 +50,11 @@ def all_reduce_sum(tensor: torch.Tensor, *, async_op: bool = False) -> Work | No
     return dist.all_reduce(tensor, async_op=async_op)
 
 
-def agree(flag: bool) -> bool:
-    """True on every rank as soon as one rank says True. The one primitive behind every shared decision."""
-    return bool(any_of(torch.tensor([int(flag)]))[0])
-
-
-def any_of(votes: torch.Tensor) -> list[int]:
-    """:func:`agree` for several 0/1 votes at once: element-wise, 1 where one rank says 1."""
-    if world_size() == 1:
-        return [int(vote) for vote in votes.tolist()]
-    votes = votes.to(collective_device())
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+def agree(votes: torch.Tensor) -> list[int]:
+    """1 on every rank where one rank says 1, element by element. The one primitive behind every shared decision."""
+    if world_size() > 1:
+        votes = votes.to(collective_device())
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return [int(vote) for vote in votes.tolist()]
 
 
@@ -71,12 +65,3 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """``value`` of rank ``source``, on every rank."""
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
