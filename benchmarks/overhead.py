@@ -10,6 +10,9 @@ all of them alike, and the *difference within a round* is meaningful where a sin
 turn it is runs; the others sleep on a condition and hold no lock. A step is timed from the end of the step before it to
 its own end, hence with everything that a loop does in between (fetching data, callbacks, schedule).
 
+Two clocks are read: wall clock, which is what matters and which every other process on the machine disturbs, and the
+CPU time of the rank, which is steadier but knows nothing of time spent waiting for other ranks.
+
     python benchmarks/overhead.py                            the table of docs/benchmarks.md, about ten minutes
     python benchmarks/overhead.py --quick                    the same with few rounds
     python benchmarks/overhead.py --models tiny --world 2    a part of it
