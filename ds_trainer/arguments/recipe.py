@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_trainer.arguments.renamed import RENAMED
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
@@ -140,7 +141,13 @@ class Recipe:
 
     def training_arguments(self) -> TrainingArguments:
         """The recipe's arguments with the defaults of everything that it does not name."""
-        return TrainingArguments(**self.arguments)
+        args = TrainingArguments(**self.arguments)
+        prefix = "arguments."
+        for key, place in self.origins.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix):
+                args.origins[name] = place
+        return args
 
     def to_dict(self) -> dict[str, Any]:
         """The four sections as plain values, ready for JSON."""
@@ -256,6 +263,8 @@ def _read_section(section: str, located: Located | None, problems: list[str]) ->
         problems.append(f"{located.where}: {section} must be a mapping, got {located.plain()!r}.")
         return {}
     hints = _hints(SECTIONS[section])
+    if section == "arguments":
+        hints = {**{old: row.hint for old, row in RENAMED.items()}, **hints}
     values: dict[str, Any] = {}
     for key, entry in located.value.items():
         if key not in hints:

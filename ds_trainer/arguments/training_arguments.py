@@ -1,176 +1,216 @@
 """``TrainingArguments``: what the user asks for. Names, defaults and meanings as Hugging Face's, plus a few of our own.
 
 The reference is transformers 5's ``TrainingArguments``; own additions are marked below. Values are checked together
-when the object is made: every problem is reported at once, none reaches an engine.
+when the object is made: every problem is reported at once, none reaches an engine. What each field does here, or why
+it is refused, is in :mod:`ds_trainer.arguments.support`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from ds_trainer.arguments.checks import argument_problems
-from ds_trainer.arguments.enums import AutocastDtype, IntervalStrategy, OffloadDevice, OptimizerNames, SchedulerType
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.ranks import resolve_ranks
+from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
+from ds_trainer.arguments.enums import (
+    AutocastDtype,
+    DebugOption,
+    HubStrategy,
+    IntervalStrategy,
+    OffloadDevice,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+)
+from ds_trainer.arguments.places import Places
+from ds_trainer.arguments.serialize import Serializable
+from ds_trainer.arguments.setters import Setters
 
-if TYPE_CHECKING:
-    import torch
+
+def topic(title: str) -> Callable[..., Any]:
+    """A maker of dataclass fields that carry their help text and the heading under which ``--help`` lists them."""
+
+    def documented(text: str, default: Any = None, **more: Any) -> Any:
+        metadata = {"help": text, "topic": title}
+        return (
+            field(metadata=metadata, **more) if "default_factory" in more else field(default=default, metadata=metadata)
+        )
+
+    return documented
 
 
-def _doc(text: str, default: Any) -> Any:
-    """A dataclass field with its help text."""
-    return field(default=default, metadata={"help": text})
+_length = topic("Batch and length")
+_optimizer = topic("Optimizer and schedule")
+_precision = topic("Precision")
+_memory = topic("Memory and speed")
+_engine = topic("DeepSpeed engine")
+_parallel = topic("Parallelism")
+_log = topic("Logging and trackers")
+_evaluate = topic("Evaluation and metrics")
+_save = topic("Saving and resuming")
+_hub = topic("Hub")
+_data = topic("Data loading")
+_place = topic("Reproducibility and place")
+_scripts = topic("For scripts (not used by the Trainer)")
+_foreign = topic("Of other engines (accepted at their defaults)")
+
+_Json = dict[str, Any] | str | None  # a mapping, JSON text, or a path
 
 
-@dataclass
-class TrainingArguments:
+@dataclass(repr=False)
+class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metaclass=ArgumentsType):
     """Everything that steers a training run.
+
+    Names of transformers 4 that have gone (``evaluation_strategy`` ...) are accepted with a deprecation warning.
+    ``origins`` says where each given value came from: ``argument``, ``command line``, ``recipe.yaml:12``.
 
     Raises:
         ConfigError: one or more values are wrong; ``problems`` has a sentence for each.
     """
 
-    output_dir: str | None = _doc("Where everything goes: checkpoints, weights, records.", None)
+    output_dir: str | None = _save("Where everything goes: checkpoints, weights, records.")
 
-    # batch and length
-    per_device_train_batch_size: int = _doc("Samples of one replica in one forward pass.", 8)
-    per_device_eval_batch_size: int = _doc("The same in evaluation.", 8)
-    gradient_accumulation_steps: int = _doc("Micro-batches of each replica in one optimizer step.", 1)
-    num_train_epochs: float = _doc("Passes over the training data; may be fractional.", 3.0)
-    max_steps: int = _doc("Optimizer steps; when positive it overrides num_train_epochs.", -1)
+    per_device_train_batch_size: int = _length("Samples of one replica in one forward pass.", 8)
+    num_train_epochs: float = _length("Passes over the training data; may be fractional.", 3.0)
+    max_steps: int = _length("Optimizer steps; when positive it overrides num_train_epochs.", -1)
+    learning_rate: float = _optimizer("Peak learning rate.", 5e-5)
+    lr_scheduler_type: SchedulerType | str = _optimizer("Shape of the learning rate over training.", "linear")
+    lr_scheduler_kwargs: _Json = _optimizer("Extra arguments of the schedule.")
+    warmup_steps: float = _optimizer("Steps of linear warm-up; below 1 a fraction of all steps.", 0)
+    optim: OptimizerNames | str = _optimizer("Optimizer.", "adamw_torch_fused")
+    optim_args: str | None = _optimizer("Extra optimizer arguments as 'name=value,name=value'.")
+    weight_decay: float = _optimizer("Decay of all weights except biases and norms.", 0.0)
+    adam_beta1: float = _optimizer("Adam family: decay rate of the first moment.", 0.9)
+    adam_beta2: float = _optimizer("Adam family: decay rate of the second moment.", 0.999)
+    adam_epsilon: float = _optimizer("Adam family: added to the denominator.", 1e-8)
+    optim_target_modules: str | list[str] | None = _optimizer("Modules that GaLore and APOLLO work on.")
+    gradient_accumulation_steps: int = _length("Micro-batches of each replica in one optimizer step.", 1)
+    average_tokens_across_devices: bool = _length("Normalise the loss by the tokens of all ranks.", True)
+    max_grad_norm: float = _optimizer("Clip the global gradient norm to this; 0 means no clipping.", 1.0)
+    label_smoothing_factor: float = _optimizer("Share of the target probability spread over all classes.", 0.0)
 
-    # optimizer and schedule
-    learning_rate: float = _doc("Peak learning rate.", 5e-5)
-    lr_scheduler_type: SchedulerType | str = _doc("Shape of the learning rate over training.", "linear")
-    lr_scheduler_kwargs: dict[str, Any] | None = _doc("Extra arguments of the schedule.", None)
-    warmup_steps: float = _doc("Steps of linear warm-up; below 1 a fraction of all steps.", 0)
-    optim: OptimizerNames | str = _doc("Optimizer.", "adamw_torch_fused")
-    optim_args: str | None = _doc("Extra optimizer arguments as 'name=value,name=value'.", None)
-    weight_decay: float = _doc("Decay of all weights except biases and norms.", 0.0)
-    adam_beta1: float = _doc("AdamW: decay rate of the first moment.", 0.9)
-    adam_beta2: float = _doc("AdamW: decay rate of the second moment.", 0.999)
-    adam_epsilon: float = _doc("AdamW: added to the denominator.", 1e-8)
-    max_grad_norm: float = _doc("Clip the global gradient norm to this; 0 means no clipping.", 1.0)
+    bf16: bool = _precision("bfloat16 weights and compute with float32 master weights.", False)
+    fp16: bool = _precision("float16 weights and compute with dynamic loss scale; needs a GPU.", False)
+    torch_autocast: AutocastDtype | str = _precision("(own) float32 weights, compute in this type.", "none")
+    bf16_full_eval: bool = _precision("Evaluate with bfloat16 weights.", False)
+    fp16_full_eval: bool = _precision("Evaluate with float16 weights.", False)
+    tf32: bool | None = _precision("TensorFloat-32 matrix products on NVIDIA GPUs; default: as torch is set.")
 
-    # precision and memory
-    bf16: bool = _doc("bfloat16 weights and compute with float32 master weights.", False)
-    fp16: bool = _doc("float16 weights and compute with dynamic loss scale; needs a GPU.", False)
-    torch_autocast: AutocastDtype | str = _doc("(own) float32 weights, compute in this type.", "none")
-    gradient_checkpointing: bool | None = _doc("Recompute activations in the backward pass.", None)
+    activation_checkpointing: bool | None = _memory("Recompute activations in the backward pass.")
+    activation_checkpointing_kwargs: _Json = _memory("Arguments of the model's activation_checkpointing_enable().")
+    gradient_checkpointing: bool | None = _memory("Older name of activation_checkpointing.")
+    gradient_checkpointing_kwargs: _Json = _memory("Older name of activation_checkpointing_kwargs.")
+    torch_compile: bool = _memory("Compile the model with torch.compile.", False)
+    torch_compile_backend: str | None = _memory("Backend of torch.compile; setting it switches torch_compile on.")
+    torch_compile_mode: str | None = _memory("Mode of torch.compile; setting it switches torch_compile on.")
+    use_liger_kernel: bool = _memory("Replace modules by those of the Liger kernel library.", False)
+    liger_kernel_config: dict[str, bool] | None = _memory("Which Liger kernels are used.")
+    use_cache: bool = _memory("Keep key-value caches in training.", False)
+    neftune_noise_alpha: float | None = _memory("NEFTune: strength of the noise on embeddings.")
+    torch_empty_cache_steps: int | None = _memory("Steps between calls that empty the GPU's allocator cache.")
+    auto_find_batch_size: bool = _memory("Halve the micro batch when memory runs out.", False)
 
-    # engine (own)
-    zero_stage: int | None = _doc("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several.", None)
-    offload_optimizer: OffloadDevice | str = _doc("(own) Where ZeRO keeps optimizer states: none or cpu.", "none")
-    tensor_parallel_size: int = _doc("(own) Ranks that share every layer.", 1)
-    context_parallel_size: int = _doc("(own) Ranks that share a sequence by ring attention.", 1)
-    sequence_parallel_size: int = _doc("(own) Ranks that share a sequence by Ulysses all-to-all.", 1)
+    zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several.")
+    offload_optimizer: OffloadDevice | str = _engine("(own) Where ZeRO keeps optimizer states.", "none")
+    offload_param: OffloadDevice | str = _engine("(own) Where ZeRO-3 keeps parameters.", "none")
+    nvme_path: str | None = _engine("(own) Directory on a local NVMe disk, for offload to nvme.")
+    deepspeed: _Json = _engine("DeepSpeed configuration: a JSON or hjson file, its text, or a mapping.")
+    ddp_timeout: int = _engine("Seconds that a collective may take before the job is ended.", 1800)
 
-    # log, evaluate, save
-    logging_strategy: IntervalStrategy | str = _doc("When to log.", "steps")
-    logging_steps: float = _doc("Steps between logs; below 1 a fraction of all steps.", 500)
-    logging_first_step: bool = _doc("Log the first step too.", False)
-    eval_strategy: IntervalStrategy | str = _doc("When to evaluate during training.", "no")
-    eval_steps: float | None = _doc("Steps between evaluations; default: logging_steps.", None)
-    eval_delay: float = _doc("Epochs or steps before the first evaluation.", 0)
-    save_strategy: IntervalStrategy | str = _doc("When to write a checkpoint.", "steps")
-    save_steps: float = _doc("Steps between checkpoints; below 1 a fraction of all steps.", 500)
-    save_total_limit: int | None = _doc("Keep at most this many checkpoints; the oldest go first.", None)
-    max_shard_size: str = _doc("(own) Largest size of one safetensors file, as '5GB'.", "5GB")
-    disable_tqdm: bool | None = _doc("No progress bar.", None)
-    resume_from_checkpoint: str | None = _doc("For scripts: a checkpoint to hand to train().", None)
+    tensor_parallel_size: int = _parallel("(own) Ranks that share every layer.", 1)
+    context_parallel_size: int = _parallel("(own) Ranks that share a sequence by ring attention.", 1)
+    sequence_parallel_size: int = _parallel("(own) Ranks that share a sequence by Ulysses all-to-all.", 1)
+    parallelism_config: Any = _parallel("accelerate's ParallelismConfig, or its fields as a mapping.")
 
-    # data
-    dataloader_drop_last: bool = _doc("Leave out the samples of a ragged last micro-batch.", False)
-    dataloader_num_workers: int = _doc("Processes that load data; 0 loads in the training process.", 0)
-    dataloader_pin_memory: bool = _doc("Page-locked host memory for faster copies to a GPU.", True)
-    remove_unused_columns: bool = _doc("Drop dataset columns that the model's forward does not take.", True)
-    label_names: list[str] | None = _doc("Keys of the batch that are labels.", None)
+    logging_strategy: IntervalStrategy | str = _log("When to log.", "steps")
+    logging_steps: float = _log("Steps between logs; below 1 a fraction of all steps.", 500)
+    logging_first_step: bool = _log("Log the first step too.", False)
+    log_on_each_node: bool = _log("Log on the main process of every machine, not only of the first.", True)
+    logging_nan_inf_filter: bool = _log("Replace losses that are not finite in the log.", True)
+    include_num_input_tokens_seen: str | bool = _log("Count input tokens: no, all or non_padding.", "no")
+    log_level: str = _log("Level of this package's loggers on the main process.", "passive")
+    log_level_replica: str = _log("The same on all other processes.", "warning")
+    disable_tqdm: bool | None = _log("No progress bar.")
+    report_to: str | list[str] | None = _log("Trackers that get the logs.", "none")
+    run_name: str | None = _log("Name of the run for trackers.")
+    project: str = _log("Name of the project for trackers.", "huggingface")
+    trackio_space_id: str | None = _log("Hugging Face Space of Trackio.")
+    trackio_bucket_id: str | None = _log("Hugging Face bucket of Trackio.")
+    trackio_static_space_id: str | Literal[False] | None = _log("Static Space of Trackio.")
 
-    # reproducibility and place
-    seed: int = _doc("Seed of everything random.", 42)
-    data_seed: int | None = _doc("Seed of the order of samples; default: seed.", None)
-    use_cpu: bool = _doc("Stay on the CPU even where a GPU is present.", False)
-    local_rank: int = _doc("Set by launchers; read from the environment instead.", -1)
+    eval_strategy: IntervalStrategy | str = _evaluate("When to evaluate during training.", "no")
+    eval_steps: float | None = _evaluate("Steps between evaluations; default: logging_steps.")
+    eval_delay: float = _evaluate("Epochs or steps before the first evaluation.", 0)
+    per_device_eval_batch_size: int = _evaluate("Samples of one replica in one forward pass of evaluation.", 8)
+    prediction_loss_only: bool = _evaluate("Keep nothing but the loss.", False)
+    eval_on_start: bool = _evaluate("Evaluate before the first step.", False)
+    eval_do_concat_batches: bool = _evaluate("Join the predictions of all batches.", True)
+    eval_use_gather_object: bool = _evaluate("Gather predictions as Python objects.", False)
+    eval_accumulation_steps: int | None = _evaluate("Batches of predictions kept before they go to host memory.")
+    include_for_metrics: list[str] = _evaluate("What compute_metrics also gets: inputs, loss.", default_factory=list)
+    batch_eval_metrics: bool = _evaluate("Call compute_metrics for every batch.", False)
+    load_best_model_at_end: bool = _evaluate("Load the best checkpoint when training ends.", False)
+    metric_for_best_model: str | None = _evaluate("Metric that decides which is best.")
+    greater_is_better: bool | None = _evaluate("Whether a larger metric is better.")
+
+    save_strategy: SaveStrategy | str = _save("When to write a checkpoint.", "steps")
+    save_steps: float = _save("Steps between checkpoints; below 1 a fraction of all steps.", 500)
+    save_only_model: bool = _save("Checkpoints hold weights only.", False)
+    save_on_each_node: bool = _save("Write files that exist once on every machine.", False)
+    save_total_limit: int | None = _save("Keep at most this many checkpoints; the oldest go first.")
+    max_shard_size: str = _save("(own) Largest size of one safetensors file, as '5GB'.", "5GB")
+    enable_jit_checkpoint: bool = _save("Save a checkpoint on SIGTERM.", False)
+    ignore_data_skip: bool = _save("On resuming, start the data from the beginning.", False)
+    restore_callback_states_from_checkpoint: bool = _save(
+        "On resuming, callbacks take their constructor's arguments from the checkpoint too, not only their state.",
+        False,
+    )
+
+    push_to_hub: bool = _hub("Push to the Hugging Face Hub when saving.", False)
+    hub_model_id: str | None = _hub("Repository to push to.")
+    hub_strategy: HubStrategy | str = _hub("What is pushed, and when.", "every_save")
+    hub_token: str | None = _hub("Token for pushing; default: that of `hf auth login`.")
+    hub_private_repo: bool | None = _hub("Make the repository private.")
+    hub_always_push: bool = _hub("Push even while the push before is under way.", False)
+    hub_revision: str | None = _hub("Branch to push to.")
+
+    dataloader_drop_last: bool = _data("Leave out the samples of a ragged last micro-batch.", False)
+    dataloader_num_workers: int = _data("Processes that load data; 0 loads in the training process.", 0)
+    dataloader_pin_memory: bool = _data("Page-locked host memory for faster copies to a GPU.", True)
+    dataloader_persistent_workers: bool = _data("Keep loading processes between epochs.", False)
+    dataloader_prefetch_factor: int | None = _data("Batches that each loading process holds ready.")
+    dataloader_multiprocessing_context: str | None = _data("How loading processes start: fork, spawn, forkserver.")
+    dataloader_in_order: bool = _data("Batches come in order, whichever process is ready first.", True)
+    remove_unused_columns: bool = _data("Drop dataset columns that the model's forward does not take.", True)
+    label_names: list[str] | None = _data("Keys of the batch that are labels.")
+    train_sampling_strategy: str = _data("Order of samples: random, sequential, group_by_length.", "random")
+    length_column_name: str = _data("Column that holds the lengths for group_by_length.", "length")
+
+    seed: int = _place("Seed of everything random.", 42)
+    data_seed: int | None = _place("Seed of the order of samples; default: seed.")
+    full_determinism: bool = _place("Deterministic kernels only; slower.", False)
+    use_cpu: bool = _place("Stay on the CPU even where a GPU is present.", False)
+    debug: str | list[DebugOption] = _place("Extra checks: underflow_overflow.", "")
+    skip_memory_metrics: bool = _place("Leave memory out of the metrics.", True)
+    local_rank: int = _place("Set by launchers; read from the environment instead.", -1)
+
+    do_train: bool = _scripts("Whether the script is to train.", False)
+    do_eval: bool = _scripts("Whether the script is to evaluate.", False)
+    do_predict: bool = _scripts("Whether the script is to predict.", False)
+    resume_from_checkpoint: str | None = _scripts("A checkpoint to hand to train().")
+
+    accelerator_config: _Json = _foreign("accelerate's AcceleratorConfig.")
+    fsdp: str | bool | list[str] | None = _foreign("Fully sharded data parallelism; here: ZeRO.")
+    fsdp_config: _Json = _foreign("Its configuration; here: the DeepSpeed configuration.")
+    ddp_find_unused_parameters: bool | None = _foreign("A switch of DistributedDataParallel.")
+    ddp_bucket_cap_mb: int | None = _foreign("A size of DistributedDataParallel.")
+    ddp_broadcast_buffers: bool | None = _foreign("A switch of DistributedDataParallel.")
+    ddp_static_graph: bool | None = _foreign("A switch of DistributedDataParallel.")
+    ddp_backend: str | None = _foreign("Backend of collectives; follows from the device.")
 
     def __post_init__(self) -> None:
-        if self.output_dir is None:
-            self.output_dir = "trainer_output"
-        self.output_dir = os.path.expanduser(os.fspath(self.output_dir))
-        for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
-            value = getattr(self, name)
-            if isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
-                with suppress(ValueError):  # the checks below report it with the field's name
-                    setattr(self, name, float(value))
-        problems = argument_problems(self)
-        if problems:
-            raise ConfigError(problems)
-        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
-        self.optim = OptimizerNames(self.optim)
-        self.torch_autocast = AutocastDtype(self.torch_autocast)
-        self.offload_optimizer = OffloadDevice(self.offload_optimizer)
-        self.logging_strategy = IntervalStrategy(self.logging_strategy)
-        self.eval_strategy = IntervalStrategy(self.eval_strategy)
-        self.save_strategy = IntervalStrategy(self.save_strategy)
-        if self.eval_strategy == IntervalStrategy.STEPS and self.eval_steps is None:
-            self.eval_steps = self.logging_steps
-        if self.disable_tqdm is None:
-            self.disable_tqdm = False
-
-    # -- where this process stands --------------------------------------------------------------------------------
-
-    @property
-    def process_index(self) -> int:
-        """Global rank of this process."""
-        return resolve_ranks(os.environ).rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return resolve_ranks(os.environ).local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return resolve_ranks(os.environ).world_size
-
-    @property
-    def should_log(self) -> bool:
-        """Whether this process speaks: the main process only."""
-        return self.process_index == 0
-
-    @property
-    def should_save(self) -> bool:
-        """Whether this process writes files that exist once: the main process only."""
-        return self.process_index == 0
-
-    @property
-    def device_type(self) -> str:
-        """``"cuda"`` when a GPU is to be used, else ``"cpu"``. Imports torch."""
-        import torch
-
-        return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        import torch
-
-        if self.device_type == "cuda":
-            return torch.device("cuda", self.local_process_index)
-        return torch.device("cpu")
-
-    # -- derived values -------------------------------------------------------------------------------------------
-
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Steps of linear warm-up out of ``num_training_steps``."""
-        if self.warmup_steps >= 1:
-            return int(self.warmup_steps)
-        return math.ceil(num_training_steps * self.warmup_steps)
+        self.complete()
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """``optim_args`` as a dict; values are read as JSON where they are JSON, as strings elsewhere."""
@@ -184,10 +224,13 @@ class TrainingArguments:
                     parsed[name] = text
         return parsed
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name, ready for JSON."""
-        return {name: str(value) if hasattr(value, "value") else value for name, value in asdict(self).items()}
 
-    def to_json_string(self) -> str:
-        """:meth:`to_dict` as indented JSON."""
-        return json.dumps(self.to_dict(), indent=2)
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """:class:`TrainingArguments` with those of sequence-to-sequence evaluation."""
+
+    sortish_sampler: bool = _data("Batches of similar length, in roughly random order.", False)
+    predict_with_generate: bool = _evaluate("Generate in evaluation, for metrics on generated text.", False)
+    generation_max_length: int | None = _evaluate("Longest generated sequence.")
+    generation_num_beams: int | None = _evaluate("Beams of the search in generation.")
+    generation_config: Any = _evaluate("GenerationConfig, its fields as a mapping, or where it is stored.")

@@ -29,6 +29,7 @@ STATE_FILE = "trainer_state.json"
 _FACTS_FILE = "checkpoint.json"
 _SCHEDULE_FILE = "scheduler.pt"
 _ENGINE_TAG = "engine"
+_ONLY_MODEL = "only_model"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _PARTIAL = ".partial"
 
@@ -78,13 +79,21 @@ class CheckpointManager:
         self.engine = engine
         self.keep = keep
 
-    def save(self, step: int, write_state: Callable[[Path], None], schedule: dict[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        write_state: Callable[[Path], None],
+        schedule: dict[str, Any],
+        write_weights: Callable[[Path], None] | None = None,
+    ) -> Path:
         """Write ``checkpoint-<step>``. Collective. Returns its path.
 
         Args:
             step: optimizer steps done.
             write_state: writes the trainer's state to a file.
             schedule: state of the learning-rate schedule.
+            write_weights: writes the weights to a directory, collectively; the checkpoint then holds them and the
+                trainer's state only, and cannot be resumed from.
         """
         final = self.output_dir / f"checkpoint-{step}"
         partial = final.with_name(final.name + _PARTIAL)
@@ -93,12 +102,16 @@ class CheckpointManager:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         distributed.barrier()
-        self.engine.save_state(partial, _ENGINE_TAG)
-        torch.save(random_state(), partial / self._random_file())
+        if write_weights is not None:
+            write_weights(partial)
+        else:
+            self.engine.save_state(partial, _ENGINE_TAG)
+            torch.save(random_state(), partial / self._random_file())
+            if main:
+                torch.save(schedule, partial / _SCHEDULE_FILE)
         if main:
-            torch.save(schedule, partial / _SCHEDULE_FILE)
             write_state(partial / STATE_FILE)
-            write_json(partial / _FACTS_FILE, {"step": step, **self._facts()})
+            write_json(partial / _FACTS_FILE, {"step": step, _ONLY_MODEL: write_weights is not None, **self._facts()})
         distributed.barrier()  # every rank has written before the name appears
         if main:
             shutil.rmtree(final, ignore_errors=True)  # a run that is repeated in place writes the same step again
@@ -111,9 +124,14 @@ class CheckpointManager:
         """Put back weights, optimizer and random state from ``path``; returns the state of the schedule. Collective.
 
         Raises:
-            ConfigError: the checkpoint was written with another layout or ZeRO stage.
+            ConfigError: the checkpoint was written with another layout or ZeRO stage, or holds weights only.
         """
         written, present = read_json(path / _FACTS_FILE), self._facts()
+        if written.get(_ONLY_MODEL):
+            raise ConfigError(
+                f"{path} holds weights only (save_only_model=True when it was written): there is nothing to resume "
+                "from. Load the model from it and start anew."
+            )
         differing = [
             f"{name}={written.get(name)!r} there, {value!r} here"
             for name, value in present.items()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ds_trainer.arguments.recipe import Recipe, load_recipe
 from ds_trainer.config.compiler import compile_config
+from ds_trainer.config.environment import Environment, device_type
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.utils.errors import ConfigError
@@ -31,13 +32,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the configuration; gives the exit code."""
     recipe = load_recipe(options.recipe, overrides)
     args = recipe.training_arguments()
-    layout = ParallelLayout(
-        options.world_size if options.world_size is not None else args.world_size,
-        tp=args.tensor_parallel_size,
-        cp=args.context_parallel_size,
-        sp=args.sequence_parallel_size,
-    )
-    compiled = compile_config(args, layout, model_shape(recipe), options.device or args.device_type)
+    layout = ParallelLayout.of(args, options.world_size if options.world_size is not None else args.world_size)
+    device = options.device or ("cpu" if args.use_cpu else device_type())
+    # With a device named, the run is meant for another machine, whose packages and disks are not known here.
+    environment = Environment() if options.device is None else None
+    compiled = compile_config(args, layout, model_shape(recipe), device, environment=environment)
     print(compiled.explain() if options.explain else compiled.to_json())
     return 0
 

@@ -8,16 +8,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+KINDS = ("argument", "user", "derived", "default")
+
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: ``argument``, ``derived``, ``default`` or ``layout``, and the reason in words."""
+    """Where a value came from.
+
+    Attributes:
+        kind: ``argument`` (of TrainingArguments), ``user`` (the user's own DeepSpeed file), ``derived`` (from other
+            values) or ``default`` (of an argument, or ours).
+        detail: the argument's name, or the reason in words.
+        place: where it was written: ``recipe.yaml:12``, ``command line``, ``ds.json:7``; empty where nowhere.
+    """
 
     kind: str
     detail: str
+    place: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}"
+        place = self.place if self.place not in ("argument", "default") else ""
+        place = f" ({place})" if place and self.detail else place
+        return f"{self.kind}: {self.detail}{place}"
 
 
 class CompiledConfig:
@@ -30,7 +42,7 @@ class CompiledConfig:
         self._values: dict[str, Any] = {}
         self._origins: dict[str, Origin] = {}
 
-    def set(self, path: str, value: Any, kind: str, detail: str) -> None:
+    def set(self, path: str, value: Any, origin: Origin) -> None:
         """Set the value at a dotted ``path``. Setting a path twice is a defect of the compiler: ValueError."""
         if path in self._origins:
             raise ValueError(f"{path} was set already, by {self._origins[path]}")
@@ -39,7 +51,7 @@ class CompiledConfig:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-        self._origins[path] = Origin(kind, detail)
+        self._origins[path] = origin
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted ``path``, or ``default``."""
@@ -50,6 +62,9 @@ class CompiledConfig:
             section = section[name]
         return section
 
+    def __contains__(self, path: str) -> bool:
+        return self.get(path, _NOTHING) is not _NOTHING
+
     def origin(self, path: str) -> Origin:
         """Where the value at ``path`` came from. Raises KeyError for an unknown path."""
         return self._origins[path]
@@ -57,6 +72,19 @@ class CompiledConfig:
     def paths(self) -> Iterator[str]:
         """All dotted paths, in the order in which they were set."""
         return iter(self._origins)
+
+    def said(self, path: str) -> str:
+        """The value at ``path`` as a person said it, with its place, for messages.
+
+        ``zero_stage=3 (recipe.yaml:4)``, ``fp16.enabled=true (ds.json:7)``, or for a value that nobody gave
+        ``zero_optimization.stage=0 (one rank, nothing to shard)``.
+        """
+        if path not in self._origins:
+            return f"{path} is not set"
+        origin, value = self._origins[path], self.get(path)
+        if origin.kind == "argument" or (origin.kind == "default" and origin.place == "default"):
+            return f"{origin.detail} ({origin.place})"
+        return f"{path}={json.dumps(value)} ({origin.place or origin.detail})"
 
     def to_dict(self) -> dict[str, Any]:
         """A copy that DeepSpeed may write into (it does)."""
@@ -79,3 +107,6 @@ class CompiledConfig:
 
     def __hash__(self) -> int:
         return hash(self.to_json())
+
+
+_NOTHING = object()

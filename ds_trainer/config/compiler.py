@@ -1,19 +1,28 @@
-"""The compiler: ``TrainingArguments`` + layout + model shape -> one DeepSpeed JSON, nothing guessed, nothing left open.
+"""The compiler: arguments + layout + model shape + the user's own DeepSpeed file -> one DeepSpeed JSON.
 
-Pure arithmetic on plain data: no torch, no deepspeed, no process group, so that ``ds-trainer config`` answers at once
-and the same arguments compile to the same JSON under every launcher. What cannot work on the device is refused here,
-before anything starts.
+Nothing guessed, nothing left open: every value has an origin, what contradicts is refused, ``"auto"`` is filled. Pure
+arithmetic on plain data: no torch, no deepspeed, no process group, so that ``ds-trainer config`` answers at once and
+the same arguments compile to the same JSON under every launcher.
 
-Sources: https://www.deepspeed.ai/docs/config-json/ and the pydantic models of DeepSpeed 0.19.8.
+Sources: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
-from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice, OptimizerNames
+from ds_trainer.arguments.checks import parallel_sizes
+from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.draft import AUTO, Draft, flatten
+from ds_trainer.config.environment import Environment
+from ds_trainer.config.optimizer_block import write_optimizer
+from ds_trainer.config.rules import Case, broken_rules
+from ds_trainer.config.schema import load_schema
+from ds_trainer.config.user_config import read_user_config
+from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.utils.errors import ConfigError
@@ -21,6 +30,13 @@ from ds_trainer.utils.errors import ConfigError
 # A bucket below a million elements costs more in start-up of collectives than it saves in overlap.
 _SMALLEST_BUCKET = 2**20
 _TORCH_DTYPES = {AutocastDtype.BF16: "torch.bfloat16", AutocastDtype.FP16: "torch.float16"}
+_FP16_DEFAULTS = (
+    ("loss_scale", 0, "0: dynamic loss scale"),
+    ("initial_scale_power", 16, "the first scale is 2**16"),
+    ("loss_scale_window", 1000, "steps without overflow before the scale doubles"),
+    ("hysteresis", 2, "overflows before the scale halves"),
+    ("min_loss_scale", 1, "the scale never falls below"),
+)
 
 
 def compile_config(
@@ -29,165 +45,238 @@ def compile_config(
     shape: ModelShape | None = None,
     device: str = "cpu",
     client_optimizer: str | None = None,
+    environment: Environment | None = None,
+    total_steps: int | None = None,
 ) -> CompiledConfig:
     """Compile the DeepSpeed configuration.
 
     Args:
-        args: what the user asks for.
+        args: what the user asks for; ``args.deepspeed`` is the user's own DeepSpeed file, text or mapping.
         layout: where every rank stands.
         shape: the model's shape, as far as known; decides bucket sizes.
         device: ``"cpu"`` or ``"cuda"``, the kind of device that will run it.
         client_optimizer: where the optimizer comes from when the arguments do not decide it (an object handed to the
             Trainer, a subclass); the configuration then has no ``optimizer`` block.
+        environment: what the machine that will run it has; None when that is another machine, which is not judged.
+        total_steps: optimizer steps of the run where they are known; a ``scheduler`` of DeepSpeed may ask for them.
 
     Returns:
-        A complete configuration: no ``"auto"``, every value with its origin.
+        A complete configuration: no ``"auto"``, every value with its origin. Compiling it again (as
+        ``args.deepspeed``) gives the same values.
 
     Raises:
-        ConfigError: all reasons why this cannot run on ``device``, at once.
+        ConfigError: all reasons why this cannot run, at once, each with values, origins and remedy.
     """
-    stage, why_stage = zero_stage(args, layout)
-    problems = _device_problems(args, stage, why_stage, device)
+    schema = load_schema()
+    user, problems = _user_settings(args)
+    problems = args.problems() + problems + schema.problems(user)
     if problems:
         raise ConfigError(problems)
-    config = CompiledConfig()
-    _batch(config, args)
-    _precision(config, args)
-    if client_optimizer is None:
-        _optimizer(config, args, device)
-    else:
-        _client_optimizer(config, args, client_optimizer)
-    _zero(config, args, layout, shape or ModelShape(), stage, why_stage)
-    _engine(config)
-    return config
+
+    draft = Draft(args, flatten(user, schema), schema)
+    _layout(draft, args, layout)
+    _batch(draft, args, layout)
+    _precision(draft, args)
+    _zero(draft, args, layout, shape or ModelShape())
+    write_optimizer(draft, args, device, client_optimizer)
+    _scheduler(draft, args, total_steps)
+    _engine(draft, args)
+    draft.take_the_rest()
+    if draft.problems:  # rules would blame values that are in doubt
+        raise ConfigError(draft.problems)
+    broken = broken_rules(Case(draft.config, args, layout, device, environment))
+    if broken:
+        raise ConfigError(broken)
+    return draft.config
 
 
-def zero_stage(args: TrainingArguments, layout: ParallelLayout) -> tuple[int, str]:
-    """The ZeRO stage and, in words, why."""
+def _user_settings(args: TrainingArguments) -> tuple[Located, list[str]]:
+    if args.deepspeed is None:
+        return Located({}, "deepspeed"), []
+    root, problems = read_user_config(args.deepspeed)
+    return _placed(root, "deepspeed", args.origins), problems
+
+
+def _placed(entry: Located, path: str, origins: dict[str, str]) -> Located:
+    """``entry`` with the places of a recipe that has the whole configuration in it."""
+    value = entry.value
+    if isinstance(value, dict):
+        value = {key: _placed(below, f"{path}.{key}", origins) for key, below in value.items()}
+    return Located(value, origins.get(path, entry.where) if path in origins and path != "deepspeed" else entry.where)
+
+
+# -- layout and batch ------------------------------------------------------------------------------------------------
+
+
+def _layout(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> None:
+    if layout.tp > 1 or draft.asked("tensor_parallel.autotp_size") is not None:
+        draft.argument("tensor_parallel.autotp_size", layout.tp, "tensor_parallel_size")
+    for path, name in (
+        ("tensor_parallel.tp.tp_size", "tensor_parallel_size"),
+        ("tensor_parallel.tensor_parallel.tp_size", "tensor_parallel_size"),
+        ("sequence_parallel_size", "sequence_parallel_size"),
+    ):
+        entry, own = draft.drop(path), getattr(args, name)
+        if entry is not None and entry.value not in (AUTO, own):
+            draft.conflict(path, entry, f"{name}={own} ({args.where(name)})", name)
+    sizes = parallel_sizes(args.parallelism_config)
+    replicas = (sizes.get("dp_replicate_size") or 1) * (sizes.get("dp_shard_size") or 1)
+    if replicas not in (1, layout.dp):  # 1 is accelerate's way of saying nothing
+        draft.problems.append(
+            f"parallelism_config asks for dp_replicate_size x dp_shard_size = {replicas} replicas, but "
+            f"{layout.describe()}: dp is {layout.dp}. Leave both out, or start another number of ranks."
+        )
+
+
+def _batch(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> None:
+    draft.argument("train_micro_batch_size_per_gpu", args.per_device_train_batch_size, "per_device_train_batch_size")
+    draft.argument("gradient_accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
+    # DeepSpeed clips to 1.0 when the key is absent, so it is always written.
+    draft.argument("gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
+    # Checked here and left out on purpose: DeepSpeed would check it against the whole world, ignoring tp, cp and sp.
+    entry = draft.drop("train_batch_size")
+    plan = BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    if entry is not None and entry.value not in (AUTO, plan.step_size):
+        shared = "".join(
+            f" / {word} {size}"
+            for word, size in (("tensor", layout.tp), ("context", layout.cp), ("sequence", layout.sp))
+            if size > 1
+        )
+        draft.problems.append(
+            f"train_batch_size={entry.plain()} in {entry.where}, but {args.per_device_train_batch_size} "
+            f"(per_device_train_batch_size) x {args.gradient_accumulation_steps} (gradient_accumulation_steps) x "
+            f"{layout.dp} (data parallel: {layout.world_size} ranks{shared}) = {plan.step_size}. Write "
+            f'{plan.step_size} or "auto" there, or leave it out; or change one of the factors.'
+        )
+    if draft.mentions("dataloader_drop_last"):
+        draft.argument("dataloader_drop_last", args.dataloader_drop_last, "dataloader_drop_last")
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+def _precision(draft: Draft, args: TrainingArguments) -> None:
+    for name in ("bf16", "fp16"):
+        draft.argument(f"{name}.enabled", getattr(args, name), name)
+    if args.fp16:
+        for key, value, why in _FP16_DEFAULTS:
+            draft.default(f"fp16.{key}", value, why)
+    if args.torch_autocast != AutocastDtype.NONE:
+        draft.argument("torch_autocast.enabled", True, "torch_autocast")
+        entry = draft.drop("torch_autocast.dtype")
+        dtype = _TORCH_DTYPES[AutocastDtype(args.torch_autocast)]
+        same = (AUTO, dtype, dtype.removeprefix("torch."), str(args.torch_autocast))
+        if entry is not None and entry.value not in same:
+            said = f"torch_autocast={args.torch_autocast} ({args.where('torch_autocast')})"
+            draft.conflict("torch_autocast.dtype", entry, said, "torch_autocast")
+        draft.argument("torch_autocast.dtype", dtype, "torch_autocast")
+    elif args.given("torch_autocast") and draft.mentions("torch_autocast.enabled"):
+        draft.argument("torch_autocast.enabled", False, "torch_autocast")
+
+
+# -- ZeRO ------------------------------------------------------------------------------------------------------------
+
+
+def _zero(draft: Draft, args: TrainingArguments, layout: ParallelLayout, shape: ModelShape) -> None:
+    for what in ("offload_optimizer", "offload_param"):
+        _offload(draft, args, what)
+    devices = [draft.config.get(f"zero_optimization.{what}.device") for what in ("offload_optimizer", "offload_param")]
+    if args.nvme_path is not None and "nvme" not in devices:
+        draft.problems.append(
+            f"nvme_path={args.nvme_path} ({args.where('nvme_path')}), but nothing is offloaded to NVMe. Set "
+            "offload_optimizer=nvme or offload_param=nvme, or leave it out."
+        )
+    path = "zero_optimization.stage"
     if args.zero_stage is not None:
-        return args.zero_stage, f"zero_stage={args.zero_stage}"
-    if args.offload_optimizer == OffloadDevice.CPU:
-        return 1, "the lowest stage that can offload the optimizer (offload_optimizer=cpu)"
+        draft.argument(path, args.zero_stage, "zero_stage")
+    else:
+        draft.derive(path, *_lowest_stage(draft.config, layout))
+    stage = draft.config.get(path)
+    if stage == 0 or shape.hidden_size is None:
+        return  # with an unknown width: DeepSpeed's own sizes
+    width = shape.hidden_size
+    bucket = max(width * width, _SMALLEST_BUCKET)
+    bucket += bucket % 2  # DeepSpeed asks for an even number
+    reason = f"{shape.source}, at least {_SMALLEST_BUCKET} elements"
+    draft.derive("zero_optimization.reduce_bucket_size", bucket, f"hidden size squared, {reason}")
+    if stage < 3:
+        draft.derive("zero_optimization.allgather_bucket_size", bucket, f"hidden size squared, {reason}")
+    else:
+        prefetch = bucket * 9 // 10
+        draft.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
+        why = f"10 x hidden size ({shape.source}): vectors stay whole, matrices are sharded"
+        draft.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
+
+
+def _lowest_stage(config: CompiledConfig, layout: ParallelLayout) -> tuple[int, str]:
+    for what, stage in (("offload_param", 3), ("offload_optimizer", 1)):
+        device = config.get(f"zero_optimization.{what}.device", "none")
+        if device == "nvme":
+            stage = 3
+        if device != "none":
+            said = config.said(f"zero_optimization.{what}.device")
+            return stage, f"the lowest stage that can do {said}"
     if layout.gradient_ranks == 1:
         return 0, "one gradient rank, nothing to shard"
     return 1, f"{layout.gradient_ranks} gradient ranks: the same numbers as stage 0 in less memory"
 
 
-def _device_problems(args: TrainingArguments, stage: int, why_stage: str, device: str) -> list[str]:
-    problems = []
-    if device == "cpu":
-        if args.fp16:
-            problems.append("fp16=True needs a GPU: this run is on the CPU. Use bf16=True, or neither for float32.")
-        if args.torch_autocast == AutocastDtype.FP16:
-            problems.append("torch_autocast=fp16 needs a GPU: this run is on the CPU. Use torch_autocast=bf16.")
-    if args.offload_optimizer == OffloadDevice.CPU and stage == 0:
-        problems.append(f"offload_optimizer=cpu needs ZeRO stage 1, 2 or 3, but the stage is 0 ({why_stage}).")
-    if args.offload_optimizer == OffloadDevice.CPU and device == "cuda" and args.optim == OptimizerNames.SGD:
-        problems.append("optim=sgd has no CPU version in DeepSpeed: offload_optimizer=cpu needs optim=adamw_torch.")
-    known = {"momentum", "dampening", "nesterov"} if args.optim == OptimizerNames.SGD else {"amsgrad"}
-    problems += [
-        f"optim_args: '{name}' is not an argument of {args.optim}; known are {', '.join(sorted(known))}."
-        for name in args.optimizer_arguments()
-        if name not in known
-    ]
-    return problems
-
-
-def _batch(config: CompiledConfig, args: TrainingArguments) -> None:
-    # train_batch_size is left out on purpose: DeepSpeed would check it against the whole world, ignoring tp, cp and sp.
-    # The layout owns that product.
-    config.set(
-        "train_micro_batch_size_per_gpu",
-        args.per_device_train_batch_size,
-        "argument",
-        "per_device_train_batch_size",
-    )
-    config.set(
-        "gradient_accumulation_steps", args.gradient_accumulation_steps, "argument", "gradient_accumulation_steps"
-    )
-    # DeepSpeed clips to 1.0 when the key is absent, so it is always written.
-    config.set("gradient_clipping", float(args.max_grad_norm), "argument", "max_grad_norm (0.0: no clipping)")
-
-
-def _precision(config: CompiledConfig, args: TrainingArguments) -> None:
-    config.set("bf16.enabled", args.bf16, "argument", "bf16")
-    config.set("fp16.enabled", args.fp16, "argument", "fp16")
-    if args.fp16:
-        config.set("fp16.loss_scale", 0, "default", "0: dynamic loss scale")
-        config.set("fp16.initial_scale_power", 16, "default", "the first scale is 2**16")
-        config.set("fp16.loss_scale_window", 1000, "default", "steps without overflow before the scale doubles")
-        config.set("fp16.hysteresis", 2, "default", "overflows before the scale halves")
-        config.set("fp16.min_loss_scale", 1, "default", "the scale never falls below")
-    if args.torch_autocast != AutocastDtype.NONE:
-        config.set("torch_autocast.enabled", True, "argument", f"torch_autocast={args.torch_autocast}")
-        dtype = _TORCH_DTYPES[AutocastDtype(args.torch_autocast)]
-        config.set("torch_autocast.dtype", dtype, "argument", f"torch_autocast={args.torch_autocast}")
-
-
-def _optimizer(config: CompiledConfig, args: TrainingArguments, device: str) -> None:
-    def parameter(name: str, value: Any, kind: str, detail: str) -> None:
-        config.set(f"optimizer.params.{name}", value, kind, detail)
-
-    extra = args.optimizer_arguments()
-    if args.optim == OptimizerNames.SGD:
-        config.set("optimizer.type", "SGD", "argument", f"optim={args.optim}")
-        parameter("lr", args.learning_rate, "argument", "learning_rate")
-        parameter("weight_decay", args.weight_decay, "argument", "weight_decay")
-    else:
-        config.set("optimizer.type", "AdamW", "argument", f"optim={args.optim}")
-        parameter("lr", args.learning_rate, "argument", "learning_rate")
-        parameter("betas", [args.adam_beta1, args.adam_beta2], "argument", "adam_beta1, adam_beta2")
-        parameter("eps", args.adam_epsilon, "argument", "adam_epsilon")
-        parameter("weight_decay", args.weight_decay, "argument", "weight_decay")
-        if args.offload_optimizer == OffloadDevice.CPU and device == "cuda":
-            detail = "offload_optimizer=cpu on a GPU: DeepSpeed's vectorised CPUAdam (compiled at first use)"
-            parameter("torch_adam", False, "derived", detail)
-        else:
-            parameter("torch_adam", True, "derived", "torch.optim.AdamW needs no compiler")
-            parameter("fused", args.optim == OptimizerNames.ADAMW_TORCH_FUSED, "argument", f"optim={args.optim}")
-    for name, value in extra.items():
-        parameter(name, value, "argument", f"optim_args={args.optim_args}")
-    # SGD is not on DeepSpeed's list of ZeRO-tested optimizers; our oracle tests cover it on every stage.
-    allow = args.optim == OptimizerNames.SGD
-    config.set("zero_allow_untested_optimizer", allow, "derived", f"optim={args.optim}")
-    if args.offload_optimizer == OffloadDevice.CPU and device == "cpu":
-        detail = "on a CPU machine torch's optimizer is as good as DeepSpeed's and needs no compiler"
-        config.set("zero_force_ds_cpu_optimizer", False, "derived", detail)
-
-
-def _client_optimizer(config: CompiledConfig, args: TrainingArguments, source: str) -> None:
-    config.set("zero_allow_untested_optimizer", True, "derived", source)
-    if args.offload_optimizer == OffloadDevice.CPU:
-        config.set("zero_force_ds_cpu_optimizer", False, "derived", source)
-
-
-def _zero(
-    config: CompiledConfig, args: TrainingArguments, layout: ParallelLayout, shape: ModelShape, stage: int, why: str
-) -> None:
-    kind = "argument" if args.zero_stage is not None else "derived"
-    config.set("zero_optimization.stage", stage, kind, why)
-    if stage == 0:
+def _offload(draft: Draft, args: TrainingArguments, what: str) -> None:
+    section = f"zero_optimization.{what}"
+    device = getattr(args, what)
+    if device != OffloadDevice.NONE or (args.given(what) and draft.mentions(f"{section}.device")):
+        draft.argument(f"{section}.device", str(device), what)
+    elif draft.mentions(f"{section}.device"):
+        draft.derive(f"{section}.device", "none", "not asked for")
+    device = draft.config.get(f"{section}.device", "none")
+    if device == "none":
         return
-    if args.offload_optimizer == OffloadDevice.CPU:
-        config.set("zero_optimization.offload_optimizer.device", "cpu", "argument", "offload_optimizer=cpu")
-        pin = args.dataloader_pin_memory and not args.use_cpu
-        config.set("zero_optimization.offload_optimizer.pin_memory", pin, "derived", "page-locked for faster copies")
-    if shape.hidden_size is None:
-        return  # DeepSpeed's own sizes
-    width = shape.hidden_size
-    bucket = max(width * width, _SMALLEST_BUCKET)
-    reason = f"{shape.source}, at least {_SMALLEST_BUCKET} elements"
-    config.set("zero_optimization.reduce_bucket_size", bucket, "derived", f"hidden size squared, {reason}")
-    if stage < 3:
-        config.set("zero_optimization.allgather_bucket_size", bucket, "derived", f"hidden size squared, {reason}")
-    else:
-        prefetch = bucket * 9 // 10
-        config.set("zero_optimization.stage3_prefetch_bucket_size", prefetch, "derived", f"0.9 x bucket, {reason}")
-        detail = f"10 x hidden size ({shape.source}): vectors stay whole, matrices are sharded"
-        config.set("zero_optimization.stage3_param_persistence_threshold", 10 * width, "derived", detail)
+    if device == "nvme" and (args.nvme_path is not None):
+        draft.argument(f"{section}.nvme_path", args.nvme_path, "nvme_path")
+    pin = args.dataloader_pin_memory and not args.use_cpu
+    why = "page-locked for faster copies" if pin else "dataloader_pin_memory=False or use_cpu=True"
+    draft.derive(f"{section}.pin_memory", pin, why)
 
 
-def _engine(config: CompiledConfig) -> None:
+# -- schedule and engine ---------------------------------------------------------------------------------------------
+
+
+def _scheduler(draft: Draft, args: TrainingArguments, total_steps: int | None) -> None:
+    """DeepSpeed's own schedule, where the file has one; ours is not written into the configuration."""
+    kind = draft.asked("scheduler.type")
+    if kind is None:
+        return
+    if args.given("lr_scheduler_type"):
+        draft.problems.append(
+            f"scheduler.type={json.dumps(kind)} in {draft.where('scheduler.type')}, but "
+            f"lr_scheduler_type={args.lr_scheduler_type} ({args.where('lr_scheduler_type')}). Keep one of them."
+        )
+    steps = total_steps if total_steps is not None else (args.max_steps if args.max_steps > 0 else None)
+    params = "scheduler.params"
+    if draft.mentions(f"{params}.warmup_min_lr"):
+        draft.default(f"{params}.warmup_min_lr", 0, "warm-up begins at 0")
+    if draft.mentions(f"{params}.warmup_max_lr"):
+        draft.argument(f"{params}.warmup_max_lr", args.learning_rate, "learning_rate")
+    for key in ("total_num_steps", "warmup_num_steps"):
+        path = f"{params}.{key}"
+        needs_steps = key == "total_num_steps" or 0 < args.warmup_steps < 1
+        if not draft.mentions(path):
+            continue
+        if draft.asked(path) is None and needs_steps and steps is None:
+            draft.problems.append(
+                f'{path}="auto" in {draft.where(path)} needs the number of optimizer steps, which follows from the '
+                "data. Set max_steps, or write a number."
+            )
+            draft.drop(path)
+        elif key == "total_num_steps":
+            draft.derive(path, steps, "optimizer steps of the run")
+        else:  # DeepSpeed divides by it
+            draft.derive(
+                path, max(1, args.get_warmup_steps(steps or 0)), f"warmup_steps={args.warmup_steps}, at least 1"
+            )
+
+
+def _engine(draft: Draft, args: TrainingArguments) -> None:
     # DeepSpeed's throughput timer synchronises the device twice a step; the trainer has its own meter.
-    config.set("timers.throughput.enabled", False, "default", "no device synchronisation on the hot path")
-    config.set("wall_clock_breakdown", False, "default", "no timers on the hot path")
+    draft.default("timers.throughput.enabled", False, "no device synchronisation on the hot path")
+    draft.default("wall_clock_breakdown", False, "no timers on the hot path")

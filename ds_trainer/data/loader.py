@@ -24,6 +24,7 @@ class PlannedLoader(DataLoader[Any]):
         collate: makes a batch (a dict) of a list of samples.
         num_workers: loading processes.
         pin_memory: page-locked memory for copies to a GPU.
+        worker_options: further keywords of ``DataLoader`` that are about loading processes.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class PlannedLoader(DataLoader[Any]):
         collate: Callable[[list[Any]], Any],
         num_workers: int = 0,
         pin_memory: bool = False,
+        **worker_options: Any,
     ) -> None:
         # A generator of our own: the default would draw worker seeds from the global one, and dropout after resuming
         # would differ from the run that was not stopped.
@@ -45,6 +47,7 @@ class PlannedLoader(DataLoader[Any]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             generator=self._worker_seeds,
+            **worker_options,
         )
 
     def start(self, epoch: int, first_round: int = 0) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
 
@@ -64,6 +65,11 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         torch.cuda.set_device(info.local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    if dist.get_world_size() != info.world_size:
+        raise ConfigError(
+            f"There is a process group of {dist.get_world_size()} ranks, but the environment says {info.world_size} "
+            f"({info.launcher}). Let this package start the group, or start the processes with a launcher."
+        )
     _started = info
     atexit.register(stop_process_group)
     return info

@@ -42,7 +42,8 @@ class TrainingEngine:
 
     Args:
         model: the module to train, on any device; ZeRO-3 shards it in place.
-        optimizer: the optimizer over ``model``'s parameters.
+        optimizer: the optimizer over ``model``'s parameters, or parameter groups over which DeepSpeed builds the one
+            that ``config`` names.
         config: the compiled configuration.
         layout: where every rank stands.
 
@@ -53,7 +54,11 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: CompiledConfig, layout: ParallelLayout
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | list[dict[str, Any]],
+        config: CompiledConfig,
+        layout: ParallelLayout,
     ) -> None:
         import deepspeed
 
@@ -62,7 +67,8 @@ class TrainingEngine:
         self.stage: int = config.get("zero_optimization.stage")
         self._clipping: float = config.get("gradient_clipping")
         self.deepspeed: DeepSpeedEngine
-        self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config.to_dict())
+        given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
+        self.deepspeed, *_ = deepspeed.initialize(model=model, config=config.to_dict(), **{given: optimizer})
         self.precision = next((name for name in ("bf16", "fp16") if config.get(f"{name}.enabled")), "fp32")
         self._averaged_over = layout.gradient_ranks
         # DeepSpeed computes no gradient norm where it neither shards nor scales (float32 at stage 0): we do.
@@ -99,6 +105,16 @@ class TrainingEngine:
         return float("nan") if norm is None else float(norm)
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that DeepSpeed wraps; a schedule over its ``param_groups`` is followed."""
+        return self.deepspeed.basic_optimizer
+
+    @property
+    def own_schedule(self) -> Any:
+        """The schedule that DeepSpeed built from ``config`` and advances in :meth:`step`; None without one."""
+        return self.deepspeed.lr_scheduler
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -48,6 +48,8 @@ class RunSummary:
     offload_optimizer: str | None = None
     """Where the optimizer states are kept (``cpu``, ``nvme``) if not on the device."""
     offload_parameters: str | None = None
+    run_name: str | None = None
+    """What a person calls the run."""
     resumed_from: str | None = None
     """The checkpoint that the run goes on from."""
     resumed_step: int = 0
@@ -68,7 +70,8 @@ def header_lines(summary: RunSummary) -> list[str]:
     if summary.resumed_from is not None:
         rows.append(("resumed", f"from {summary.resumed_from}, step {summary.resumed_step:,}"))
     width = max(len(name) for name, _ in rows)
-    return ["ds_trainer", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    title = "ds_trainer" if summary.run_name is None else f"ds_trainer: {summary.run_name}"
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
 
 
 def header_text(summary: RunSummary) -> str:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.optimizer_types import BUILT_HERE
+from ds_trainer.utils.errors import ConfigError
 
 # Scales and shifts of normalisation layers are not decayed, whatever the layer's class is called.
 _NORM_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
@@ -37,22 +39,35 @@ def parameter_groups(model: nn.Module, decay_names: list[str], weight_decay: flo
     return [group for group in groups if group["params"]]
 
 
+def is_built_here(config: CompiledConfig) -> bool:
+    """Whether the configuration's optimizer is one of torch's, which is built here; DeepSpeed builds its own."""
+    if config.get("optimizer.type") in ("Adam", "AdamW"):
+        return bool(config.get("optimizer.params.torch_adam", False))
+    return config.get("optimizer.type") in BUILT_HERE
+
+
 def optimizer_class(config: CompiledConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and arguments of the configuration's ``optimizer`` block: what DeepSpeed itself would build from it."""
-    arguments = dict(config.get("optimizer.params"))
-    torch_adam = arguments.pop("torch_adam", True)
+    name, arguments = config.get("optimizer.type"), dict(config.get("optimizer.params"))
+    arguments.pop("torch_adam", None)
+    if name == "Adam" and arguments.pop("adam_w_mode", True):
+        name = "AdamW"
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    if config.get("optimizer.type") == "SGD":
-        return torch.optim.SGD, arguments
-    if torch_adam:
-        return torch.optim.AdamW, arguments
-    from ds_trainer.engine.offload import cpu_adam_class
-
-    return cpu_adam_class(), {**arguments, "adamw_mode": True}
+    return getattr(torch.optim, name), arguments
 
 
 def build_optimizer(config: CompiledConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of the configuration over ``groups``."""
+    """The optimizer of the configuration over ``groups``.
+
+    Raises:
+        ConfigError: torch refuses the arguments.
+    """
     cls, arguments = optimizer_class(config)
-    return cls(groups, **arguments)
+    try:
+        return cls(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"torch.optim.{cls.__name__} refuses the arguments {arguments}: {error}. They come from the arguments "
+            "(optim_args) and the deepspeed file (optimizer.params); see `ds-trainer config --explain`."
+        ) from error

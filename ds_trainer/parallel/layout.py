@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 AXES: tuple[str, ...] = ("dp", "cp", "sp", "tp")  # outermost first
 
@@ -70,6 +73,11 @@ class ParallelLayout:
                 f"{replica * max(1, round(self.world_size / replica))} ranks."
             )
         object.__setattr__(self, "dp", self.world_size // replica)
+
+    @classmethod
+    def of(cls, args: TrainingArguments, world_size: int) -> ParallelLayout:
+        """The layout of a world of ``world_size`` ranks with the parallel sizes of ``args``."""
+        return cls(world_size, args.tensor_parallel_size, args.context_parallel_size, args.sequence_parallel_size)
 
     # -- places ---------------------------------------------------------------------------------------------------
 

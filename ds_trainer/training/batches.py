@@ -44,7 +44,14 @@ def planned_loader(
     dp_rank = plan.layout.coordinates(distributed.rank()).dp
     sampler = ShareSampler(plan, len(dataset), dp_rank, seed, shuffle)
     pin = args.dataloader_pin_memory and args.device_type == "cuda"
-    return PlannedLoader(dataset, sampler, collate, args.dataloader_num_workers, pin)
+    options: dict[str, Any] = {}
+    if args.dataloader_num_workers > 0:
+        options = {
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+        }
+    return PlannedLoader(dataset, sampler, collate, args.dataloader_num_workers, pin, **options)
 
 
 def rounds_of(loader: Any) -> int:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.engine.weights import full_numel
 from ds_trainer.monitor.header import RunSummary, header_text
 from ds_trainer.training.run_plan import RunPlan
@@ -47,12 +46,21 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
         output_dir=str(args.output_dir),
         num_train_samples=len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
         num_eval_samples=len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else None,
-        offload_optimizer="cpu" if args.offload_optimizer == OffloadDevice.CPU else None,
+        offload_optimizer=_offload(trainer, "optimizer"),
+        offload_parameters=_offload(trainer, "param"),
+        run_name=args.run_name,
         resumed_from=str(resumed_from) if resumed_from else None,
         resumed_step=trainer.state.global_step,
     )
 
 
 def _precision(trainer: Trainer) -> str:
-    autocast = trainer.args.torch_autocast
-    return trainer.engine.precision if autocast == AutocastDtype.NONE else f"fp32, autocast {autocast}"
+    if not trainer.compiled.get("torch_autocast.enabled"):
+        return trainer.engine.precision
+    dtype = str(trainer.compiled.get("torch_autocast.dtype", "the device's default")).removeprefix("torch.")
+    return f"fp32, autocast {dtype}"
+
+
+def _offload(trainer: Trainer, what: str) -> str | None:
+    device = trainer.compiled.get(f"zero_optimization.offload_{what}.device", "none")
+    return None if device == "none" else str(device)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.arguments.completion import as_mapping
+from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.columns import drop_unused_columns
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import TrainingEngine
-from ds_trainer.optim.optimizers import build_optimizer, decay_parameter_names, parameter_groups
+from ds_trainer.optim.optimizers import build_optimizer, decay_parameter_names, is_built_here, parameter_groups
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
@@ -59,17 +61,29 @@ class Hooks:
     # -- optimizer and schedule -----------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make what was not handed in: ``self.optimizer``, then ``self.lr_scheduler``."""
+        """Make what was not handed in: ``self.optimizer``, then ``self.lr_scheduler``.
+
+        What DeepSpeed builds itself (its own optimizers; a ``scheduler`` of the DeepSpeed file, and any schedule over
+        such an optimizer) is None here and made with the engine.
+        """
         if self.optimizer is None:
             self.optimizer = self.create_optimizer()
-        if self.lr_scheduler is None:
+        if self.lr_scheduler is None and self.optimizer is not None and "scheduler" not in self.compiled:
             self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
 
-    def create_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the compiled configuration, with and without weight decay; kept in ``self.optimizer``."""
-        names = self.get_decay_parameter_names(self.model)
-        self.optimizer = build_optimizer(self.compiled, parameter_groups(self.model, names, self.args.weight_decay))
+    def create_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the compiled configuration, kept in ``self.optimizer``; None for one that DeepSpeed builds.
+
+        Parameters are in two groups, with and without weight decay.
+        """
+        self.optimizer = (
+            build_optimizer(self.compiled, self.parameter_groups()) if is_built_here(self.compiled) else None
+        )
         return self.optimizer
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Trainable parameters with and without weight decay."""
+        return parameter_groups(self.model, self.get_decay_parameter_names(self.model), self.args.weight_decay)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The learning-rate schedule over ``num_training_steps`` optimizer steps; kept in ``self.lr_scheduler``."""
@@ -78,7 +92,7 @@ class Hooks:
             self.optimizer if optimizer is None else optimizer,
             self.args.get_warmup_steps(num_training_steps),
             num_training_steps,
-            self.args.lr_scheduler_kwargs,
+            as_mapping(self.args.lr_scheduler_kwargs),
         )
         return self.lr_scheduler
 
@@ -104,7 +118,8 @@ class Hooks:
         """Micro-batches of this replica: the order follows from seed and epoch, the plan decides who holds what."""
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         dataset = self._without_unused_columns(self.train_dataset)
-        return planned_loader(dataset, self.batch_plan, self.args, self.data_collator, seed=seed, shuffle=True)
+        shuffle = self.args.train_sampling_strategy != SamplingStrategy.SEQUENTIAL
+        return planned_loader(dataset, self.batch_plan, self.args, self.data_collator, seed=seed, shuffle=shuffle)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Micro-batches of this replica for evaluation, in the dataset's order.

@@ -12,14 +12,14 @@ from ds_trainer.utils.errors import ConfigError
 
 
 @contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Key-value caches off inside: they are for generation and only cost memory in training.
+def without_cache(model: nn.Module, unless: bool = False) -> Iterator[None]:
+    """Key-value caches off inside, ``unless`` they are wanted: they are for generation and only cost memory.
 
     Only models with a ``config.use_cache`` (Hugging Face's) have such a switch.
     """
     config = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
-    if not isinstance(before, bool):
+    if unless or not isinstance(before, bool):
         yield
         return
     config.use_cache = False  # type: ignore[union-attr]
@@ -29,14 +29,19 @@ def without_cache(model: nn.Module) -> Iterator[None]:
         config.use_cache = before  # type: ignore[union-attr]
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> None:
+def enable_activation_checkpointing(model: nn.Module, arguments: dict[str, Any] | None = None) -> None:
     """Make ``model`` recompute activations in the backward pass.
 
+    Args:
+        model: a model with ``activation_checkpointing_enable`` (transformers since 5.23) or its older name
+            ``gradient_checkpointing_enable``.
+        arguments: for that method; ``use_reentrant`` is False unless it is among them.
+
     Raises:
-        ConfigError: the model has no ``gradient_checkpointing_enable``.
+        ConfigError: the model has neither.
     """
-    keywords = {"use_reentrant": False}
-    renamed: Any = getattr(model, "activation_checkpointing_enable", None)  # its name in transformers since 5.23
+    keywords = {"use_reentrant": False, **(arguments or {})}
+    renamed: Any = getattr(model, "activation_checkpointing_enable", None)
     enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     if renamed is not None:
         renamed(activation_checkpointing_kwargs=keywords)
@@ -44,6 +49,6 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
         enable(gradient_checkpointing_kwargs=keywords)
     else:
         raise ConfigError(
-            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(). "
+            f"activation_checkpointing=True, but {type(model).__name__} has no activation_checkpointing_enable(). "
             "Set it to False, or give the model that method."
         )

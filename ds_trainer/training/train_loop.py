@@ -24,6 +24,7 @@ from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.training.batches import number_of_samples
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.window_losses import WindowLosses
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
@@ -66,10 +67,10 @@ class TrainLoop:
         self.meter = ThroughputMeter()
         device = trainer.device
         # Kept on the device: reading them would make the host wait for it.
-        self._window_loss = torch.zeros((), device=device)
+        self._losses = WindowLosses(device, filtered=trainer.args.logging_nan_inf_filter)
         self._window_items = torch.zeros((), dtype=torch.int64, device=device)
         self._window_start = trainer.state.global_step
-        self._loss_sum = 0.0
+        self._loss_sum, self._loss_steps = 0.0, 0
         self._first_step = trainer.state.global_step
 
     def run(self) -> TrainOutput:
@@ -105,6 +106,8 @@ class TrainLoop:
                 break
 
     def _iterate(self, epoch: int, first_round: int) -> Iterator[Any]:
+        if self.trainer.args.ignore_data_skip and epoch == self._first_step // self.plan.steps_per_epoch:
+            first_round = 0
         if isinstance(self.loader, PlannedLoader):
             self.loader.start(epoch, first_round)
             return iter(self.loader)
@@ -125,14 +128,16 @@ class TrainLoop:
             last = index == rounds - 1
             engine.begin_micro_batch(last)
             samples += 0 if isinstance(batch, FillerBatch) else number_of_samples(batch)
-            self._window_loss += trainer.call_training_step(batch, items)
+            self._losses.add(trainer.call_training_step(batch, items))
             if not last:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
         trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
         applied = engine.step()
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
-        if applied:
+        if applied and engine.own_schedule is None:
             trainer.lr_scheduler.step()
+        self._losses.end_step()
+        self._empty_cache(state.global_step + 1)
         self._window_items += items.exact().to(torch.int64)
         self.meter.add(0, samples)
 
@@ -160,34 +165,33 @@ class TrainLoop:
         steps = trainer.state.global_step - self._window_start
         if steps == 0:
             return {}
-        sums = torch.stack([self._window_loss.double(), self._window_items.double()])
-        loss, items = self._sum_over_ranks(sums)
-        self._window_loss.zero_()
+        items = int(self._window_items)  # of the whole global batch already
+        loss, counted = self._losses.close()
         self._window_items.zero_()
         self._window_start = trainer.state.global_step
-        self._loss_sum += loss
-        # The count is of the whole global batch already.
-        trainer.state.num_input_tokens_seen += int(items)
-        self.meter.add(int(items), 0, steps=0)
-        return {
-            "loss": loss / steps,
+        self._loss_sum += loss * counted if counted else 0.0
+        self._loss_steps += counted
+        trainer.state.num_input_tokens_seen += items
+        self.meter.add(items, 0, steps=0)
+        logs = {
+            "loss": loss,
             "grad_norm": trainer.engine.grad_norm(),
             "learning_rate": float(trainer.lr_scheduler.get_last_lr()[0]),
             "tokens_per_second": self.meter.read().tokens_per_second,
             "memory_gb": memory_in_use_gb(trainer.device),
         }
+        if counted < steps:
+            logs["steps_with_nonfinite_loss"] = float(steps - counted)
+        return logs
 
-    @staticmethod
-    def _sum_over_ranks(sums: torch.Tensor) -> tuple[float, float]:
-        """Loss summed over ranks; items as they are, for every rank knows those of all."""
-        items = float(sums[1])
-        distributed.all_reduce_sum(sums)
-        return float(sums[0]), items
+    def _empty_cache(self, step: int) -> None:
+        every = self.trainer.args.torch_empty_cache_steps
+        if every is not None and step % every == 0 and self.trainer.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _output(self) -> TrainOutput:
         state = self.trainer.state
-        steps = state.global_step - self._first_step
-        loss = self._loss_sum / steps if steps else math.nan
+        loss = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
         rates = self.meter.overall()
         metrics = {
             "train_runtime": rates.seconds,

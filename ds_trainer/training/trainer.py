@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.enums import IntervalStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
@@ -19,6 +20,7 @@ from ds_trainer.checkpoint.manager import STATE_FILE, CheckpointManager, find_ch
 from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
+from ds_trainer.config.environment import Environment
 from ds_trainer.data.collators import default_data_collator
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
@@ -29,7 +31,8 @@ from ds_trainer.training.eval_loop import evaluate_loss
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks import Hooks
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, shifts_labels
-from ds_trainer.training.model_habits import enable_gradient_checkpointing, without_cache
+from ds_trainer.training.model_habits import enable_activation_checkpointing, without_cache
+from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
@@ -85,7 +88,7 @@ class Trainer(Hooks):
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
         # Kept: asking for it looks for GPUs, which is too slow for every micro-batch.
         self.device = self.args.device
-        set_seed(self.args.seed)
+        configure_process(self.args)
         self.model_init = model_init
         self.model: nn.Module = model if model is not None else model_init()  # type: ignore[misc]
         self.model_wrapped: nn.Module = self.model
@@ -104,7 +107,9 @@ class Trainer(Hooks):
             raise ConfigError(
                 f"eval_strategy={self.args.eval_strategy}, but there is no eval_dataset: pass one, or set it to no."
             )
-        self.layout, self.compiled = self._compile(self.args.world_size)
+        self.layout = ParallelLayout.of(self.args, self.args.world_size)
+        check_layout(self.layout)
+        self.compiled = self._compile()
         self.loss_rule = self._loss_rule()
         self._engine: TrainingEngine | None = None
         self._compute_loss_takes = accepted_arguments(self.compute_loss, {"num_items_in_batch"})
@@ -124,19 +129,24 @@ class Trainer(Hooks):
 
     # -- plan and compile: arithmetic, before anything starts ------------------------------------------------------
 
-    def _compile(self, world_size: int) -> tuple[ParallelLayout, CompiledConfig]:
-        args = self.args
-        layout = ParallelLayout(
-            world_size, args.tensor_parallel_size, args.context_parallel_size, args.sequence_parallel_size
-        )
-        check_layout(layout)
+    def _compile(self) -> CompiledConfig:
         client_optimizer = None
         if self._given_optimizer is not None:
             client_optimizer = f"optimizers=({type(self._given_optimizer).__name__}, ...) handed to the Trainer"
         elif is_overridden(self, Trainer, "create_optimizer"):
             client_optimizer = f"{type(self).__name__}.create_optimizer"
-        shape = ModelShape.from_model(self.model)
-        return layout, compile_config(args, layout, shape, args.device_type, client_optimizer)
+        total_steps = None
+        if hasattr(self.train_dataset, "__len__") and not is_overridden(self, Trainer, "get_train_dataloader"):
+            total_steps = RunPlan.of(self.args, self.batch_plan.rounds(len(self.train_dataset))).max_steps
+        return compile_config(
+            self.args,
+            self.layout,
+            ModelShape.from_model(self.model),
+            self.args.device_type,
+            client_optimizer,
+            Environment(),
+            total_steps,
+        )
 
     def _loss_rule(self) -> LossRule:
         if self.compute_loss_func is not None:
@@ -187,7 +197,7 @@ class Trainer(Hooks):
         elif not is_overridden(self, Trainer, "get_train_dataloader"):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
-        start_process_group(self.args.device_type)
+        self._join_ranks()
         set_seed(self.args.seed)
         if self.model_init is not None and self._engine is not None:
             self.model = self.model_wrapped = self.model_init()
@@ -202,7 +212,10 @@ class Trainer(Hooks):
 
         self.is_in_train = True
         try:
-            with without_cache(self.model):
+            with without_cache(self.model, unless=self.args.use_cache):
+                if self.args.eval_on_start:
+                    self.evaluate(ignore_keys=ignore_keys_for_eval)
+                    self.model_wrapped.train()
                 output = TrainLoop(self, plan, loader).run()
         finally:
             self.is_in_train = False
@@ -213,11 +226,15 @@ class Trainer(Hooks):
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
         if self._engine is not None:
             self._engine.close()
-        if self.args.gradient_checkpointing:
-            enable_gradient_checkpointing(self.model)
+        if self.args.activation_checkpointing:
+            enable_activation_checkpointing(self.model, as_mapping(self.args.activation_checkpointing_kwargs))
         self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
         self.create_optimizer_and_scheduler(num_training_steps)
-        self._engine = TrainingEngine(self.model, self.optimizer, self.compiled, self.layout)
+        optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
+        self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout)
+        self.optimizer = self._engine.basic_optimizer
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self._engine.own_schedule or self.create_scheduler(num_training_steps, self.optimizer)
         self.model_wrapped = self._engine.deepspeed
         self.model_wrapped.train()
         handler = self.callback_handler
@@ -233,7 +250,11 @@ class Trainer(Hooks):
         self.state = resumed
         for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
             setattr(self.state, name, getattr(fresh, name))
-        restore_states(self.callback_handler.callbacks, resumed.stateful_callbacks)
+        restore_states(
+            self.callback_handler.callbacks,
+            resumed.stateful_callbacks,
+            include_arguments=self.args.restore_callback_states_from_checkpoint,
+        )
         self.state.is_local_process_zero = fresh.is_local_process_zero
         self.state.is_world_process_zero = fresh.is_world_process_zero
 
@@ -266,7 +287,7 @@ class Trainer(Hooks):
             for name, part in dataset.items():
                 metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        start_process_group(self.args.device_type)
+        self._join_ranks()
         loader = self.get_eval_dataloader(dataset)
         self.callback_handler.eval_dataloader = loader
         if self._engine is None:
@@ -298,7 +319,7 @@ class Trainer(Hooks):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
         directory = Path(output_dir) if output_dir is not None else self._output_dir
-        start_process_group(self.args.device_type)
+        self._join_ranks()
         if self.is_world_process_zero():
             save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))
@@ -306,7 +327,12 @@ class Trainer(Hooks):
     def save_checkpoint(self) -> Path:
         """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
         self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)
-        return self._checkpoints.save(self.state.global_step, self.state.save_to_json, self.lr_scheduler.state_dict())
+        return self._checkpoints.save(
+            self.state.global_step,
+            self.state.save_to_json,
+            self.lr_scheduler.state_dict(),
+            (lambda directory: self.save_model(str(directory))) if self.args.save_only_model else None,
+        )
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` to the output directory (main process)."""
@@ -340,6 +366,9 @@ class Trainer(Hooks):
     def callbacks_may_differ(self) -> bool:
         """Whether ranks could decide differently: the default callbacks decide by step numbers, alike on all ranks."""
         return self._own_callbacks and self.layout.world_size > 1
+
+    def _join_ranks(self) -> None:
+        start_process_group(self.args.device_type, self.args.ddp_timeout_delta)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process of the whole job."""

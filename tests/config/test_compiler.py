@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.config.compiler import compile_config, zero_stage
-from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.config.compiled import CompiledConfig, Origin
 from ds_trainer.utils.errors import ConfigError
-
-
-def compiled(world: int = 1, device: str = "cpu", hidden: int | None = 256, **arguments: Any) -> CompiledConfig:
-    shape = ModelShape(hidden, f"test.hidden_size={hidden}")
-    return compile_config(TrainingArguments("out", **arguments), ParallelLayout(world), shape, device)
+from tests.config.support import compiled
 
 
 def leaves(value: Any, path: str = "") -> list[str]:
@@ -34,8 +26,15 @@ valid = st.fixed_dictionaries(
     {
         "zero_stage": st.sampled_from([None, 0, 1, 2, 3]),
         "precision": st.sampled_from(["fp32", "bf16", "fp16", "autocast"]),
-        "optim": st.sampled_from(["adamw_torch", "adamw_torch_fused", "sgd"]),
-        "offload_optimizer": st.sampled_from(["none", "cpu"]),
+        "optim": st.sampled_from(
+            ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "lion_32bit", "muon"]
+        ),
+        "offload_optimizer": st.sampled_from(["none", "cpu", "nvme"]),
+        "offload_param": st.sampled_from(["none", "cpu", "nvme"]),
+        "nvme_path": st.sampled_from([None, "/local"]),
+        "tensor_parallel_size": st.sampled_from([1, 2, 8]),
+        "sequence_parallel_size": st.sampled_from([1, 2]),
+        "context_parallel_size": st.sampled_from([1, 4]),
         "max_grad_norm": st.sampled_from([0.0, 0.5, 1.0]),
         "per_device_train_batch_size": st.integers(1, 64),
         "gradient_accumulation_steps": st.integers(1, 64),
@@ -73,6 +72,19 @@ def test_every_value_has_an_origin_and_nothing_is_left_open(choice: dict[str, An
 
 
 @given(valid)
+def test_compiling_the_output_again_changes_nothing(choice: dict[str, Any]) -> None:
+    arguments = arguments_of(choice)
+    try:
+        once = compiled(**arguments)
+    except ConfigError:
+        return
+    again = compiled(**{**arguments, "deepspeed": once.to_dict()})
+    assert again.to_dict() == once.to_dict()
+    as_file = compiled(**{**arguments, "deepspeed": once.to_json()})
+    assert as_file.to_dict() == once.to_dict()
+
+
+@given(valid)
 def test_deepspeed_accepts_what_is_compiled(choice: dict[str, Any]) -> None:
     """DeepSpeed's own parser and its pydantic models read it, fp16 included, which no CPU could run."""
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -82,6 +94,7 @@ def test_deepspeed_accepts_what_is_compiled(choice: dict[str, Any]) -> None:
         config = compiled(**arguments)
     except ConfigError:
         return
+    # The world is faked: outside a process group DeepSpeed takes it for one rank.
     read = DeepSpeedConfig(config.to_dict())
     assert read.zero_optimization_stage == config.get("zero_optimization.stage")
     assert read.gradient_clipping == arguments["max_grad_norm"]
@@ -103,17 +116,17 @@ def test_fp16_on_a_gpu_has_a_dynamic_loss_scale() -> None:
 
 
 def test_fp16_on_a_cpu_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"fp16=True needs a GPU.*bf16=True"):
+    with pytest.raises(ConfigError, match=r"fp16=True \(argument\): fp16 needs a GPU.*bf16=True"):
         compiled(fp16=True)
-    with pytest.raises(ConfigError, match=r"torch_autocast=fp16 needs a GPU.*torch_autocast=bf16"):
+    with pytest.raises(ConfigError, match=r"torch_autocast=fp16 \(argument\).*needs a GPU.*torch_autocast=bf16"):
         compiled(torch_autocast="fp16")
 
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        compiled(world=1, fp16=True, optim="sgd", optim_args="betas=1,momentun=0.9")
+        compiled(world=1, optim="sgd", optim_args="betas=1,momentun=0.9", deepspeed={"gradient_clipping": 3})
     assert len(error.value.problems) == 3
-    assert "'momentun' is not an argument of sgd; known are dampening, momentum, nesterov" in str(error.value)
+    assert "'momentun' is not an argument of SGD (optim=sgd). Did you mean 'momentum'?" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +134,19 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         (1, {}, 0),
         (2, {}, 1),
+        (4096, {}, 1),
+        (2, {"tensor_parallel_size": 2}, 0),
+        (2, {"sequence_parallel_size": 2}, 1),
         (2, {"zero_stage": 0}, 0),
         (4, {"zero_stage": 3}, 3),
         (1, {"offload_optimizer": "cpu"}, 1),
+        (1, {"offload_param": "cpu"}, 3),
+        (1, {"offload_optimizer": "nvme", "nvme_path": "/d"}, 3),
+        (1, {"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}}, 3),
     ],
 )
 def test_stage_follows_the_arguments_then_the_layout(world: int, arguments: dict[str, Any], stage: int) -> None:
-    assert zero_stage(TrainingArguments("out", **arguments), ParallelLayout(world))[0] == stage
+    assert compiled(world, **arguments).get("zero_optimization.stage") == stage
 
 
 def test_clipping_is_always_written_because_deepspeed_would_clip_to_one() -> None:
@@ -142,6 +161,15 @@ def test_bucket_sizes_come_from_the_hidden_size() -> None:
     assert config.origin("zero_optimization.reduce_bucket_size").kind == "derived"
     assert "test.hidden_size=4096" in str(config.origin("zero_optimization.reduce_bucket_size"))
     assert compiled(zero_stage=3, hidden=None).get("zero_optimization.reduce_bucket_size") is None
+    assert compiled(zero_stage=1, hidden=1025).get("zero_optimization.allgather_bucket_size") == 1025**2 + 1
+
+
+def test_nvme_path() -> None:
+    config = compiled(offload_param="nvme", nvme_path="/d", device="cuda")
+    assert config.get("zero_optimization.offload_param.nvme_path") == "/d"
+    assert config.get("zero_optimization.offload_optimizer.nvme_path") is None
+    with pytest.raises(ConfigError, match=r"nvme_path=/d \(argument\), but nothing is offloaded to NVMe"):
+        compiled(offload_param="cpu", nvme_path="/d", device="cuda")
 
 
 def test_offload_uses_deepspeeds_adam_on_gpus_only() -> None:
@@ -152,8 +180,7 @@ def test_offload_uses_deepspeeds_adam_on_gpus_only() -> None:
 
 
 def test_an_optimizer_of_the_user_leaves_no_optimizer_block() -> None:
-    args = TrainingArguments("out")
-    config = compile_config(args, ParallelLayout(1), None, "cpu", client_optimizer="handed in")
+    config = compiled(client_optimizer="handed in")
     assert config.get("optimizer") is None
     assert str(config.origin("zero_allow_untested_optimizer")) == "derived: handed in"
 
@@ -161,14 +188,14 @@ def test_an_optimizer_of_the_user_leaves_no_optimizer_block() -> None:
 def test_explain_names_value_and_origin() -> None:
     lines = compiled(learning_rate=1e-3).explain().splitlines()
     row = next(line for line in lines if line.startswith("optimizer.params.lr "))
-    assert row.split() == ["optimizer.params.lr", "0.001", "argument:", "learning_rate"]
+    assert row.split() == ["optimizer.params.lr", "0.001", "argument:", "learning_rate=0.001"]
 
 
 def test_a_path_is_set_once() -> None:
     config = CompiledConfig()
-    config.set("a.b", 1, "default", "x")
+    config.set("a.b", 1, Origin("default", "x"))
     with pytest.raises(ValueError, match=r"a\.b was set already"):
-        config.set("a.b", 2, "default", "y")
+        config.set("a.b", 2, Origin("default", "y"))
 
 
 def test_compiling_imports_neither_torch_nor_deepspeed() -> None:

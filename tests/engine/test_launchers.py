@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,8 @@ SCRIPT = """
     trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(16))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    (out / f"rank{{args.process_index}}.json").write_text(json.dumps([args.world_size, losses]))
+    report = {{"world_size": args.world_size, "losses": losses, "compiled": trainer.compiled.to_json()}}
+    (out / f"rank{{args.process_index}}.json").write_text(json.dumps(report))
 """
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -40,18 +43,18 @@ def shared_buffers() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_*")}
 
 
-def results(directory: Path) -> list[str]:
-    return [path.read_text() for path in sorted(directory.glob("rank*.json"))]
+def results(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of one plain process."""
     directory = tmp_path_factory.mktemp("python")
     subprocess.run([sys.executable, str(script(directory)), "1"], check=True, env=environment())
-    (text,) = results(directory)
-    assert text.startswith("[1, ")
-    return text.removeprefix("[1, ")
+    (report,) = results(directory)
+    assert report["world_size"] == 1
+    return list(report["losses"])
 
 
 def script(directory: Path) -> Path:
@@ -60,12 +63,17 @@ def script(directory: Path) -> Path:
     return path
 
 
-def as_numbers(text: str) -> list[float]:
-    return [float(part) for part in text.strip("[] ").split(",")]
+def by_hand(path: str, variables: list[dict[str, str]]) -> None:
+    """Two processes, each with variables of its own."""
+    tasks = [subprocess.Popen([sys.executable, path, "2"], env={**environment(), **own}) for own in variables]
+    assert [task.wait(timeout=180) for task in tasks] == [0, 0]
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun"])
-def test_two_ranks_train_like_one(launcher: str, alone: str, tmp_path: Path) -> None:
+COMPILED: dict[str, str] = {}  # by launcher
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun", "python"])
+def test_two_ranks_train_like_one(launcher: str, alone: list[float], tmp_path: Path) -> None:
     before = shared_buffers()
     path = str(script(tmp_path))
     port = str(free_port())
@@ -75,22 +83,27 @@ def test_two_ranks_train_like_one(launcher: str, alone: str, tmp_path: Path) -> 
     elif launcher == "torchrun":
         command = ["torchrun", "--nproc-per-node", "2", "--master-port", port, path, "2"]
         subprocess.run(command, check=True, env=environment(), timeout=180)
-    else:  # two tasks of a step, with exactly the variables that srun gives them
+    elif launcher == "srun":  # two tasks of a step, with exactly the variables that srun gives them
         step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
         step["SLURM_JOB_ID"] = str(os.getpid())
-        tasks = [
-            subprocess.Popen(
-                [sys.executable, path, "2"],
-                env={**environment(), **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            )
-            for rank in (0, 1)
-        ]
-        assert [task.wait(timeout=180) for task in tasks] == [0, 0]
+        by_hand(path, [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"])
+    else:  # plain python, told by hand who it is
+        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        by_hand(path, [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"])
     ranks = results(tmp_path)
-    assert len(ranks) == 2 and all(text.startswith("[2, ") for text in ranks)
-    for text in ranks:
-        assert as_numbers(text.removeprefix("[2, ")) == pytest.approx(as_numbers(alone), rel=1e-5)
+    assert [report["world_size"] for report in ranks] == [2, 2]
+    for report in ranks:
+        assert report["losses"] == pytest.approx(alone, rel=1e-5)
+        assert report["compiled"] == ranks[0]["compiled"]
+    COMPILED[launcher] = ranks[0]["compiled"]
     assert shared_buffers() <= before
+
+
+def test_all_launchers_compile_the_same_json() -> None:
+    if len(COMPILED) < 4:
+        pytest.skip("not all launchers were run")
+    assert len(set(COMPILED.values())) == 1
+    assert json.loads(COMPILED["python"])["zero_optimization"]["stage"] == 2
 
 
 def test_buffers_of_this_rank_are_removed_and_others_left_alone(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_gradient_checkpointing_changes_no_number(tmp_path: Path) -> None:
     make = partial(Trainer, tiny_llama(), train_dataset=RaggedTokens(37))
     found = run_with(str(tmp_path), lambda args: make(args=args), gradient_checkpointing=True)
     assert_equal(found, train_plainly(tiny_llama(), RaggedTokens(37), learning_rate=2e-3, steps=3))
-    with pytest.raises(ConfigError, match="PlainLanguageModel has no gradient_checkpointing_enable"):
+    with pytest.raises(ConfigError, match="PlainLanguageModel has no activation_checkpointing_enable"):
         run_with(
             str(tmp_path),
             lambda args: Trainer(PlainLanguageModel(), args, train_dataset=RaggedTokens(9)),

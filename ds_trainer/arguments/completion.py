@@ -1,0 +1,111 @@
+"""What follows from other arguments: names become enums, JSON text becomes mappings, unset values get theirs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.arguments.checks import CHOICES, PARALLEL_SIZES, parallel_sizes
+from ds_trainer.arguments.enums import DebugOption, IntervalStrategy, LogLevel
+from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
+
+# Fields that take a mapping, or its JSON text on a command line. Other text is the path of a file.
+JSON_FIELDS = (
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "accelerator_config",
+)
+_OLD_NAMES = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+)
+# These enums are used as such by this package; other closed lists stay strings, as in the reference.
+_AS_ENUM = (
+    "lr_scheduler_type",
+    "optim",
+    "torch_autocast",
+    "offload_optimizer",
+    "offload_param",
+    "logging_strategy",
+    "eval_strategy",
+    "save_strategy",
+    "hub_strategy",
+)
+
+
+def fill_in(args: Any) -> None:
+    """Complete ``args``, whose values have been checked. Doing it twice changes nothing."""
+    _paths_and_mappings(args)
+    for name in _AS_ENUM:
+        choices = CHOICES[name]
+        assert issubclass(choices, Enum)
+        setattr(args, name, choices(str(getattr(args, name))))
+    if isinstance(args.debug, str):
+        args.debug = [DebugOption(word) for word in args.debug.split()]
+    args.include_num_input_tokens_seen = _token_count(args.include_num_input_tokens_seen)
+    args.report_to = _as_list(args.report_to)
+    if isinstance(args.label_names, str):
+        args.label_names = [args.label_names]
+    _defaults_from_others(args)
+
+
+def _paths_and_mappings(args: TrainingArguments) -> None:
+    if args.output_dir is None:
+        args.output_dir = "trainer_output"
+    args.output_dir = os.path.expanduser(os.fspath(args.output_dir))
+    for name in JSON_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            setattr(args, name, json.loads(value))
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
+        if isinstance(getattr(args, name), str):  # YAML 1.1 reads 1e-3 as a string
+            setattr(args, name, float(getattr(args, name)))
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        value = getattr(args, name)
+        if value is not None and value >= 1:
+            setattr(args, name, int(value))
+    sizes = parallel_sizes(args.parallelism_config)
+    for field, key in PARALLEL_SIZES.items():
+        if sizes.get(key) is not None:
+            setattr(args, field, sizes[key])
+
+
+def _defaults_from_others(args: TrainingArguments) -> None:
+    for old, new in _OLD_NAMES:
+        if getattr(args, new) is None:
+            setattr(args, new, getattr(args, old))
+        setattr(args, old, getattr(args, new))
+    if args.activation_checkpointing is None:
+        args.activation_checkpointing = args.gradient_checkpointing = False
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        args.eval_steps = args.logging_steps
+    if args.eval_strategy != IntervalStrategy.NO:
+        args.do_eval = True
+    if args.disable_tqdm is None:
+        quiet = args.log_level in (LogLevel.ERROR, LogLevel.CRITICAL)
+        args.disable_tqdm = quiet or get_logger("ds_trainer").getEffectiveLevel() > logging.WARNING
+    if args.use_cpu:
+        args.dataloader_pin_memory = False
+
+
+def _token_count(value: str | bool) -> str:
+    return ("all" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _as_list(value: Any) -> list[str]:
+    if value is None or value == "none" or value == ["none"]:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def as_mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A completed field of :data:`JSON_FIELDS`: its text has become a mapping."""
+    assert not isinstance(value, str)
+    return value

@@ -1,0 +1,264 @@
+"""Which values of which fields are refused, and what to use instead: one row each, so that nothing is a silent no-op.
+
+A field without a row works for every value that :mod:`ds_trainer.arguments.checks` lets through. ``ENGINE`` rows are
+about other engines and will stay: DeepSpeed has its own way. ``LATER`` rows are about what this package does not have
+yet. The rows are printed as a table in the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+from ds_trainer.arguments.enums import OptimizerNames, SchedulerType
+from ds_trainer.arguments.serialize import is_secret, masked
+
+_NEVER = "makes no sense under a DeepSpeed engine"
+_NOT_YET = "is not supported yet"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One refusal.
+
+    Attributes:
+        field: name of the argument.
+        works: values that are accepted (others are refused), or a test of a value.
+        why: end of the sentence ``field=value ...``.
+        instead: what to change, a sentence.
+    """
+
+    field: str
+    works: tuple[Any, ...] | Callable[[Any], bool]
+    why: str
+    instead: str
+    lasting: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Whether ``value`` is accepted."""
+        return self.works(value) if callable(self.works) else value in self.works
+
+    def sentence(self, value: Any) -> str:
+        """The refusal of ``value``."""
+        shown = masked(self.field) if is_secret(self.field) else value if isinstance(value, str) else repr(value)
+        return f"{self.field}={shown} {self.why}. {self.instead}"
+
+
+def _engine(field: str, works: tuple[Any, ...] | Callable[[Any], bool], instead: str, why: str = _NEVER) -> Limit:
+    return Limit(field, works, why, instead, lasting=True)
+
+
+def _later(field: str, works: tuple[Any, ...], instead: str | None = None) -> Limit:
+    return Limit(field, works, _NOT_YET, instead or f"Leave it at {works[0]!r}.")
+
+
+ENGINE: tuple[Limit, ...] = (
+    _engine(
+        "fsdp",
+        (None, "", False, []),
+        "ZeRO is DeepSpeed's: full_shard is zero_stage=3, shard_grad_op is zero_stage=2, offload is "
+        "offload_param=cpu and offload_optimizer=cpu.",
+    ),
+    _engine(
+        "fsdp_config",
+        (None, "", {}),
+        "Set zero_stage, offload_param and offload_optimizer, or keys of zero_optimization in the deepspeed file.",
+    ),
+    _engine(
+        "ddp_find_unused_parameters",
+        (None,),
+        "DeepSpeed accepts unused parameters by itself (zero_optimization.ignore_unused_parameters).",
+    ),
+    _engine("ddp_bucket_cap_mb", (None,), "Set zero_optimization.reduce_bucket_size (elements) in the deepspeed file."),
+    _engine(
+        "ddp_broadcast_buffers",
+        (None,),
+        "DeepSpeed broadcasts weights once, at the start; average buffers in the model where they must agree.",
+    ),
+    _engine("ddp_static_graph", (None,), "Use compile.deepcompile in the deepspeed file for a static graph."),
+    _engine(
+        "ddp_backend",
+        (None,),
+        "The backend follows from the device: NCCL on GPUs, gloo on CPUs (use_cpu=True).",
+    ),
+    _engine(
+        "average_tokens_across_devices",
+        (True,),
+        "The gradient is always that of the mean over the tokens of all ranks: leave it at True.",
+        "would make the gradient depend on the number of ranks",
+    ),
+    _engine(
+        "dataloader_in_order",
+        (True,),
+        "Leave it at True; more loading processes (dataloader_num_workers) hide slow ones.",
+        "would make the order of samples depend on timing, so that no run could be repeated or resumed exactly",
+    ),
+    _engine("debug", lambda value: "tpu_metrics_debug" not in str(value), "Use NVIDIA GPUs or CPUs, without it."),
+    _engine(
+        "optim",
+        lambda value: str(value) not in ("adamw_torch_xla", "adamw_torch_npu_fused"),
+        "Use optim=adamw_torch_fused.",
+        "is for other accelerators",
+    ),
+)
+
+# Optimizers that the compiler knows how to write; the others come with their libraries.
+OPTIMIZERS = (
+    OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_TORCH_FUSED,
+    OptimizerNames.SGD,
+    OptimizerNames.ADAGRAD,
+    OptimizerNames.RMSPROP,
+    OptimizerNames.LION,
+    OptimizerNames.LAMB,
+    OptimizerNames.MUON,
+)
+SCHEDULES = (
+    SchedulerType.LINEAR,
+    SchedulerType.COSINE,
+    SchedulerType.CONSTANT,
+    SchedulerType.CONSTANT_WITH_WARMUP,
+)
+_NAMED_OPTIMIZERS = ", ".join(str(name) for name in OPTIMIZERS)
+
+LATER: tuple[Limit, ...] = (
+    Limit(
+        "optim",
+        lambda value: str(value) in (*map(str, OPTIMIZERS), "adamw_torch_xla", "adamw_torch_npu_fused"),
+        _NOT_YET,
+        f"Use one of {_NAMED_OPTIMIZERS}, or hand an optimizer to the Trainer (optimizers=...).",
+    ),
+    Limit(
+        "lr_scheduler_type",
+        lambda value: str(value) in tuple(map(str, SCHEDULES)),
+        _NOT_YET,
+        f"Use one of {', '.join(map(str, SCHEDULES))}, or hand a schedule to the Trainer (optimizers=...).",
+    ),
+    _later("optim_target_modules", (None,)),
+    _later("label_smoothing_factor", (0.0,), "Leave it at 0 and smooth in compute_loss_func."),
+    _later("bf16_full_eval", (False,), "Leave it at False: evaluation runs in the precision of training."),
+    _later("fp16_full_eval", (False,), "Leave it at False: evaluation runs in the precision of training."),
+    _later("torch_compile", (False,)),
+    _later("torch_compile_backend", (None,)),
+    _later("torch_compile_mode", (None,)),
+    _later("use_liger_kernel", (False,), "Leave it at False and apply the kernels to the model yourself."),
+    _later("liger_kernel_config", (None,)),
+    _later("neftune_noise_alpha", (None,)),
+    _later("auto_find_batch_size", (False,)),
+    _later("include_num_input_tokens_seen", ("no", False), "Leave it at 'no': trained tokens are counted anyway."),
+    _later("report_to", ("none", None, [], ["none"]), "Leave it at 'none' and add a callback that reports."),
+    _later("project", ("huggingface",)),
+    _later("trackio_space_id", (None,)),
+    _later("trackio_bucket_id", (None,)),
+    _later("trackio_static_space_id", (None,)),
+    _later("eval_do_concat_batches", (True,)),
+    _later("eval_use_gather_object", (False,)),
+    _later("eval_accumulation_steps", (None,)),
+    _later("include_for_metrics", ([],)),
+    _later("batch_eval_metrics", (False,)),
+    _later("load_best_model_at_end", (False,), "Leave it at False; checkpoints of all evaluations are kept."),
+    _later("metric_for_best_model", (None,)),
+    _later("greater_is_better", (None,)),
+    Limit("save_strategy", lambda value: str(value) != "best", _NOT_YET, "Use no, steps or epoch."),
+    _later("save_on_each_node", (False,), "Leave it at False and use a shared file system."),
+    _later("enable_jit_checkpoint", (False,)),
+    _later("push_to_hub", (False,), "Leave it at False and push the output directory with huggingface_hub."),
+    _later("hub_model_id", (None,)),
+    _later("hub_strategy", ("every_save",)),
+    _later("hub_token", (None,)),
+    _later("hub_private_repo", (None,)),
+    _later("hub_always_push", (False,)),
+    _later("hub_revision", (None,)),
+    Limit(
+        "train_sampling_strategy",
+        lambda value: str(value) in ("random", "sequential"),
+        _NOT_YET,
+        "Use random or sequential.",
+    ),
+    _later("length_column_name", ("length",)),
+    Limit("debug", lambda value: "underflow_overflow" not in str(value), _NOT_YET, "Leave it empty."),
+    _later("skip_memory_metrics", (True,), "Leave it at True: the log has memory_gb."),
+    _later("sortish_sampler", (False,)),
+    _later("predict_with_generate", (False,)),
+    _later("generation_max_length", (None,)),
+    _later("generation_num_beams", (None,)),
+    _later("generation_config", (None,)),
+)
+
+# accelerate's settings: what this package does, and why it does nothing else.
+ACCELERATOR: tuple[Limit, ...] = (
+    _engine(
+        "split_batches",
+        (False,),
+        "per_device_train_batch_size is of one rank: divide it by the ranks yourself.",
+        "would change what per_device_train_batch_size means",
+    ),
+    _engine(
+        "dispatch_batches",
+        (None, False),
+        "Every rank reads its own share of the data.",
+        "would send all data through one rank",
+    ),
+    _engine(
+        "even_batches",
+        (True,),
+        "Ragged batches are exact here: no sample is seen twice, none is left out, and ranks stay in step.",
+        "would let ranks run out of batches at different times",
+    ),
+    _engine(
+        "use_seedable_sampler",
+        (True,),
+        "The order of samples always follows from seed and epoch.",
+        "would make the order depend on the number of ranks",
+    ),
+    _engine("non_blocking", (False, True), "Copies overlap where memory is pinned (dataloader_pin_memory)."),
+    _engine(
+        "gradient_accumulation_kwargs",
+        (None, {}),
+        "Set gradient_accumulation_steps.",
+        "is decided by gradient_accumulation_steps",
+    ),
+    _engine("use_configured_state", (False,), "Nothing is configured before the arguments.", "has nothing to use"),
+)
+
+
+def support_problems(args: Any, blamed: Container[str] = ()) -> list[str]:
+    """One sentence for each value that is refused, of fields that are not ``blamed`` for something else already."""
+    problems = [
+        limit.sentence(getattr(args, limit.field))
+        for limit in (*ENGINE, *LATER)
+        if hasattr(args, limit.field)
+        and limit.field not in blamed
+        and not limit.accepts(_plain(getattr(args, limit.field)))
+    ]
+    return problems + _accelerator_problems(args.accelerator_config)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _accelerator_problems(config: Any) -> list[str]:
+    if config is None:
+        return []
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        import json
+
+        try:
+            config = json.loads(config)
+        except ValueError as error:
+            return [
+                f"accelerator_config={config!r} is no JSON ({error}); write it like '{{\"split_batches\": false}}'."
+            ]
+    if isinstance(config, str):
+        return [f"accelerator_config={config!r}: give its fields as a mapping, not a file."]
+    values = config if isinstance(config, dict) else vars(config)
+    limits = {limit.field: limit for limit in ACCELERATOR}
+    return [
+        f"accelerator_config: {limits[name].sentence(value)}"
+        if name in limits
+        else f"accelerator_config: '{name}' is not known; known are {', '.join(limits)}."
+        for name, value in values.items()
+        if name not in limits or not limits[name].accepts(value)
+    ]

@@ -1,0 +1,143 @@
+"""``Draft``: puts what the arguments say and what the user's own DeepSpeed file says together, and notes conflicts.
+
+Three kinds of values meet. What an *argument* says binds: a file that says otherwise is a conflict, unless it says
+``"auto"``. What we *derive* or choose ourselves is a proposal: the file overrides it. What only the file says is taken
+as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ds_trainer.arguments.construction import CheckedArguments
+from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.config.compiled import CompiledConfig, Origin
+from ds_trainer.config.schema import Schema
+
+AUTO = "auto"
+
+
+class Draft:
+    """A configuration in the making.
+
+    Args:
+        args: the arguments, which know where each was given.
+        user: the user's own settings by dotted path (:func:`flatten`).
+        schema: what DeepSpeed accepts.
+    """
+
+    def __init__(self, args: CheckedArguments, user: dict[str, Located], schema: Schema) -> None:
+        self.args = args
+        self.config = CompiledConfig()
+        self.problems: list[str] = []
+        self._user = dict(user)
+        self._schema = schema
+
+    # -- what the file says ---------------------------------------------------------------------------------------
+
+    def asked(self, path: str) -> Any:
+        """What the file says at ``path``; None where it says nothing or ``"auto"``."""
+        entry = self._user.get(path)
+        return None if entry is None or entry.value == AUTO else entry.plain()
+
+    def where(self, path: str) -> str:
+        """Where the file says it."""
+        return self._user[path].where
+
+    def mentions(self, section: str) -> bool:
+        """Whether the file says anything at or below ``section``."""
+        return any(path == section or path.startswith(f"{section}.") for path in self._user)
+
+    def first_place(self, section: str) -> str:
+        """Where the file first says anything at or below ``section``."""
+        return next(e.where for p, e in self._user.items() if p == section or p.startswith(f"{section}."))
+
+    def below(self, section: str) -> list[tuple[str, Located]]:
+        """What the file says below ``section`` and nobody has asked for yet, by the rest of the path."""
+        prefix = f"{section}."
+        return [(path.removeprefix(prefix), entry) for path, entry in self._user.items() if path.startswith(prefix)]
+
+    def drop(self, path: str) -> Located | None:
+        """Take what the file says at ``path`` out: it is checked elsewhere and not passed on."""
+        return self._user.pop(path, None)
+
+    # -- three kinds of values ------------------------------------------------------------------------------------
+
+    def argument(self, path: str, value: Any, *names: str) -> None:
+        """Set ``path`` to what the arguments ``names`` say. A file that says otherwise is a conflict."""
+        given = [name for name in names if self.args.given(name)]
+        kind = "argument" if given else "default"
+        said = ", ".join(f"{name}={_show(getattr(self.args, name))}" for name in names)
+        place = self.args.where(given[0] if given else names[0])
+        entry = self._user.pop(path, None)
+        if entry is not None and entry.value != AUTO and not _same(entry.plain(), value):
+            self.conflict(path, entry, f"{said} ({place})", " and ".join(f"{name}" for name in names))
+        self._set(path, value, Origin(kind, said, place), entry)
+
+    def derive(self, path: str, value: Any, why: str) -> None:
+        """Set ``path`` to what follows from other values, unless the file says otherwise."""
+        self._propose(path, value, Origin("derived", why))
+
+    def default(self, path: str, value: Any, why: str) -> None:
+        """Set ``path`` to our default, unless the file says otherwise."""
+        self._propose(path, value, Origin("default", why))
+
+    def take_the_rest(self) -> None:
+        """Take what only the file says. ``"auto"`` at a key that nothing decides becomes DeepSpeed's default."""
+        for path, entry in self._user.items():
+            field = self._schema.field(path)
+            if entry.value == AUTO and not (field is not None and field.auto_is_a_value):
+                if field is None or field.default is None:
+                    continue  # leaving it out is what DeepSpeed takes as its default
+                self.config.set(path, field.default, Origin("default", "DeepSpeed's, for auto", entry.where))
+            else:
+                self.config.set(path, entry.plain(), Origin("user", "", entry.where))
+        self._user.clear()
+
+    def conflict(self, path: str, entry: Located, other: str, remedy: str) -> None:
+        """Note that the file and the arguments contradict each other."""
+        self.problems.append(
+            f"{path}={json.dumps(entry.plain())} in {entry.where}, but {other}. Make {remedy} agree with it, or write "
+            f'"auto" in {entry.where}.'
+        )
+
+    def _propose(self, path: str, value: Any, origin: Origin) -> None:
+        entry = self._user.pop(path, None)
+        if entry is not None and entry.value != AUTO:
+            self.config.set(path, entry.plain(), Origin("user", "", entry.where))
+        else:
+            self._set(path, value, origin, entry)
+
+    def _set(self, path: str, value: Any, origin: Origin, entry: Located | None) -> None:
+        if entry is not None and entry.value == AUTO:
+            origin = Origin(origin.kind, f"{origin.detail}, for auto in {entry.where}", origin.place)
+        self.config.set(path, value, origin)
+
+
+def flatten(root: Located, schema: Schema) -> dict[str, Located]:
+    """Dotted path to leaf. Lists, and mappings that DeepSpeed takes as they are, are leaves; ``null`` says nothing."""
+    return dict(_leaves(root, "", schema))
+
+
+def _leaves(entry: Located, path: str, schema: Schema) -> Iterator[tuple[str, Located]]:
+    field = schema.field(path) if path else None
+    is_section = isinstance(entry.value, dict) and entry.value and (field is None or field.kind != "dict")
+    if is_section:
+        for key, below in entry.value.items():
+            yield from _leaves(below, f"{path}.{key}" if path else key, schema)
+    elif path and entry.value is not None:
+        yield schema.canonical(path), entry
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _show(value: Any) -> str:
+    return str(value) if isinstance(value, str) else repr(value)

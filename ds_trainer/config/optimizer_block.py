@@ -1,0 +1,129 @@
+"""The ``optimizer`` block of the configuration, and the switches of ZeRO that depend on it."""
+
+from __future__ import annotations
+
+import json
+
+from ds_trainer.arguments.enums import OptimizerNames
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiled import Origin
+from ds_trainer.config.draft import AUTO, Draft
+from ds_trainer.config.optimizer_types import OF_NAME, TYPES, OptimizerType
+from ds_trainer.utils.errors import did_you_mean
+
+_PARAMS = "optimizer.params"
+
+
+def write_optimizer(draft: Draft, args: TrainingArguments, device: str, client_optimizer: str | None) -> None:
+    """Write the optimizer that arguments and file ask for, or note what contradicts.
+
+    Args:
+        draft: where it goes; ZeRO stage and offload are already in it.
+        args: the arguments.
+        device: ``"cpu"`` or ``"cuda"``.
+        client_optimizer: where the optimizer comes from when not from here.
+    """
+    if client_optimizer is not None:
+        if draft.mentions("optimizer"):
+            draft.problems.append(
+                f"{draft.first_place('optimizer')} has an optimizer, but {client_optimizer}. Keep one of them."
+            )
+        draft.derive("zero_allow_untested_optimizer", True, client_optimizer)
+        if _offloaded(draft):
+            draft.derive("zero_force_ds_cpu_optimizer", False, client_optimizer)
+        return
+    kind = _type(draft, args)
+    for name, fields in kind.arguments:
+        values = [getattr(args, field) for field in fields]
+        draft.argument(f"{_PARAMS}.{name}", values if len(values) > 1 else values[0], *fields)
+    _optimizer_arguments(draft, args, kind)
+    _unknown_parameters(draft, kind)
+    own_adam = kind.name in ("Adam", "AdamW") and _torch_adam(draft, args, device)
+    draft.derive("zero_allow_untested_optimizer", not kind.tested, f"optimizer.type={kind.name}")
+    if _offloaded(draft) and own_adam:
+        why = "torch's optimizer on host memory: as good as DeepSpeed's there, and needs no compiler"
+        draft.derive("zero_force_ds_cpu_optimizer", False, why)
+
+
+def _offloaded(draft: Draft) -> bool:
+    return bool(draft.config.get("zero_optimization.offload_optimizer.device", "none") != "none")
+
+
+def _type(draft: Draft, args: TrainingArguments) -> OptimizerType:
+    path = "optimizer.type"
+    wanted = OF_NAME[OptimizerNames(args.optim)]
+    entry = draft.drop(path)
+    if entry is None or entry.value == AUTO:
+        draft.argument(path, wanted, "optim")
+        return TYPES[wanted.lower()]
+    asked = str(entry.plain())
+    kind = TYPES.get(asked.lower())
+    if kind is None:
+        draft.problems.append(
+            f"{path}={json.dumps(asked)} in {entry.where} is not an optimizer that works here."
+            f"{did_you_mean(asked, [known.name for known in TYPES.values()])} There are: "
+            f"{', '.join(known.name for known in TYPES.values())}."
+        )
+        kind = TYPES[wanted.lower()]
+    elif args.given("optim") and _family(asked) != _family(wanted):
+        draft.problems.append(
+            f"{path}={json.dumps(asked)} in {entry.where}, but optim={args.optim} ({args.where('optim')}). Keep one of "
+            "them."
+        )
+    draft.config.set(path, kind.name, Origin("user", "", entry.where))
+    return kind
+
+
+def _family(name: str) -> str:
+    lowered = name.lower()
+    return "adamw" if lowered == "adam" else lowered  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
+
+
+def _optimizer_arguments(draft: Draft, args: TrainingArguments, kind: OptimizerType) -> None:
+    known = kind.own | {name for name, _ in kind.arguments}
+    for name, value in args.optimizer_arguments().items():
+        if name not in known:
+            draft.problems.append(
+                f"optim_args={args.optim_args} ({args.where('optim_args')}): '{name}' is not an argument of "
+                f"{kind.name} (optim={args.optim}).{did_you_mean(name, known)} Known are {', '.join(sorted(known))}."
+            )
+        elif name not in kind.own:
+            field = dict(kind.arguments)[name]
+            draft.problems.append(
+                f"optim_args={args.optim_args} ({args.where('optim_args')}): set {' and '.join(field)} instead of "
+                f"'{name}'."
+            )
+        else:
+            draft.argument(f"{_PARAMS}.{name}", value, "optim_args")
+
+
+def _unknown_parameters(draft: Draft, kind: OptimizerType) -> None:
+    known = kind.own | {name for name, _ in kind.arguments}
+    for name, entry in draft.below(_PARAMS):
+        if name not in known:
+            instead = " Set gradient_clipping (max_grad_norm)." if name == "max_grad_norm" else ""
+            draft.problems.append(
+                f"{entry.where}: {kind.name} has no parameter '{name}'.{instead or did_you_mean(name, known)} Known "
+                f"are {', '.join(sorted(known))}."
+            )
+
+
+def _torch_adam(draft: Draft, args: TrainingArguments, device: str) -> bool:
+    """Choose between torch's Adam and DeepSpeed's; True for torch's."""
+    zero = "zero_optimization"
+    if draft.asked(f"{zero}.offload_optimizer.super_offload") or draft.mentions(f"{zero}.zenflow"):
+        use, why = False, "SuperOffload and ZenFlow work on DeepSpeed's CPUAdam (compiled at first use)"
+    elif any(draft.asked(f"{name}.{name}_master_weights_and_grads") for name in ("fp16", "bf16")):
+        use, why = False, "low-precision master weights work on DeepSpeed's Adam (compiled at first use)"
+    elif _offloaded(draft) and device == "cuda":
+        use, why = False, "offload on a GPU: DeepSpeed's vectorised CPUAdam (compiled at first use)"
+    else:
+        use, why = True, "torch.optim.AdamW needs no compiler"
+    path = f"{_PARAMS}.torch_adam"
+    if path not in draft.config:  # optim_args may have set it
+        draft.derive(path, use, why)
+    use = bool(draft.config.get(path))
+    fused = f"{_PARAMS}.fused"
+    if use and fused not in draft.config:
+        draft.derive(fused, args.optim == OptimizerNames.ADAMW_TORCH_FUSED, f"optim={args.optim}")
+    return use

@@ -1,0 +1,66 @@
+"""Rules about SuperOffload and ZenFlow, which run the optimizer on the host beside the GPU."""
+
+from __future__ import annotations
+
+from ds_trainer.config.rules.case import Rule
+
+_STAGE = "zero_optimization.stage"
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+_ZERO = "zero_optimization"
+
+OFFLOAD_ENGINES = (
+    Rule(
+        "superoffload-needs-gpu",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.offload_optimizer.super_offload",),
+        lambda c: c.on(f"{_ZERO}.offload_optimizer.super_offload") and c.on_cpu,
+        "SuperOffload needs an NVIDIA GPU, and this run is on the CPU",
+        "Remove super_offload.",
+    ),
+    Rule(
+        "superoffload-needs-stage-3",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.offload_optimizer.super_offload", _STAGE, _OFFLOAD_OPTIMIZER),
+        lambda c: (
+            c.on(f"{_ZERO}.offload_optimizer.super_offload") and (c.stage != 3 or not c.offloads("optimizer", "cpu"))
+        ),
+        "SuperOffload needs ZeRO stage 3 with the optimizer in host memory",
+        "Set zero_stage=3 and offload_optimizer=cpu.",
+    ),
+    Rule(
+        "superoffload-needs-cpu-adam",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.offload_optimizer.super_offload", "optimizer.type", "optimizer.params.torch_adam"),
+        lambda c: c.on(f"{_ZERO}.offload_optimizer.super_offload") and c.offloads("optimizer") and not c.uses_cpu_adam,
+        "SuperOffload works with DeepSpeed's CPUAdam only",
+        "Set optim=adamw_torch and remove torch_adam.",
+    ),
+    Rule(
+        "zenflow-needs-offload",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.zenflow.topk_ratio", _OFFLOAD_OPTIMIZER),
+        lambda c: c.zero("zenflow") is not None and not c.offloads("optimizer", "cpu"),
+        "ZenFlow needs the optimizer in host memory",
+        "Set offload_optimizer=cpu.",
+    ),
+    Rule(
+        "zenflow-needs-cpu-adam",
+        "SuperOffload and ZenFlow",
+        ("optimizer.type", "optimizer.params.torch_adam"),
+        lambda c: c.zero("zenflow") is not None and c.offloads("optimizer") and not c.uses_cpu_adam,
+        "ZenFlow works with DeepSpeed's CPUAdam only",
+        "Set optim=adamw_torch and remove torch_adam.",
+    ),
+    Rule(
+        "zenflow-intervals",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.zenflow.select_strategy", "zero_optimization.zenflow.select_interval"),
+        lambda c: (
+            c.zero("zenflow") is not None
+            and (c.zero("zenflow.select_strategy", "auto") == "auto")
+            == isinstance(c.zero("zenflow.select_interval", "auto"), int)
+        ),
+        "ZenFlow takes a number of steps with the strategies step and epoch, and only with them",
+        "Set both, or leave both out.",
+    ),
+)

@@ -1,0 +1,93 @@
+"""Rules about optimizers."""
+
+from __future__ import annotations
+
+from ds_trainer.config.optimizer_types import TYPES
+from ds_trainer.config.rules.case import Rule
+
+_STAGE = "zero_optimization.stage"
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+
+OPTIMIZERS = (
+    Rule(
+        "optimizer-needs-gpu",
+        "Optimizers",
+        ("optimizer.type",),
+        lambda c: (
+            c.optimizer in TYPES
+            and not TYPES[c.optimizer].on_cpu
+            and c.on_cpu
+            and not (c.offloads("optimizer") and TYPES[c.optimizer].offloads)
+        ),
+        "this optimizer of DeepSpeed needs a GPU, and this run is on the CPU",
+        "Use optim=adamw_torch.",
+    ),
+    Rule(
+        "optimizer-without-cpu-version",
+        "Optimizers",
+        ("optimizer.type", _OFFLOAD_OPTIMIZER),
+        lambda c: (
+            c.offloads("optimizer")
+            and c.optimizer in TYPES
+            and not TYPES[c.optimizer].offloads
+            and c.get("zero_force_ds_cpu_optimizer") is not False
+        ),
+        "DeepSpeed has no version of this optimizer for host memory",
+        "Use optim=adamw_torch (or lion, adagrad), keep the optimizer on the device, or set "
+        "zero_force_ds_cpu_optimizer to false and accept that it runs slowly.",
+    ),
+    Rule(
+        "untested-optimizer",
+        "Optimizers",
+        ("optimizer.type", "zero_allow_untested_optimizer"),
+        lambda c: (
+            c.stage > 0
+            and c.get("zero_allow_untested_optimizer") is False
+            and (c.optimizer not in TYPES or not TYPES[c.optimizer].tested)
+        ),
+        "DeepSpeed has not tested this optimizer with ZeRO and refuses it",
+        "Remove zero_allow_untested_optimizer; this project's tests cover it.",
+    ),
+    Rule(
+        "optimizer-needs-package",
+        "Optimizers",
+        ("optimizer.type",),
+        lambda c: (
+            c.optimizer in TYPES
+            and TYPES[c.optimizer].package is not None
+            and c.lacks(TYPES[c.optimizer].package or "")
+        ),
+        "this optimizer comes with a package that is not installed: mup",
+        "Run pip install mup, or use optim=adamw_torch.",
+    ),
+    Rule(
+        "lamb-needs-dynamic-loss-scale",
+        "Optimizers",
+        ("optimizer.type", "fp16.loss_scale"),
+        lambda c: c.optimizer == "lamb" and float(c.get("fp16.loss_scale", 0)) != 0.0,
+        "Lamb needs a dynamic loss scale",
+        "Set fp16.loss_scale to 0.",
+    ),
+    Rule(
+        "muon-stage-3-reduce-scatter",
+        "Optimizers",
+        ("optimizer.type", _STAGE, "zero_optimization.reduce_scatter"),
+        lambda c: c.optimizer == "muon" and c.stage == 3 and c.zero("reduce_scatter", True) is True,
+        "Muon with ZeRO stage 3 cannot use reduce-scatter",
+        "Set zero_optimization.reduce_scatter to false, or use zero_stage=2.",
+    ),
+    Rule(
+        "muon-bf16-stage-1-accumulation",
+        "Optimizers",
+        ("optimizer.type", "tensor_parallel.autotp_size"),
+        lambda c: (
+            c.optimizer == "muon"
+            and c.model_dtype == "bf16"
+            and c.accumulation_dtype == "fp32"
+            and c.stage == 1
+            and c.layout.tp > 1
+        ),
+        "Muon in bf16 with float32 accumulation at ZeRO stage 1 cannot be combined with tensor parallelism",
+        "Use zero_stage=2, or set tensor_parallel_size=1.",
+    ),
+)

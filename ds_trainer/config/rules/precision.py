@@ -1,0 +1,94 @@
+"""Rules about the types of weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from ds_trainer.config.rules.case import Rule
+
+_STAGE = "zero_optimization.stage"
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+_ACCUMULATE = "data_types.grad_accum_dtype"
+
+PRECISION = (
+    Rule(
+        "fp16-needs-gpu",
+        "Precision",
+        ("fp16.enabled",),
+        lambda c: c.on("fp16.enabled") and c.on_cpu,
+        "fp16 needs a GPU, and this run is on the CPU",
+        "Use bf16=True, or neither for float32.",
+    ),
+    Rule(
+        "fp16-autocast-needs-gpu",
+        "Precision",
+        ("torch_autocast.dtype",),
+        lambda c: (
+            c.on("torch_autocast.enabled")
+            and str(c.get("torch_autocast.dtype")).removeprefix("torch.") in ("float16", "fp16", "half")
+            and c.on_cpu
+        ),
+        "autocast to fp16 needs a GPU, and this run is on the CPU",
+        "Use torch_autocast=bf16.",
+    ),
+    Rule(
+        "autocast-on-float32",
+        "Precision",
+        ("torch_autocast.enabled", "bf16.enabled", "fp16.enabled"),
+        lambda c: c.on("torch_autocast.enabled") and c.model_dtype != "fp32",
+        "autocast keeps float32 weights, bf16 and fp16 do not",
+        "Keep one of them.",
+    ),
+    Rule(
+        "master-weights-need-zero",
+        "Precision",
+        ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", _STAGE),
+        lambda c: (
+            c.stage == 0 and (c.on("fp16.fp16_master_weights_and_grads") or c.on("bf16.bf16_master_weights_and_grads"))
+        ),
+        "low-precision master weights need ZeRO stage 1, 2 or 3",
+        "Set zero_stage to 1 or more.",
+    ),
+    Rule(
+        "fp16-master-weights-need-cpu-adam",
+        "Precision",
+        ("fp16.fp16_master_weights_and_grads", _OFFLOAD_OPTIMIZER, "optimizer.params.torch_adam"),
+        lambda c: c.on("fp16.fp16_master_weights_and_grads") and not c.uses_cpu_adam,
+        "fp16 master weights work with DeepSpeed's CPUAdam only",
+        "Set offload_optimizer=cpu with optim=adamw_torch, or remove fp16_master_weights_and_grads.",
+    ),
+    Rule(
+        "bf16-states-need-bf16-master-weights",
+        "Precision",
+        ("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+        lambda c: c.on("bf16.bf16_optimizer_states") and not c.on("bf16.bf16_master_weights_and_grads"),
+        "bf16 optimizer states need bf16 master weights",
+        "Set bf16.bf16_master_weights_and_grads to true too.",
+    ),
+    Rule(
+        "bf16-master-weights-offload-needs-cpu-adam",
+        "Precision",
+        ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", _OFFLOAD_OPTIMIZER),
+        lambda c: (
+            c.on("bf16.bf16_master_weights_and_grads")
+            and not c.on("bf16.bf16_optimizer_states")
+            and not c.uses_cpu_adam
+        ),
+        "bf16 master weights with float32 optimizer states work with DeepSpeed's CPUAdam only",
+        "Set bf16.bf16_optimizer_states to true, or offload_optimizer=cpu with optim=adamw_torch.",
+    ),
+    Rule(
+        "accumulation-dtype-at-stage-0",
+        "Precision",
+        (_ACCUMULATE, _STAGE, "bf16.enabled", "fp16.enabled"),
+        lambda c: c.stage == 0 and c.accumulation_dtype != c.model_dtype,
+        "without ZeRO gradients are accumulated in the type of the weights",
+        "Set zero_stage to 1 or more, or remove data_types.grad_accum_dtype.",
+    ),
+    Rule(
+        "param-dtype-agrees",
+        "Precision",
+        ("data_types.param_dtype", "bf16.enabled", "fp16.enabled"),
+        lambda c: c.get("data_types.param_dtype") is not None and str(c.get("data_types.param_dtype")) != c.model_dtype,
+        "the type of the weights follows from bf16 and fp16",
+        "Remove data_types.param_dtype, or make it agree.",
+    ),
+)

@@ -1,0 +1,121 @@
+"""Rules about what the Trainer does itself, and about parts that must be installed."""
+
+from __future__ import annotations
+
+from ds_trainer.config.rules.case import Case, Rule
+
+
+def _too_new_for_autoep(case: Case) -> bool:
+    version = case.environment.version("transformers") if case.environment is not None else None
+    if version is None:
+        return False
+    major, minor, *_ = version.split(".")
+    return (int(major), int(minor)) >= (5, 23)
+
+
+TRAINER = (
+    Rule(
+        "gradients-are-averaged",
+        "What the Trainer does itself",
+        ("gradient_allreduce_op",),
+        lambda c: str(c.get("gradient_allreduce_op", "mean")).lower() not in ("mean", "avg", "average"),
+        "the Trainer's loss scale relies on gradients being averaged",
+        "Remove gradient_allreduce_op: the gradient is that of the mean over all tokens anyway.",
+    ),
+    Rule(
+        "accumulation-is-managed",
+        "What the Trainer does itself",
+        ("managed_gradient_accumulation",),
+        lambda c: c.get("managed_gradient_accumulation", True) is False,
+        "the Trainer tells the engine which micro-batch is the last",
+        "Remove managed_gradient_accumulation.",
+    ),
+    Rule(
+        "data-efficiency",
+        "What the Trainer does itself",
+        ("data_efficiency.enabled",),
+        lambda c: c.on("data_efficiency.enabled"),
+        "the Trainer owns the order of samples",
+        "Remove data_efficiency, and prepare the dataset in the order that you want.",
+    ),
+    Rule(
+        "pipeline",
+        "What the Trainer does itself",
+        ("pipeline.stages",),
+        lambda c: c.get("pipeline") is not None,
+        "the Trainer does not run pipeline parallelism",
+        "Remove pipeline; use tensor_parallel_size or ZeRO-3 for models that do not fit.",
+    ),
+    Rule(
+        "hybrid-engine",
+        "What the Trainer does itself",
+        ("hybrid_engine.enabled",),
+        lambda c: c.on("hybrid_engine.enabled"),
+        "the hybrid engine is for reinforcement learning and is not run by the Trainer",
+        "Remove hybrid_engine.",
+    ),
+    Rule(
+        "autotuning",
+        "What the Trainer does itself",
+        ("autotuning.enabled",),
+        lambda c: c.on("autotuning.enabled"),
+        "DeepSpeed's autotuner starts jobs of its own and ends this one",
+        "Remove autotuning, and run deepspeed --autotuning with a script of its own.",
+    ),
+    Rule(
+        "expert-parallel-transformers",
+        "What the Trainer does itself",
+        ("expert_parallel.enabled",),
+        lambda c: c.on("expert_parallel.enabled") and _too_new_for_autoep(c),
+        "AutoEP of DeepSpeed 0.19.8 cannot read the models of transformers 5.23 or later",
+        "Install transformers below 5.23, or remove expert_parallel.",
+    ),
+    Rule(
+        "deepcompile-needs-gpu",
+        "What the Trainer does itself",
+        ("compile.deepcompile",),
+        lambda c: c.on("compile.deepcompile") and c.on_cpu,
+        "DeepCompile needs a GPU, and this run is on the CPU",
+        "Remove compile.deepcompile.",
+    ),
+    Rule(
+        "checkpoint-writer-needs-gpu",
+        "What the Trainer does itself",
+        ("checkpoint.writer.type",),
+        lambda c: c.get("checkpoint.writer") is not None and c.on_cpu,
+        "DeepSpeed's checkpoint writers need a GPU, and this run is on the CPU",
+        "Remove checkpoint.writer.",
+    ),
+    Rule(
+        "datastates-needs-package",
+        "What the Trainer does itself",
+        ("datastates_ckpt.host_cache_size",),
+        lambda c: c.get("datastates_ckpt") is not None and c.lacks("datastates"),
+        "this checkpoint engine comes with a package that is not installed: datastates",
+        "Install datastates-llm, or remove datastates_ckpt.",
+    ),
+    Rule(
+        "tensorboard-needs-package",
+        "What the Trainer does itself",
+        ("tensorboard.enabled",),
+        lambda c: c.on("tensorboard.enabled") and c.lacks("tensorboard"),
+        "DeepSpeed's tensorboard monitor needs a package that is not installed",
+        "Run pip install tensorboard.",
+    ),
+    Rule(
+        "wandb-needs-package",
+        "What the Trainer does itself",
+        ("wandb.enabled",),
+        lambda c: c.on("wandb.enabled") and c.lacks("wandb"),
+        "DeepSpeed's wandb monitor needs a package that is not installed",
+        "Run pip install wandb.",
+    ),
+    Rule(
+        "comet-needs-package",
+        "What the Trainer does itself",
+        ("comet.enabled",),
+        lambda c: c.on("comet.enabled") and c.lacks("comet_ml"),
+        "DeepSpeed's comet monitor needs a package that is not installed",
+        "Run pip install comet_ml.",
+    ),
+)

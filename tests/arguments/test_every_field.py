@@ -1,0 +1,318 @@
+"""A walk over every field: what another value than the default does, or the sentence that refuses it.
+
+No field may be a silent no-op. A field is either *refused*, has an *effect* that is computed here from real parts, is
+*shown* by a test of its own (which must exist), or is for scripts only, as its help text says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer.arguments.support import ENGINE, LATER
+from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback
+from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.optim.schedules import build_schedule
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.trainer import Trainer
+from ds_trainer.utils.errors import ConfigError
+from tests.support.models import Regression, regression_rows
+
+Arguments = Seq2SeqTrainingArguments
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Any other value than the default is refused in these words."""
+
+    value: Any
+    words: str
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Another value changes what real code computes."""
+
+    value: Any
+    of: Callable[[Arguments], Any]
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A test of its own shows the effect: ``tests.<module>::<function>``."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class ForScripts:
+    """The Trainer does not use it; the help text is under that heading."""
+
+
+def in_config(path: str) -> Callable[[Arguments], Any]:
+    def look(args: Arguments) -> Any:
+        return compile_config(args, ParallelLayout.of(args, 4), device="cuda").get(path)
+
+    return look
+
+
+def plan(args: Arguments) -> RunPlan:
+    return RunPlan.of(args, 10)
+
+
+def curve(args: Arguments) -> list[float]:
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    kwargs = args.lr_scheduler_kwargs
+    assert not isinstance(kwargs, str)
+    schedule = build_schedule(args.lr_scheduler_type, optimizer, args.get_warmup_steps(20), 20, kwargs)
+    rates = []
+    for _ in range(20):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def switches(args: Arguments) -> list[tuple[int, bool, bool, bool]]:
+    """When the default flow logs, evaluates and saves in ten steps of two epochs."""
+    state = TrainerState()
+    state.max_steps = 10
+    state.compute_steps(args, 10)
+    flow, seen = DefaultFlowCallback(), []
+    for step in range(1, 11):
+        control = TrainerControl()
+        state.global_step, state.epoch = step, step / 5
+        flow.on_step_end(args, state, control)
+        if step % 5 == 0:
+            flow.on_epoch_end(args, state, control)
+        seen.append((step, control.should_log, control.should_evaluate, control.should_save))
+    return seen
+
+
+def trainer(args: Arguments) -> Trainer:
+    args.use_cpu = True
+    return Trainer(Regression(), args, train_dataset=regression_rows(10), eval_dataset=regression_rows(9))
+
+
+def of_trainer(look: Callable[[Trainer], Any]) -> Callable[[Arguments], Any]:
+    return lambda args: look(trainer(args))
+
+
+def loader(name: str) -> Callable[[Arguments], Any]:
+    return of_trainer(lambda job: getattr(job.get_train_dataloader(), name))
+
+
+def order(args: Arguments) -> Any:
+    return [batch["x"].tolist() for batch in trainer(args).get_train_dataloader()]
+
+
+def columns(args: Arguments) -> list[str]:
+    import datasets
+
+    rows = [{"x": [0.0] * 6, "labels": 1.0, "unused": 2.0} for _ in range(4)]
+    args.use_cpu = True
+    job = Trainer(Regression(), args, train_dataset=datasets.Dataset.from_list(rows))
+    return sorted(next(iter(job.get_train_dataloader())))
+
+
+def printer(job: Trainer) -> bool:
+    return any(isinstance(callback, PrinterCallback) for callback in job.callback_handler.callbacks)
+
+
+_RUN = "tests.training.test_argument_behaviour::"
+_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
+_WORKERS: dict[str, Any] = {"dataloader_num_workers": 1}
+
+FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
+    "output_dir": Effect("elsewhere", of_trainer(lambda job: job._output_dir)),
+    "per_device_train_batch_size": Effect(3, in_config("train_micro_batch_size_per_gpu")),
+    "num_train_epochs": Effect(1.5, plan),
+    "max_steps": Effect(7, plan),
+    "learning_rate": Effect(1.0, in_config("optimizer.params.lr")),
+    "lr_scheduler_type": Effect("cosine", curve),
+    "lr_scheduler_kwargs": Effect({"num_cycles": 2.0}, curve, {"lr_scheduler_type": "cosine"}),
+    "warmup_steps": Effect(0.5, curve),
+    "optim": Effect("sgd", in_config("optimizer.type")),
+    "optim_args": Effect("momentum=0.5", in_config("optimizer.params"), {"optim": "sgd"}),
+    "weight_decay": Effect(0.5, in_config("optimizer.params.weight_decay")),
+    "adam_beta1": Effect(0.5, in_config("optimizer.params.betas")),
+    "adam_beta2": Effect(0.5, in_config("optimizer.params.betas")),
+    "adam_epsilon": Effect(0.5, in_config("optimizer.params.eps")),
+    "optim_target_modules": Refused("all-linear", "not supported yet"),
+    "gradient_accumulation_steps": Effect(3, in_config("gradient_accumulation_steps")),
+    "average_tokens_across_devices": Refused(False, "would make the gradient depend on the number of ranks"),
+    "max_grad_norm": Effect(0.0, in_config("gradient_clipping")),
+    "label_smoothing_factor": Refused(0.1, "not supported yet"),
+    "bf16": Effect(True, in_config("bf16.enabled")),
+    "fp16": Effect(True, in_config("fp16.enabled")),
+    "torch_autocast": Effect("bf16", in_config("torch_autocast.dtype")),
+    "bf16_full_eval": Refused(True, "not supported yet"),
+    "fp16_full_eval": Refused(True, "not supported yet"),
+    "tf32": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
+    "activation_checkpointing": Shown(_RUN + "test_activation_checkpointing"),
+    "activation_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
+    "gradient_checkpointing": Shown(_RUN + "test_activation_checkpointing"),
+    "gradient_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
+    "torch_compile": Refused(True, "not supported yet"),
+    "torch_compile_backend": Refused("eager", "not supported yet"),
+    "torch_compile_mode": Refused("default", "not supported yet"),
+    "use_liger_kernel": Refused(True, "not supported yet"),
+    "liger_kernel_config": Refused({"rope": True}, "not supported yet"),
+    "use_cache": Shown(_RUN + "test_use_cache"),
+    "neftune_noise_alpha": Refused(5.0, "not supported yet"),
+    "torch_empty_cache_steps": Shown(_RUN + "test_torch_empty_cache_steps"),
+    "auto_find_batch_size": Refused(True, "not supported yet"),
+    "zero_stage": Effect(3, in_config("zero_optimization.stage")),
+    "offload_optimizer": Effect("cpu", in_config("zero_optimization.offload_optimizer.device")),
+    "offload_param": Effect("cpu", in_config("zero_optimization.offload_param.device"), {"zero_stage": 3}),
+    "nvme_path": Shown("tests.config.test_compiler::test_nvme_path"),
+    "deepspeed": Effect({"steps_per_print": 5}, in_config("steps_per_print")),
+    "ddp_timeout": Shown("tests.arguments.test_places::test_the_group_is_started_when_there_is_none"),
+    "tensor_parallel_size": Effect(2, in_config("tensor_parallel.autotp_size")),
+    "context_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).cp),
+    "sequence_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).sp),
+    "parallelism_config": Effect({"tp_size": 2}, in_config("tensor_parallel.autotp_size")),
+    "logging_strategy": Effect("epoch", switches, {"logging_steps": 2}),
+    "logging_steps": Effect(2, switches),
+    "logging_first_step": Effect(True, switches),
+    "log_on_each_node": Shown("tests.arguments.test_places::test_who_speaks_and_writes"),
+    "logging_nan_inf_filter": Shown(_RUN + "test_logging_nan_inf_filter"),
+    "include_num_input_tokens_seen": Refused("all", "not supported yet"),
+    "log_level": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
+    "log_level_replica": Shown(_RUN + "test_replicas_have_a_level_of_their_own"),
+    "disable_tqdm": Effect(True, of_trainer(printer)),
+    "report_to": Refused("wandb", "not supported yet"),
+    "run_name": Shown(_RUN + "test_run_name"),
+    "project": Refused("mine", "not supported yet"),
+    "trackio_space_id": Refused("me/space", "not supported yet"),
+    "trackio_bucket_id": Refused("me/bucket", "not supported yet"),
+    "trackio_static_space_id": Refused("me/space", "not supported yet"),
+    "eval_strategy": Effect("epoch", switches),
+    "eval_steps": Effect(3, switches, {"eval_strategy": "steps", "logging_steps": 2}),
+    "eval_delay": Effect(5, switches, _STEPS),
+    "per_device_eval_batch_size": Effect(2, of_trainer(lambda job: len(job.get_eval_dataloader()))),
+    "prediction_loss_only": Shown(_RUN + "test_evaluation_keeps_the_loss_only"),
+    "eval_on_start": Shown(_RUN + "test_eval_on_start"),
+    "eval_do_concat_batches": Refused(False, "not supported yet"),
+    "eval_use_gather_object": Refused(True, "not supported yet"),
+    "eval_accumulation_steps": Refused(2, "not supported yet"),
+    "include_for_metrics": Refused(["inputs"], "not supported yet"),
+    "batch_eval_metrics": Refused(True, "not supported yet"),
+    "load_best_model_at_end": Refused(True, "not supported yet"),
+    "metric_for_best_model": Refused("accuracy", "not supported yet"),
+    "greater_is_better": Refused(True, "not supported yet"),
+    "save_strategy": Effect("no", switches, {"save_steps": 2}),
+    "save_steps": Effect(2, switches),
+    "save_only_model": Shown(_RUN + "test_save_only_model"),
+    "save_on_each_node": Refused(True, "not supported yet"),
+    "save_total_limit": Shown("tests.training.test_resume::test_old_checkpoints_go_when_there_are_too_many"),
+    "max_shard_size": Shown("tests.checkpoint.test_weights::test_shards_fill_up_and_a_large_tensor_stands_alone"),
+    "enable_jit_checkpoint": Refused(True, "not supported yet"),
+    "ignore_data_skip": Shown(_RUN + "test_ignore_data_skip"),
+    "restore_callback_states_from_checkpoint": Shown(_RUN + "test_restore_callback_states_from_checkpoint"),
+    "push_to_hub": Refused(True, "not supported yet"),
+    "hub_model_id": Refused("me/model", "not supported yet"),
+    "hub_strategy": Refused("end", "not supported yet"),
+    "hub_token": Refused("hf_x", "not supported yet"),
+    "hub_private_repo": Refused(True, "not supported yet"),
+    "hub_always_push": Refused(True, "not supported yet"),
+    "hub_revision": Refused("v1", "not supported yet"),
+    "dataloader_drop_last": Effect(True, of_trainer(lambda job: len(job.get_train_dataloader()))),
+    "dataloader_num_workers": Effect(1, loader("num_workers")),
+    "dataloader_pin_memory": Effect(
+        False,
+        in_config("zero_optimization.offload_optimizer.pin_memory"),
+        {"zero_stage": 1, "offload_optimizer": "cpu"},
+    ),
+    "dataloader_persistent_workers": Effect(True, loader("persistent_workers"), _WORKERS),
+    "dataloader_prefetch_factor": Effect(5, loader("prefetch_factor"), _WORKERS),
+    "dataloader_multiprocessing_context": Effect(
+        "spawn",
+        lambda args: getattr(loader("multiprocessing_context")(args), "get_start_method", lambda: None)(),
+        _WORKERS,
+    ),
+    "dataloader_in_order": Refused(False, "would make the order of samples depend on timing"),
+    "remove_unused_columns": Effect(False, columns),
+    "label_names": Effect(["y"], of_trainer(lambda job: job.label_names)),
+    "train_sampling_strategy": Effect("sequential", order),
+    "length_column_name": Refused("n", "not supported yet"),
+    "seed": Effect(7, order),
+    "data_seed": Effect(7, order),
+    "full_determinism": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
+    "use_cpu": Effect(True, lambda args: (args.device_type, args.dataloader_pin_memory)),
+    "debug": Refused("underflow_overflow", "not supported yet"),
+    "skip_memory_metrics": Refused(False, "not supported yet"),
+    "local_rank": Refused(5, "but the environment"),
+    "do_train": ForScripts(),
+    "do_eval": ForScripts(),
+    "do_predict": ForScripts(),
+    "resume_from_checkpoint": ForScripts(),
+    "accelerator_config": Refused({"dispatch_batches": True}, "would send all data through one rank"),
+    "fsdp": Refused("full_shard", "full_shard is zero_stage=3"),
+    "fsdp_config": Refused({"min_num_params": 1}, "zero_optimization"),
+    "ddp_find_unused_parameters": Refused(True, "ignore_unused_parameters"),
+    "ddp_bucket_cap_mb": Refused(25, "reduce_bucket_size"),
+    "ddp_broadcast_buffers": Refused(True, "DeepSpeed broadcasts weights once"),
+    "ddp_static_graph": Refused(True, "compile.deepcompile"),
+    "ddp_backend": Refused("nccl", "follows from the device"),
+    "sortish_sampler": Refused(True, "not supported yet"),
+    "predict_with_generate": Refused(True, "not supported yet"),
+    "generation_max_length": Refused(20, "not supported yet"),
+    "generation_num_beams": Refused(4, "not supported yet"),
+    "generation_config": Refused({"num_beams": 2}, "not supported yet"),
+}
+
+
+def test_the_walk_is_complete() -> None:
+    assert list(FIELDS.keys() - {f.name for f in dataclasses.fields(Arguments)}) == []
+    assert [f.name for f in dataclasses.fields(Arguments) if f.name not in FIELDS] == []
+    limited = {limit.field for limit in (*ENGINE, *LATER)}
+    partly = {"optim", "lr_scheduler_type", "save_strategy", "train_sampling_strategy"}  # some of their values
+    assert {n for n, kind in FIELDS.items() if isinstance(kind, Refused)} - limited == {
+        "accelerator_config",
+        "local_rank",
+    }
+    assert limited - {n for n, kind in FIELDS.items() if isinstance(kind, Refused)} == partly
+
+
+@pytest.mark.parametrize("name", [n for n, kind in FIELDS.items() if isinstance(kind, Refused)])
+def test_refused(name: str) -> None:
+    kind: Any = FIELDS[name]
+    with pytest.raises(ConfigError) as error:
+        Arguments("out", **{name: kind.value})
+    assert len(error.value.problems) == 1
+    assert name in str(error.value) and kind.words in str(error.value)
+    default = getattr(Arguments("out"), name)
+    assert Arguments("out", **{name: default}) is not None  # the default itself is accepted
+
+
+@pytest.mark.parametrize("name", [n for n, kind in FIELDS.items() if isinstance(kind, Effect)])
+def test_effect(name: str) -> None:
+    kind: Any = FIELDS[name]
+    without = kind.of(Arguments(**{"output_dir": "out", **kind.beside}))
+    with_it = kind.of(Arguments(**{"output_dir": "out", **kind.beside, name: kind.value}))
+    assert with_it != without
+
+
+@pytest.mark.parametrize("name", [n for n, kind in FIELDS.items() if isinstance(kind, Shown)])
+def test_shown_elsewhere(name: str) -> None:
+    kind: Any = FIELDS[name]
+    module, function = kind.test.split("::")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_what_is_for_scripts_says_so() -> None:
+    topics = {f.name: f.metadata["topic"] for f in dataclasses.fields(Arguments)}
+    scripts = {n for n, kind in FIELDS.items() if isinstance(kind, ForScripts)}
+    assert {n for n, topic in topics.items() if topic.startswith("For scripts")} == scripts

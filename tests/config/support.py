@@ -1,0 +1,37 @@
+"""Compiling in one line, for the tests of this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.config.environment import Environment
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.model_shape import ModelShape
+
+
+def compiled(
+    world: int = 1,
+    device: str = "cpu",
+    hidden: int | None = 256,
+    environment: Environment | None = None,
+    client_optimizer: str | None = None,
+    total_steps: int | None = None,
+    **arguments: Any,
+) -> CompiledConfig:
+    """The configuration of ``arguments`` for a model of width ``hidden`` on ``world`` ranks."""
+    args = TrainingArguments("out", **arguments)
+    shape = ModelShape(hidden, f"test.hidden_size={hidden}")
+    layout = ParallelLayout.of(args, world)
+    return compile_config(args, layout, shape, device, client_optimizer, environment, total_steps)
+
+
+def machine(*lacking: str, libaio: bool = True, writable: bool = True) -> Environment:
+    """A machine that has everything but the packages ``lacking``."""
+    return Environment(
+        has_async_io=lambda: libaio,
+        version=lambda package: None if package in lacking else "1.0.0",
+        is_writable_directory=lambda path: writable,
+    )

@@ -1,0 +1,248 @@
+"""Every rule: a case that breaks it, named in one sentence; and a case close by that does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ds_trainer.config.environment import Environment
+from ds_trainer.config.rules import RULES
+from ds_trainer.utils.errors import ConfigError
+from tests.config.support import compiled, machine
+
+
+@dataclass(frozen=True)
+class Example:
+    """What breaks a rule, and what is changed (added or replaced) so that it does not."""
+
+    breaks: dict[str, Any]
+    repair: dict[str, Any]
+    says: tuple[str, ...] = field(default=())
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+_BF16 = {"enabled": True}
+_CPU = {"device": "cpu"}
+_QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+EXAMPLES: dict[str, Example] = {
+    "fp16-needs-gpu": Example({"fp16": True}, {"device": "cuda"}, ("fp16=True (argument)", "bf16=True")),
+    "fp16-autocast-needs-gpu": Example({"torch_autocast": "fp16"}, {"device": "cuda"}),
+    "autocast-on-float32": Example(
+        {"bf16": True, "deepspeed": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+        {"bf16": False},
+        ("torch_autocast.enabled=true", "bf16=True"),
+    ),
+    "master-weights-need-zero": Example(
+        {"bf16": True, "zero_stage": 0, "deepspeed": {"bf16": _STATES}}, {"zero_stage": 1}, ("zero_stage=0 (argument)",)
+    ),
+    "fp16-master-weights-need-cpu-adam": Example(
+        {
+            "fp16": True,
+            "device": "cuda",
+            "zero_stage": 2,
+            "deepspeed": {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        },
+        {"offload_optimizer": "cpu"},
+    ),
+    "bf16-states-need-bf16-master-weights": Example(
+        {"bf16": True, "zero_stage": 1, "deepspeed": {"bf16": {"enabled": True, "bf16_optimizer_states": True}}},
+        {"deepspeed": {"bf16": _STATES}},
+    ),
+    "bf16-master-weights-offload-needs-cpu-adam": Example(
+        {
+            "bf16": True,
+            "zero_stage": 2,
+            "deepspeed": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        },
+        {"deepspeed": {"bf16": _STATES}},
+    ),
+    "accumulation-dtype-at-stage-0": Example(
+        {"bf16": True, "zero_stage": 0, "deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}},
+        {"zero_stage": 1},
+        ('data_types.grad_accum_dtype="fp32"', "zero_stage=0"),
+    ),
+    "param-dtype-agrees": Example({"deepspeed": {"data_types": {"param_dtype": "bf16"}}}, {"bf16": True}),
+    "offload-optimizer-needs-zero": Example(
+        {"zero_stage": 0, "offload_optimizer": "cpu"}, {"zero_stage": 2}, ("offload_optimizer=cpu", "zero_stage=0")
+    ),
+    "offload-param-needs-stage-3": Example({"zero_stage": 2, "offload_param": "cpu"}, {"zero_stage": 3}),
+    "nvme-optimizer-needs-stage-3": Example(
+        {"zero_stage": 2, "offload_optimizer": "nvme", "nvme_path": "/nvme"}, {"zero_stage": 3}
+    ),
+    "nvme-needs-path": Example({"zero_stage": 3, "offload_param": "nvme"}, {"nvme_path": "/nvme"}),
+    "nvme-path-writable": Example(
+        {"offload_param": "nvme", "nvme_path": "/nvme", "environment": machine(writable=False)},
+        {"environment": machine()},
+        ("nvme_path=/nvme",),
+    ),
+    "nvme-needs-libaio": Example(
+        {"offload_param": "nvme", "nvme_path": "/nvme", "environment": machine(libaio=False)},
+        {"environment": machine()},
+        ("libaio-dev",),
+    ),
+    "partial-offload-needs-stage-3": Example(
+        {"zero_stage": 2, "device": "cuda", "deepspeed": zero(offload_optimizer={**_CPU, "ratio": 0.5})},
+        {"zero_stage": 3},
+    ),
+    "partial-offload-needs-cpu-adam": Example(
+        {"zero_stage": 3, "deepspeed": zero(offload_optimizer={**_CPU, "ratio": 0.5})}, {"device": "cuda"}
+    ),
+    "zeropp-needs-stage-3": Example(
+        {"zero_stage": 2, "device": "cuda", "deepspeed": zero(**_QUANTISED)}, {"zero_stage": 3}
+    ),
+    "zeropp-quantisation-needs-gpu": Example({"zero_stage": 3, "deepspeed": zero(**_QUANTISED)}, {"device": "cuda"}),
+    "hpz-divides-ranks": Example(
+        {"zero_stage": 3, "world": 6, "deepspeed": zero(zero_hpz_partition_size=4)}, {"world": 8}
+    ),
+    "compute-grad-norm-off": Example(
+        {"zero_stage": 1, "deepspeed": zero(compute_grad_norm=False)}, {"max_grad_norm": 0}
+    ),
+    "legacy-stage-1": Example({"deepspeed": zero(legacy_stage1=True)}, {"deepspeed": zero(legacy_stage1=False)}),
+    "elastic-checkpoint": Example(
+        {"deepspeed": zero(elastic_checkpoint=True)}, {"deepspeed": zero(elastic_checkpoint=False)}
+    ),
+    "bucket-is-even": Example(
+        {"zero_stage": 1, "deepspeed": zero(allgather_bucket_size=1000001)},
+        {"deepspeed": zero(allgather_bucket_size=1000002)},
+    ),
+    "predivide-with-reduce-scatter": Example(
+        {"zero_stage": 2, "deepspeed": {"prescale_gradients": True}},
+        {"deepspeed": {"prescale_gradients": True, **zero(reduce_scatter=False)}},
+    ),
+    "superoffload-needs-gpu": Example(
+        {"zero_stage": 3, "deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True})}, {"device": "cuda"}
+    ),
+    "superoffload-needs-stage-3": Example(
+        {"zero_stage": 2, "device": "cuda", "deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True})},
+        {"zero_stage": 3},
+    ),
+    "superoffload-needs-cpu-adam": Example(
+        {
+            "zero_stage": 3,
+            "device": "cuda",
+            "optim": "lion_32bit",
+            "deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True}),
+        },
+        {"optim": "adamw_torch"},
+    ),
+    "zenflow-needs-offload": Example(
+        {"zero_stage": 2, "deepspeed": zero(zenflow={"topk_ratio": 0.1})}, {"offload_optimizer": "cpu"}
+    ),
+    "zenflow-needs-cpu-adam": Example(
+        {
+            "zero_stage": 2,
+            "optim": "adagrad",
+            "offload_optimizer": "cpu",
+            "deepspeed": zero(zenflow={"topk_ratio": 0.1}),
+        },
+        {"optim": "adamw_torch"},
+    ),
+    "zenflow-intervals": Example(
+        {
+            "zero_stage": 2,
+            "offload_optimizer": "cpu",
+            "deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": "auto"}),
+        },
+        {"deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": 4})},
+    ),
+    "optimizer-needs-gpu": Example({"optim": "lamb"}, {"device": "cuda"}, ("optim=lamb (argument)", "on the CPU")),
+    "optimizer-without-cpu-version": Example(
+        {"optim": "sgd", "offload_optimizer": "cpu"}, {"deepspeed": {"zero_force_ds_cpu_optimizer": False}}
+    ),
+    "untested-optimizer": Example(
+        {"optim": "sgd", "zero_stage": 1, "deepspeed": {"zero_allow_untested_optimizer": False}}, {"zero_stage": 0}
+    ),
+    "optimizer-needs-package": Example(
+        {"deepspeed": {"optimizer": {"type": "MuAdamW"}}, "environment": machine("mup")}, {"environment": machine()}
+    ),
+    "lamb-needs-dynamic-loss-scale": Example(
+        {
+            "optim": "lamb",
+            "device": "cuda",
+            "fp16": True,
+            "deepspeed": {"fp16": {"enabled": True, "loss_scale": 128}},
+        },
+        {"deepspeed": {"fp16": {"enabled": True, "loss_scale": 0}}},
+    ),
+    "muon-stage-3-reduce-scatter": Example({"optim": "muon", "zero_stage": 3}, {"zero_stage": 2}),
+    "muon-bf16-stage-1-accumulation": Example(
+        {
+            "optim": "muon",
+            "bf16": True,
+            "zero_stage": 1,
+            "world": 2,
+            "tensor_parallel_size": 2,
+            "deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}},
+        },
+        {"zero_stage": 2},
+    ),
+    "gradients-are-averaged": Example(
+        {"deepspeed": {"gradient_allreduce_op": "sum"}}, {"deepspeed": {"gradient_allreduce_op": "mean"}}
+    ),
+    "accumulation-is-managed": Example(
+        {"deepspeed": {"managed_gradient_accumulation": False}}, {"deepspeed": {"managed_gradient_accumulation": True}}
+    ),
+    "data-efficiency": Example(
+        {"deepspeed": {"data_efficiency": {"enabled": True}}}, {"deepspeed": {"data_efficiency": {"enabled": False}}}
+    ),
+    "pipeline": Example({"deepspeed": {"pipeline": {"stages": 2}}}, {"deepspeed": {}}),
+    "hybrid-engine": Example(
+        {"deepspeed": {"hybrid_engine": {"enabled": True}}}, {"deepspeed": {"hybrid_engine": {"enabled": False}}}
+    ),
+    "autotuning": Example(
+        {"deepspeed": {"autotuning": {"enabled": True}}}, {"deepspeed": {"autotuning": {"enabled": False}}}
+    ),
+    "expert-parallel-transformers": Example(
+        {
+            "deepspeed": {"expert_parallel": {"enabled": True}},
+            "environment": Environment(version=lambda package: "5.23.0"),
+        },
+        {"environment": Environment(version=lambda package: "5.22.1")},
+    ),
+    "deepcompile-needs-gpu": Example({"deepspeed": {"compile": {"deepcompile": True}}}, {"device": "cuda"}),
+    "checkpoint-writer-needs-gpu": Example(
+        {"deepspeed": {"checkpoint": {"writer": {"type": "fast"}}}}, {"device": "cuda"}
+    ),
+    "datastates-needs-package": Example(
+        {"deepspeed": {"datastates_ckpt": {"host_cache_size": 1}}, "environment": machine("datastates")},
+        {"environment": machine()},
+    ),
+    **{
+        f"{name}-needs-package": Example(
+            {"deepspeed": {name: {"enabled": True}}, "environment": machine(package)}, {"environment": machine()}
+        )
+        for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))
+    },
+}
+
+
+def test_every_rule_has_an_example_and_a_name_of_its_own() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+    assert set(EXAMPLES) == set(names)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rule(rule: Any) -> None:
+    example = EXAMPLES[rule.name]
+    with pytest.raises(ConfigError) as error:
+        compiled(**example.breaks)
+    sentences = [problem for problem in error.value.problems if rule.needs in problem]
+    assert len(sentences) == 1
+    assert rule.remedy in sentences[0]
+    for words in example.says:
+        assert words in sentences[0]
+    compiled(**{**example.breaks, **example.repair})
+
+
+def test_sentences_are_sentences() -> None:
+    for rule in RULES:
+        assert rule.remedy.endswith(".") and not rule.needs.endswith(".")
+        assert rule.culprits, rule.name
