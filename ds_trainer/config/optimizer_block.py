@@ -38,7 +38,7 @@ def write_optimizer(draft: Draft, args: TrainingArguments, device: str, client_o
         draft.argument(f"{_PARAMS}.{name}", values if len(values) > 1 else values[0], *fields)
     _optimizer_arguments(draft, args, kind)
     _unknown_parameters(draft, kind)
-    own_adam = kind.name in ("Adam", "AdamW") and _torch_adam(draft, args, device)
+    own_adam = kind.name in ("Adam", "AdamW", "Muon") and _torch_adam(draft, args, device, kind)
     draft.derive("zero_allow_untested_optimizer", not kind.tested, f"optimizer.type={kind.name}")
     if _offloaded(draft) and own_adam:
         why = "torch's optimizer on host memory: as good as DeepSpeed's there, and needs no compiler"
@@ -108,8 +108,8 @@ def _unknown_parameters(draft: Draft, kind: OptimizerType) -> None:
             )
 
 
-def _torch_adam(draft: Draft, args: TrainingArguments, device: str) -> bool:
-    """Choose between torch's Adam and DeepSpeed's; True for torch's."""
+def _torch_adam(draft: Draft, args: TrainingArguments, device: str, kind: OptimizerType) -> bool:
+    """Choose between torch's Adam and DeepSpeed's, for Muon the one beside it; True for torch's."""
     zero = "zero_optimization"
     if draft.asked(f"{zero}.offload_optimizer.super_offload") or draft.mentions(f"{zero}.zenflow"):
         use, why = False, "SuperOffload and ZenFlow work on DeepSpeed's CPUAdam (compiled at first use)"
@@ -124,6 +124,6 @@ def _torch_adam(draft: Draft, args: TrainingArguments, device: str) -> bool:
         draft.derive(path, use, why)
     use = bool(draft.config.get(path))
     fused = f"{_PARAMS}.fused"
-    if use and fused not in draft.config:
+    if use and fused not in draft.config and "fused" in kind.own:
         draft.derive(fused, args.optim == OptimizerNames.ADAMW_TORCH_FUSED, f"optim={args.optim}")
     return use

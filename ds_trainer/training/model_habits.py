@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -44,7 +45,9 @@ def enable_activation_checkpointing(model: nn.Module, arguments: dict[str, Any] 
     renamed: Any = getattr(model, "activation_checkpointing_enable", None)
     enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     if renamed is not None:
-        renamed(activation_checkpointing_kwargs=keywords)
+        # Some are the method's own (every_n_layers, offload); the rest goes to torch.utils.checkpoint.
+        own = {name: keywords.pop(name) for name in accepted_arguments(renamed, set(keywords))}
+        renamed(activation_checkpointing_kwargs=keywords, **own)
     elif enable is not None:
         enable(gradient_checkpointing_kwargs=keywords)
     else:

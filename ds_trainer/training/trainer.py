@@ -22,6 +22,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
 from ds_trainer.data.collators import default_data_collator
+from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
 from ds_trainer.parallel.layout import ParallelLayout
@@ -228,6 +229,8 @@ class Trainer(Hooks):
             self._engine.close()
         if self.args.activation_checkpointing:
             enable_activation_checkpointing(self.model, as_mapping(self.args.activation_checkpointing_kwargs))
+            if "activation_checkpointing" in self.compiled:
+                checkpoint_with_deepspeed(self.model, self.compiled)
         self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
         self.create_optimizer_and_scheduler(num_training_steps)
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer

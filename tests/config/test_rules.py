@@ -183,6 +183,41 @@ EXAMPLES: dict[str, Example] = {
         },
         {"zero_stage": 2},
     ),
+    "recomputation-is-asked-for": Example(
+        {"deepspeed": {"activation_checkpointing": {"cpu_checkpointing": False}}}, {"activation_checkpointing": True}
+    ),
+    "activations-on-the-host-need-gpu": Example(
+        {"activation_checkpointing": True, "deepspeed": {"activation_checkpointing": {"cpu_checkpointing": True}}},
+        {"device": "cuda"},
+    ),
+    "partitioned-activations-need-tensor-parallelism": Example(
+        {
+            "activation_checkpointing": True,
+            "world": 2,
+            "deepspeed": {"activation_checkpointing": {"partition_activations": True}},
+        },
+        {"tensor_parallel_size": 2},
+    ),
+    "contiguous-activations": Example(
+        {
+            "activation_checkpointing": True,
+            "world": 2,
+            "tensor_parallel_size": 2,
+            "deepspeed": {
+                "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}
+            },
+        },
+        {
+            "deepspeed": {
+                "activation_checkpointing": {
+                    "partition_activations": True,
+                    "contiguous_memory_optimization": True,
+                    "number_checkpoints": 2,
+                }
+            }
+        },
+    ),
+    "weight-quantization": Example({"deepspeed": {"weight_quantization": {"num_bits": 8}}}, {"deepspeed": {}}),
     "gradients-are-averaged": Example(
         {"deepspeed": {"gradient_allreduce_op": "sum"}}, {"deepspeed": {"gradient_allreduce_op": "mean"}}
     ),

@@ -95,6 +95,32 @@ def test_activation_checkpointing_kwargs(tmp_path: Path, name: str) -> None:
     assert on and keywords["use_reentrant"] is True
 
 
+def deepspeed_checkpointed(output_dir: Path) -> tuple[str, list[float]]:
+    model = tiny_llama()
+    config = {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
+    args = arguments(output_dir, activation_checkpointing=True, deepspeed=config)
+    job = Trainer(model, args, train_dataset=RaggedTokens(8))
+    job.train()
+    job.engine.close()
+    layer: Any = model.model.layers[0]
+    return layer._gradient_checkpointing_func.__module__, [e["loss"] for e in job.state.log_history if "loss" in e]
+
+
+def plainly(output_dir: Path) -> list[float]:
+    job = Trainer(tiny_llama(), arguments(output_dir), train_dataset=RaggedTokens(8))
+    job.train()
+    job.engine.close()
+    return [entry["loss"] for entry in job.state.log_history if "loss" in entry]
+
+
+def test_activation_checkpointing_of_the_deepspeed_file(tmp_path: Path) -> None:
+    """The block is no decoration: layers recompute through DeepSpeed, and the numbers stay."""
+    ((module, losses),) = pool(1).run(partial(deepspeed_checkpointed, tmp_path))
+    assert module.startswith("deepspeed.")
+    (expected,) = pool(1).run(partial(plainly, tmp_path))
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
 def cache_while_training(output_dir: Path, use_cache: bool) -> bool:
     model = tiny_llama()
     seen: list[bool] = []

@@ -23,6 +23,61 @@ TRAINER = (
         "Remove gradient_allreduce_op: the gradient is that of the mean over all tokens anyway.",
     ),
     Rule(
+        "recomputation-is-asked-for",
+        "What the Trainer does itself",
+        (
+            "activation_checkpointing.cpu_checkpointing",
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.number_checkpoints",
+            "activation_checkpointing.profile",
+        ),
+        lambda c: c.get("activation_checkpointing") is not None and not c.args.activation_checkpointing,
+        "this says how activations are kept, but nothing asks the model to recompute any",
+        "Set activation_checkpointing=True.",
+    ),
+    Rule(
+        "activations-on-the-host-need-gpu",
+        "What the Trainer does itself",
+        ("activation_checkpointing.cpu_checkpointing",),
+        lambda c: c.on("activation_checkpointing.cpu_checkpointing") and c.on_cpu,
+        "activations go from the GPU to the host, and this run is on the CPU",
+        "Remove cpu_checkpointing.",
+    ),
+    Rule(
+        "partitioned-activations-need-tensor-parallelism",
+        "What the Trainer does itself",
+        ("activation_checkpointing.partition_activations", "tensor_parallel.autotp_size"),
+        lambda c: c.on("activation_checkpointing.partition_activations") and c.layout.tp == 1,
+        "activations are partitioned over tensor-parallel ranks, and there is only one",
+        "Set tensor_parallel_size, or use activation_checkpointing.cpu_checkpointing instead.",
+    ),
+    Rule(
+        "contiguous-activations",
+        "What the Trainer does itself",
+        (
+            "activation_checkpointing.contiguous_memory_optimization",
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.number_checkpoints",
+        ),
+        lambda c: (
+            c.on("activation_checkpointing.contiguous_memory_optimization")
+            and (
+                not c.on("activation_checkpointing.partition_activations")
+                or c.get("activation_checkpointing.number_checkpoints") is None
+            )
+        ),
+        "contiguous activations need partitioned ones and their number",
+        "Set partition_activations to true and number_checkpoints to the number of layers, or remove it.",
+    ),
+    Rule(
+        "weight-quantization",
+        "What the Trainer does itself",
+        ("weight_quantization.enabled", "weight_quantization.num_bits"),
+        lambda c: c.get("weight_quantization") is not None,
+        "weights that are quantised when they are made are for inference",
+        "Remove weight_quantization.",
+    ),
+    Rule(
         "accumulation-is-managed",
         "What the Trainer does itself",
         ("managed_gradient_accumulation",),

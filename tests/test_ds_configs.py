@@ -1,0 +1,131 @@
+"""Every file of ds_configs/: says when to use it, compiles, and trains for two steps where a CPU can."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.arguments.typed import read_as
+from ds_trainer.arguments.yaml_reader import read_command_line_value
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.config.environment import Environment
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.model_shape import ModelShape
+from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.pool import pool
+
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+FILES = sorted(FOLDER.glob("*.json"))
+# Compiled for a GPU or another number of ranks only: what the engine does not run yet, and what needs a compiler.
+NOT_RUN = {"tensor_parallel", "sequence_parallel", "context_parallel"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """The comment at the top of a file."""
+
+    text: str
+    arguments: dict[str, Any]
+    needs: frozenset[str]
+    ranks: int
+
+
+def header_of(path: Path, nvme: str = "/local") -> Header:
+    lines = [line.removeprefix("//").strip() for line in path.read_text().splitlines() if line.startswith("//")]
+    said = {key: value for key, _, value in (line.partition(": ") for line in lines) if key.isidentifier()}
+    hints = {name: field.type for name, field in TrainingArguments.__dataclass_fields__.items()}
+    arguments: dict[str, Any] = {}
+    for word in said.get("arguments", "").split():
+        name, _, text = word.partition("=")
+        assert name in hints
+        value = read_as(read_command_line_value(text.replace("NVME", nvme)), Any)
+        arguments[name] = value
+    return Header(" ".join(lines), arguments, frozenset(said.get("needs", "").split()), int(said.get("ranks", "1")))
+
+
+def compiled(path: Path, header: Header, environment: Environment | None = None, **more: Any) -> CompiledConfig:
+    args = TrainingArguments("out", deepspeed=str(path), max_steps=2, **header.arguments, **more)
+    device = "cuda" if "gpu" in header.needs else "cpu"
+    shape = ModelShape(256, "test")
+    return compile_config(args, ParallelLayout.of(args, header.ranks), shape, device, environment=environment)
+
+
+def test_there_is_one_for_each_common_case() -> None:
+    names = {path.stem for path in FILES}
+    assert {f"zero{stage}" for stage in range(4)} <= names
+    assert {"zero2_offload", "zero3_offload", "zero3_nvme", "zeropp", "fp16", "bf16", "muon", "superoffload"} <= names
+    assert NOT_RUN | {"long_context", "autocast", "zenflow", "deepcompile"} <= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_says_when_to_use_it_and_compiles(path: Path) -> None:
+    header = header_of(path)
+    assert re.search(r"\bWhen: .+\.", header.text)
+    config = compiled(path, header)
+    assert '"auto"' not in config.to_json()
+    again = compiled_again(config, header)
+    assert again.to_dict() == config.to_dict()
+
+
+def compiled_again(config: CompiledConfig, header: Header) -> CompiledConfig:
+    args = TrainingArguments("out", deepspeed=config.to_json(), max_steps=2, **header.arguments)
+    device = "cuda" if "gpu" in header.needs else "cpu"
+    return compile_config(args, ParallelLayout.of(args, header.ranks), ModelShape(256, "test"), device)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_deepspeed_reads_it(path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    header = header_of(path)
+    DeepSpeedConfig(compiled(path, header).to_dict())
+
+
+def train(path: Path, output_dir: Path, arguments: dict[str, Any]) -> list[float]:
+    args = TrainingArguments(
+        str(output_dir),
+        deepspeed=str(path),
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        **arguments,
+    )
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(32))
+    trainer.train()
+    trainer.engine.close()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+RUN = [p for p in FILES if p.stem not in NOT_RUN and not header_of(p).needs & {"gpu", "libaio", "jit"}]
+
+
+# Other optimizers, schedules and precisions give other numbers; all else must give those of plain data parallelism.
+OTHER_NUMBERS = {"bf16", "bf16_lean", "long_context", "autocast", "muon", "warmup_schedule"}
+
+
+@functools.cache
+def plain_losses(output_dir: Path) -> list[float]:
+    return list(pool(2).run(partial(train, FOLDER / "zero0.json", output_dir, {}))[0])
+
+
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+def test_it_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    header = header_of(path)
+    reports = pool(2).run(partial(train, path, tmp_path, header.arguments))
+    assert len(reports[0]) == 2 and reports[0] == reports[1]
+    plain = plain_losses(tmp_path_factory.getbasetemp() / "plain")
+    assert reports[0] == pytest.approx(plain, rel=0.02 if path.stem in OTHER_NUMBERS else 1e-5)
+    assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == 4
