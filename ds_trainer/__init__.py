@@ -15,12 +15,21 @@ _PUBLIC = {
     "CompiledConfig": "ds_trainer.config.compiled",
     "ConfigError": "ds_trainer.utils.errors",
     "DefaultFlowCallback": "ds_trainer.callbacks.defaults",
+    "Environment": "ds_trainer.config.environment",
+    "HfArg": "ds_trainer.arguments.parser",
+    "HfArgumentParser": "ds_trainer.arguments.parser",
+    "HubStrategy": "ds_trainer.arguments.enums",
+    "IntervalStrategy": "ds_trainer.arguments.enums",
     "ModelShape": "ds_trainer.planner.model_shape",
+    "OptimizerNames": "ds_trainer.arguments.enums",
     "ParallelLayout": "ds_trainer.parallel.layout",
     "PrinterCallback": "ds_trainer.callbacks.defaults",
     "ProgressCallback": "ds_trainer.callbacks.defaults",
     "Recipe": "ds_trainer.arguments.recipe",
     "RecordsCallback": "ds_trainer.callbacks.records",
+    "SaveStrategy": "ds_trainer.arguments.enums",
+    "SchedulerType": "ds_trainer.arguments.enums",
+    "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
     "TrainOutput": "ds_trainer.training.train_loop",
     "Trainer": "ds_trainer.training.trainer",
     "TrainerCallback": "ds_trainer.callbacks.protocol",
@@ -35,12 +44,21 @@ __all__ = [
     "CompiledConfig",
     "ConfigError",
     "DefaultFlowCallback",
+    "Environment",
+    "HfArg",
+    "HfArgumentParser",
+    "HubStrategy",
+    "IntervalStrategy",
     "ModelShape",
+    "OptimizerNames",
     "ParallelLayout",
     "PrinterCallback",
     "ProgressCallback",
     "Recipe",
     "RecordsCallback",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -53,14 +71,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
+    from ds_trainer.arguments.parser import HfArg, HfArgumentParser
     from ds_trainer.arguments.recipe import Recipe
-    from ds_trainer.arguments.training_arguments import TrainingArguments
+    from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
     from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
     from ds_trainer.callbacks.protocol import TrainerCallback
     from ds_trainer.callbacks.records import RecordsCallback
     from ds_trainer.callbacks.state import TrainerControl, TrainerState
     from ds_trainer.config.compiled import CompiledConfig
     from ds_trainer.config.compiler import compile_config
+    from ds_trainer.config.environment import Environment
     from ds_trainer.data.collators import default_data_collator
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape

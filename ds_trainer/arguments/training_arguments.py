@@ -201,7 +201,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     resume_from_checkpoint: str | None = _scripts("A checkpoint to hand to train().")
 
     accelerator_config: _Json = _foreign("accelerate's AcceleratorConfig.")
-    fsdp: str | bool | list[str] | None = _foreign("Fully sharded data parallelism; here: ZeRO.")
+    fsdp: str | bool | None = _foreign("Fully sharded data parallelism; here: ZeRO.")
     fsdp_config: _Json = _foreign("Its configuration; here: the DeepSpeed configuration.")
     ddp_find_unused_parameters: bool | None = _foreign("A switch of DistributedDataParallel.")
     ddp_bucket_cap_mb: int | None = _foreign("A size of DistributedDataParallel.")

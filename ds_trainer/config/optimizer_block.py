@@ -120,9 +120,10 @@ def _torch_adam(draft: Draft, args: TrainingArguments, device: str, kind: Optimi
     else:
         use, why = True, "torch.optim.AdamW needs no compiler"
     path = f"{_PARAMS}.torch_adam"
-    if path not in draft.config:  # optim_args may have set it
+    # optim_args may have set it. ZenFlow hands all parameters on to torch's AdamW, which does not know this one.
+    if path not in draft.config and not (draft.mentions(f"{zero}.zenflow") and draft.asked(path) is None):
         draft.derive(path, use, why)
-    use = bool(draft.config.get(path))
+    use = bool(draft.config.get(path, False))
     fused = f"{_PARAMS}.fused"
     if use and fused not in draft.config and "fused" in kind.own:
         draft.derive(fused, args.optim == OptimizerNames.ADAMW_TORCH_FUSED, f"optim={args.optim}")

@@ -31,6 +31,13 @@ _CPU = {"device": "cpu"}
 _QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
+_ZENFLOW: dict[str, Any] = {
+    "zero_stage": 3,
+    "offload_optimizer": "cpu",
+    "device": "cuda",
+    "deepspeed": zero(zenflow={"topk_ratio": 0.1}),
+}
+
 EXAMPLES: dict[str, Example] = {
     "fp16-needs-gpu": Example({"fp16": True}, {"device": "cuda"}, ("fp16=True (argument)", "bf16=True")),
     "fp16-autocast-needs-gpu": Example({"torch_autocast": "fp16"}, {"device": "cuda"}),
@@ -132,24 +139,15 @@ EXAMPLES: dict[str, Example] = {
         },
         {"optim": "adamw_torch"},
     ),
-    "zenflow-needs-offload": Example(
-        {"zero_stage": 2, "deepspeed": zero(zenflow={"topk_ratio": 0.1})}, {"offload_optimizer": "cpu"}
+    "zenflow-needs-offload": Example({**_ZENFLOW, "offload_optimizer": "none"}, {"offload_optimizer": "cpu"}),
+    "zenflow-needs-stage-3": Example({**_ZENFLOW, "zero_stage": 2}, {"zero_stage": 3}, ("scrambled weights",)),
+    "zenflow-needs-gpu": Example({**_ZENFLOW, "device": "cpu"}, {"device": "cuda"}),
+    "zenflow-without-accumulation": Example(
+        {**_ZENFLOW, "gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 1}
     ),
-    "zenflow-needs-cpu-adam": Example(
-        {
-            "zero_stage": 2,
-            "optim": "adagrad",
-            "offload_optimizer": "cpu",
-            "deepspeed": zero(zenflow={"topk_ratio": 0.1}),
-        },
-        {"optim": "adamw_torch"},
-    ),
+    "zenflow-needs-cpu-adam": Example({**_ZENFLOW, "optim": "adagrad"}, {"optim": "adamw_torch"}),
     "zenflow-intervals": Example(
-        {
-            "zero_stage": 2,
-            "offload_optimizer": "cpu",
-            "deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": "auto"}),
-        },
+        {**_ZENFLOW, "deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": "auto"})},
         {"deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": 4})},
     ),
     "optimizer-needs-gpu": Example({"optim": "lamb"}, {"device": "cuda"}, ("optim=lamb (argument)", "on the CPU")),

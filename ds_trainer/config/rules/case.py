@@ -80,7 +80,7 @@ class Case:
         return (
             self.optimizer in ("adam", "adamw")
             and self.offloads("optimizer")
-            and self.get("optimizer.params.torch_adam") is False
+            and not self.get("optimizer.params.torch_adam", False)
         )
 
     def lacks(self, package: str) -> bool:

@@ -36,6 +36,32 @@ OFFLOAD_ENGINES = (
         "Set optim=adamw_torch and remove torch_adam.",
     ),
     Rule(
+        # Measured: right after deepspeed.initialize every matrix holds the numbers of its transpose. The flat buffer is
+        # filled column by column (zenflow_utils) and cut up row by row (_update_model_bit16_weights).
+        "zenflow-needs-stage-3",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.zenflow.topk_ratio", _STAGE),
+        lambda c: c.zero("zenflow") is not None and c.stage != 3,
+        "at ZeRO stages 1 and 2 ZenFlow of DeepSpeed 0.19.8 starts from scrambled weights",
+        "Set zero_stage=3, or remove zenflow.",
+    ),
+    Rule(
+        "zenflow-needs-gpu",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.zenflow.topk_ratio",),
+        lambda c: c.zero("zenflow") is not None and c.on_cpu,
+        "ZenFlow needs a GPU, and this run is on the CPU",
+        "Remove zenflow.",
+    ),
+    Rule(
+        "zenflow-without-accumulation",
+        "SuperOffload and ZenFlow",
+        ("zero_optimization.zenflow.topk_ratio", "gradient_accumulation_steps"),
+        lambda c: c.zero("zenflow") is not None and c.get("gradient_accumulation_steps", 1) > 1,
+        "ZenFlow updates weights after every micro-batch, by its own update_interval",
+        "Set gradient_accumulation_steps=1.",
+    ),
+    Rule(
         "zenflow-needs-offload",
         "SuperOffload and ZenFlow",
         ("zero_optimization.zenflow.topk_ratio", _OFFLOAD_OPTIMIZER),
