@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer import Trainer, TrainingArguments
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.arguments.typed import read_as
 from ds_trainer.arguments.yaml_reader import read_command_line_value
 from ds_trainer.config.compiled import CompiledConfig
@@ -90,7 +93,7 @@ def test_deepspeed_reads_it(path: Path) -> None:
     DeepSpeedConfig(compiled(path, header).to_dict())
 
 
-def train(path: Path, output_dir: Path, arguments: dict[str, Any]) -> list[float]:
+def train(path: Path, output_dir: Path, arguments: dict[str, Any], callbacks: Any = (), width: int = 32) -> list[float]:
     args = TrainingArguments(
         str(output_dir),
         deepspeed=str(path),
@@ -103,7 +106,8 @@ def train(path: Path, output_dir: Path, arguments: dict[str, Any]) -> list[float
         gradient_accumulation_steps=2,
         **arguments,
     )
-    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(32))
+    model = tiny_llama(hidden_size=width, intermediate_size=width)
+    trainer = Trainer(model, args, train_dataset=RaggedTokens(32), callbacks=list(callbacks))
     trainer.train()
     trainer.engine.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -129,3 +133,56 @@ def test_it_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPath
     plain = plain_losses(tmp_path_factory.getbasetemp() / "plain")
     assert reports[0] == pytest.approx(plain, rel=0.02 if path.stem in OTHER_NUMBERS else 1e-5)
     assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == 4
+
+
+# -- what a compiler must make first -----------------------------------------------------------------------------
+
+BUILD = """
+import os
+os.environ.update(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR={extensions!r}, MAX_JOBS="2")
+from deepspeed.ops.op_builder import AsyncIOBuilder
+AsyncIOBuilder().load(verbose=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def extensions(request: pytest.FixtureRequest) -> str:
+    """A folder of our own with DeepSpeed's async_io operator: minutes the first time, kept between test runs."""
+    folder = request.config.cache.mkdir("torch_extensions")  # type: ignore[union-attr]
+    for lock in folder.rglob("lock"):  # of a build that was killed; every later one would wait for it
+        lock.unlink()
+    code = BUILD.format(extensions=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(folder)
+
+
+class DiskUse(TrainerCallback):
+    """Bytes below a directory at the end of each step."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.most = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        files = [path for path in self.directory.rglob("*") if path.is_file()]
+        self.most = max(self.most, sum(path.stat().st_size for path in files))
+
+
+def train_on_disk(extensions: str, nvme: Path, output_dir: Path) -> tuple[list[float], int]:
+    """Losses, and the most bytes on the disk. Tensors of a smaller model than this would not be worth a file."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    path, use = FOLDER / "zero3_nvme.json", DiskUse(nvme)
+    return train(path, output_dir, header_of(path, str(nvme)).arguments, [use], width=256), use.most
+
+
+@pytest.mark.jit
+@pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed")
+def test_offload_to_nvme_trains(extensions: str, tmp_path: Path) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    reports = pool(2).run(partial(train_on_disk, extensions, nvme, tmp_path))
+    plain = pool(2).run(partial(train, FOLDER / "zero0.json", tmp_path / "plain", {}, width=256))[0]
+    for losses, bytes_on_disk in reports:
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert bytes_on_disk > 2**20
