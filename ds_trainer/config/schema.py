@@ -149,12 +149,12 @@ class Schema:
             yield f"{entry.where}: {path}={_shown(entry)} must be {_expected(wanted)}.{_choice_hint(value, wanted)}"
 
     def _hint(self, key: str, section: Field, path: str) -> str:
+        homes = [home for home in _homes(self.root, key, "") if home != path]
+        if len(homes) == 1:
+            return f" It belongs in {homes[0]}." if homes[0] else " It belongs at the top level."
         near = did_you_mean(key, [*section.fields, *section.aliases])
         if near:
             return near
-        homes = [home for home in _homes(self.root, key, "") if home != path]
-        if homes:
-            return f" It belongs in {homes[0]}." if homes[0] else " It belongs at the top level."
         known = ", ".join(section.fields)
         return f" Known keys are {known}." if len(section.fields) <= 12 else ""
 
@@ -243,7 +243,9 @@ def _shown(entry: Located) -> str:
 
 
 def _example(section: Field) -> str:
-    name, below = next(iter(section.fields.items()))
+    name, below = next(iter(section.fields.items()), (None, None))
+    if below is None:
+        return "{...}"
     return json.dumps({name: True if below.kind == "bool" else below.default})
 
 
