@@ -69,6 +69,13 @@ def test_there_is_one_for_each_common_case() -> None:
     assert NOT_RUN | {"long_context", "autocast", "zenflow", "deepcompile"} <= names
 
 
+def test_the_list_of_files_is_complete_and_true() -> None:
+    rows = dict(re.findall(r"\| `(\w+)\.json` \|.*\| (\w+) \|", (FOLDER / "README.md").read_text()))
+    gpu = {path.stem for path in FILES if "gpu" in header_of(path).needs}
+    says = {"GPU": gpu, "compiled": NOT_RUN, "trained": {path.stem for path in FILES} - gpu - NOT_RUN}
+    assert {kind: {name for name, said in rows.items() if said == kind} for kind in says} == says
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_it_says_when_to_use_it_and_compiles(path: Path) -> None:
     header = header_of(path)
@@ -108,7 +115,12 @@ def train(path: Path, output_dir: Path, arguments: dict[str, Any], callbacks: An
     )
     model = tiny_llama(hidden_size=width, intermediate_size=width)
     trainer = Trainer(model, args, train_dataset=RaggedTokens(32), callbacks=list(callbacks))
-    trainer.train()
+    before = os.getcwd()
+    os.chdir(output_dir.parent)  # monitors write beside the working directory
+    try:
+        trainer.train()
+    finally:
+        os.chdir(before)
     trainer.engine.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import config, train
+from ds_trainer.cli import arguments, config, support, train
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
-SUBCOMMANDS = {"train": train, "config": config}
+SUBCOMMANDS = {"train": train, "config": config, "arguments": arguments, "support": support}
 # How long a rank lets the main process speak first: launchers end the other ranks as soon as one of them fails.
 _PATIENCE_SECONDS = 3.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``ds-trainer`` with ``arguments`` (default: those of the process); gives the exit code."""
-    words = without_local_rank(sys.argv[1:] if arguments is None else list(arguments))
+def main(given: Sequence[str] | None = None) -> int:
+    """Run ``ds-trainer`` with ``given`` words (default: those of the process); gives the exit code."""
+    words = without_local_rank(sys.argv[1:] if given is None else list(given))
     try:
         return _run(words)
     except ConfigError as error:
@@ -86,7 +86,7 @@ def _run(words: list[str]) -> int:
     subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
     for name, module in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False)
-        module.configure(subparser)
+        module.configure(subparser, words[words.index(name) + 1 :] if name in words else [])
     first = next((word for word in words if not word.startswith("-")), None)
     if first is not None and first not in SUBCOMMANDS:
         listed = ", ".join(SUBCOMMANDS)

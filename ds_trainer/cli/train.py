@@ -13,7 +13,7 @@ DESCRIPTION = """Train, evaluate and save the language model of a recipe. Any va
 deepspeed --num_gpus 2 --module ds_trainer train RECIPE."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Declare the subcommand's own words; all others are overrides of the recipe."""
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
     parser.usage = "ds-trainer train RECIPE [--section.key value ...]"

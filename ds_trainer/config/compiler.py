@@ -67,13 +67,15 @@ def compile_config(
     Raises:
         ConfigError: all reasons why this cannot run, at once, each with values, origins and remedy.
     """
+    wrong = args.problems()
+    if wrong:
+        raise ConfigError(wrong)
     schema = load_schema()
     user, problems = _user_settings(args)
-    problems = args.problems() + problems + schema.problems(user)
-    if problems:
-        raise ConfigError(problems)
+    findings = schema.findings(user)
 
-    draft = Draft(args, flatten(user, schema), schema)
+    # What is wrong in the file is left out, so that all else can be looked at too.
+    draft = Draft(args, flatten(user, schema, without={path for path, _ in findings}), schema)
     _layout(draft, args, layout)
     _batch(draft, args, layout)
     _precision(draft, args)
@@ -82,8 +84,9 @@ def compile_config(
     _scheduler(draft, args, total_steps)
     _engine(draft, args)
     draft.take_the_rest()
-    if draft.problems:  # rules would blame values that are in doubt
-        raise ConfigError(draft.problems)
+    problems += [sentence for _, sentence in findings] + draft.problems
+    if problems:  # rules would blame values that are in doubt
+        raise ConfigError(problems)
     broken = broken_rules(Case(draft.config, args, layout, device, environment))
     if broken:
         raise ConfigError(broken)
@@ -142,10 +145,11 @@ def _batch(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> Non
             for word, size in (("tensor", layout.tp), ("context", layout.cp), ("sequence", layout.sp))
             if size > 1
         )
+        ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
         draft.problems.append(
             f"train_batch_size={entry.plain()} in {entry.where}, but {args.per_device_train_batch_size} "
             f"(per_device_train_batch_size) x {args.gradient_accumulation_steps} (gradient_accumulation_steps) x "
-            f"{layout.dp} (data parallel: {layout.world_size} ranks{shared}) = {plan.step_size}. Write "
+            f"{layout.dp} (data parallel: {ranks}{shared}) = {plan.step_size}. Write "
             f'{plan.step_size} or "auto" there, or leave it out; or change one of the factors.'
         )
     if draft.mentions("dataloader_drop_last"):

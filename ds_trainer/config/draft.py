@@ -8,7 +8,7 @@ as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from ds_trainer.arguments.construction import CheckedArguments
@@ -73,7 +73,7 @@ class Draft:
         place = self.args.where(given[0] if given else names[0])
         entry = self._user.pop(path, None)
         if entry is not None and entry.value != AUTO and not _same(entry.plain(), value):
-            self.conflict(path, entry, f"{said} ({place})", " and ".join(f"{name}" for name in names))
+            self.conflict(path, entry, f"{said} ({place})", *names)
         self._set(path, value, Origin(kind, said, place), entry)
 
     def derive(self, path: str, value: Any, why: str) -> None:
@@ -96,10 +96,15 @@ class Draft:
                 self.config.set(path, entry.plain(), Origin("user", "", entry.where))
         self._user.clear()
 
-    def conflict(self, path: str, entry: Located, other: str, remedy: str) -> None:
-        """Note that the file and the arguments contradict each other."""
+    def conflict(self, path: str, entry: Located, other: str, *names: str) -> None:
+        """Note that the file and the arguments ``names``, as in ``other``, contradict each other."""
+        values = entry.plain() if isinstance(entry.value, list) else [entry.plain()]
+        if len(values) == len(names):
+            agree = f"Set {' and '.join(f'{name}={_show(value)}' for name, value in zip(names, values, strict=True))}"
+        else:
+            agree = f"Make {' and '.join(names)} agree with it"
         self.problems.append(
-            f"{path}={json.dumps(entry.plain())} in {entry.where}, but {other}. Make {remedy} agree with it, or write "
+            f"{path}={json.dumps(entry.plain())} in {entry.where}, but {other}. {agree}, or write "
             f'"auto" in {entry.where}.'
         )
 
@@ -116,17 +121,22 @@ class Draft:
         self.config.set(path, value, origin)
 
 
-def flatten(root: Located, schema: Schema) -> dict[str, Located]:
-    """Dotted path to leaf. Lists, and mappings that DeepSpeed takes as they are, are leaves; ``null`` says nothing."""
-    return dict(_leaves(root, "", schema))
+def flatten(root: Located, schema: Schema, without: Container[str] = ()) -> dict[str, Located]:
+    """Dotted path to leaf, but for what is at or below the paths in ``without``.
+
+    Lists, and mappings that DeepSpeed takes as they are, are leaves; ``null`` says nothing.
+    """
+    return dict(_leaves(root, "", schema, without))
 
 
-def _leaves(entry: Located, path: str, schema: Schema) -> Iterator[tuple[str, Located]]:
+def _leaves(entry: Located, path: str, schema: Schema, without: Container[str]) -> Iterator[tuple[str, Located]]:
+    if path in without:
+        return
     field = schema.field(path) if path else None
     is_section = isinstance(entry.value, dict) and entry.value and (field is None or field.kind != "dict")
     if is_section:
         for key, below in entry.value.items():
-            yield from _leaves(below, f"{path}.{key}" if path else key, schema)
+            yield from _leaves(below, f"{path}.{key}" if path else key, schema, without)
     elif path and entry.value is not None:
         yield schema.canonical(path), entry
 

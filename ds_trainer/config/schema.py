@@ -109,44 +109,49 @@ class Schema:
 
     def problems(self, root: Located) -> list[str]:
         """One sentence for everything in ``root`` that DeepSpeed does not take; each begins with its place."""
+        return [sentence for _, sentence in self.findings(root)]
+
+    def findings(self, root: Located) -> list[tuple[str, str]]:
+        """:meth:`problems`, each with the dotted path (as it was written) that must not be gone on with."""
         return list(self._section(root, self.root, ""))
 
     # -- walking --------------------------------------------------------------------------------------------------
 
-    def _section(self, entry: Located, section: Field, path: str) -> Iterator[str]:
+    def _section(self, entry: Located, section: Field, path: str) -> Iterator[tuple[str, str]]:
         given: dict[str, str] = {}
         for key, below in entry.value.items():
             full = f"{path}.{key}" if path else key
             name = section.aliases.get(key, key)
             if full in self.removed:
-                yield f"{below.where}: {full} was removed from DeepSpeed. {self.removed[full]}"
+                yield full, f"{below.where}: {full} was removed from DeepSpeed. {self.removed[full]}"
             elif name not in section.fields:
                 if not section.open:
-                    yield f"{below.where}: unknown key {full}.{self._hint(key, section, path)}"
+                    yield full, f"{below.where}: unknown key {full}.{self._hint(key, section, path)}"
             elif name in given:
-                yield f"{below.where}: {full} is another name of {given[name]}; keep one of them."
+                yield full, f"{below.where}: {full} is another name of {given[name]}; keep one of them."
             else:
                 given[name] = full
                 yield from self._value(below, section.fields[name], full)
         if path == "scheduler":
             yield from self._scheduler(entry)
 
-    def _value(self, entry: Located, wanted: Field, path: str) -> Iterator[str]:
+    def _value(self, entry: Located, wanted: Field, path: str) -> Iterator[tuple[str, str]]:
         value = entry.value
         if wanted.replaced_by is not None:
-            yield f"{entry.where}: {path} is no longer used. {wanted.replaced_by}"
+            yield path, f"{entry.where}: {path} is no longer used. {wanted.replaced_by}"
         elif value is None:
             if not wanted.nullable and wanted.kind != "section":
-                yield f"{entry.where}: {path}=null must be {_expected(wanted)}; leave it out for the default."
+                yield path, f"{entry.where}: {path}=null must be {_expected(wanted)}; leave it out for the default."
         elif wanted.kind == "section":
             if isinstance(value, dict):
                 yield from self._section(entry, wanted, path)
             else:
-                yield f"{entry.where}: {path}={_shown(entry)} must be a mapping such as {_example(wanted)}."
+                yield path, f"{entry.where}: {path}={_shown(entry)} must be a mapping such as {_example(wanted)}."
         elif value == AUTO:
             return
         elif not _fits(entry.plain(), wanted):
-            yield f"{entry.where}: {path}={_shown(entry)} must be {_expected(wanted)}.{_choice_hint(value, wanted)}"
+            hint = _choice_hint(value, wanted)
+            yield path, f"{entry.where}: {path}={_shown(entry)} must be {_expected(wanted)}.{hint}"
 
     def _hint(self, key: str, section: Field, path: str) -> str:
         homes = [home for home in _homes(self.root, key, "") if home != path]
@@ -158,20 +163,20 @@ class Schema:
         known = ", ".join(section.fields)
         return f" Known keys are {known}." if len(section.fields) <= 12 else ""
 
-    def _scheduler(self, entry: Located) -> Iterator[str]:
+    def _scheduler(self, entry: Located) -> Iterator[tuple[str, str]]:
         kind, params = entry.value.get("type"), entry.value.get("params")
         if kind is None or not isinstance(kind.value, str) or kind.value == AUTO:
             return
         if kind.value not in self.schedulers:
             near = did_you_mean(kind.value, self.schedulers)
             known = ", ".join(self.schedulers)
-            yield f"{kind.where}: scheduler.type={_shown(kind)} is not one of {known}.{near}"
+            yield "scheduler", f"{kind.where}: scheduler.type={_shown(kind)} is not one of {known}.{near}"
         elif params is not None and isinstance(params.value, dict):
             known_params = self.schedulers[kind.value]
             for name, below in params.value.items():
                 if name not in known_params:
                     near = did_you_mean(name, known_params)
-                    yield f"{below.where}: {kind.value} has no parameter '{name}'.{near}"
+                    yield f"scheduler.params.{name}", f"{below.where}: {kind.value} has no parameter '{name}'.{near}"
 
 
 _LEAF = Field("any")

@@ -14,12 +14,33 @@ from typing import Any
 
 import hjson
 from hjson.decoder import JSONArray, JSONObject, make_scanner, scantfnns
+from hjson.scanner import linecol
 
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.errors import ConfigError
 
 _NAME = "deepspeed"
+_LINES = "'''"
 _Scan = Callable[[str, int], tuple[Any, int]]
+# How hjson's messages begin, and what is said instead ({char} is the character that it stopped at).
+_SYNTAX = {
+    "Bad key name": "the text ends inside braces; is a closing brace missing?",
+    "Found ':'": "a ':' without a key before it.",
+    "Found whitespace": "a space in a key; is a comma missing before it, or are quotes around it?",
+    "Found a punctuator": "{char} where a value is expected.",
+    "Found '": "a brace, bracket or comma where a key is expected; is there one too many?",
+    "Unterminated string": "a text whose closing quote is missing.",
+    "Invalid control character": "a text with a line break or control character in it; is its closing quote missing?",
+    "Invalid \\X": "\\ before {char} in a text; write \\\\ for a backslash.",
+    "Invalid \\u": "\\u in a text needs four hexadecimal digits.",
+    "Bad multiline": "a text in ''' that has no end.",
+    "End of input while parsing an array": "the text ends inside a list; is a closing bracket missing?",
+    "Expecting ':'": "a ':' is missing after the key.",
+    "Expecting value": "the text ends where a value is expected; is a value or a bracket missing?",
+    "Extra data": "text after the end of the configuration; is there a closing brace too many?",
+}
+# In an unquoted text, a sign that it was not meant to go to the end of the line.
+_SWALLOWED = (",", "{", "}", "[", "]", ": ", "//", "/*", "#", '"')
 
 
 def read_user_config(source: Any) -> tuple[Located, list[str]]:
@@ -36,16 +57,21 @@ def read_user_config(source: Any) -> tuple[Located, list[str]]:
         ConfigError: it cannot be read.
     """
     if isinstance(source, Mapping):
-        return _from_mapping(source), []
+        try:
+            return _from_mapping(source), []
+        except RecursionError:
+            raise ConfigError(f"{_NAME}: mappings nested without end; does one contain itself?") from None
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"deepspeed={source!r} must be the path of a JSON or hjson file, its text, or a mapping, not a "
             f"{type(source).__name__}."
         )
-    text = os.fspath(source)
+    text = os.fspath(source).removeprefix("\ufeff")
     if text.lstrip().startswith("{"):
         return _parse(text, _NAME)
-    return _parse(_read(Path(text).expanduser()), text)
+    if not text.strip():
+        raise ConfigError(f"deepspeed={text!r} names no file; leave it out for a run without a file.")
+    return _parse(_read(Path(os.path.expanduser(text))), text)
 
 
 def _read(path: Path) -> str:
@@ -57,15 +83,15 @@ def _read(path: Path) -> str:
         raise ConfigError(f"deepspeed={path} is a directory; name a JSON file in it.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"deepspeed={path} is not UTF-8 text (byte {error.start}); is it a JSON file?") from None
-    except OSError as error:
-        raise ConfigError(f"deepspeed={path} cannot be read: {error.strerror}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise ConfigError(f"deepspeed={str(path)!r} cannot be read: {getattr(error, 'strerror', error)}.") from None
 
 
 def _from_mapping(source: Mapping[Any, Any], path: str = _NAME) -> Located:
     entries = {}
     for key, value in source.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"{path}: the key {key!r} must be a string.")
+        if not isinstance(key, str) or not key:
+            raise ConfigError(f"{path}: the key {key!r} must be a string with something in it.")
         entries[key] = _located(value, f"{path}.{key}")
     return Located(entries, path)
 
@@ -75,20 +101,25 @@ def _located(value: Any, path: str) -> Located:
         return _from_mapping(value, path)
     if isinstance(value, list | tuple):
         return Located([_located(entry, path) for entry in value], path)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise ConfigError(f"{path}={value!r} is a {type(value).__name__}; write a number, a text, true, false or null.")
     return Located(value, path)
 
 
 def _parse(text: str, name: str) -> tuple[Located, list[str]]:
-    if not text.strip():
-        raise ConfigError(f"{name} is empty; write {{}} for a configuration without settings.")
     decoder = _Decoder(text, name)
     try:
         root = decoder.decode(text)
     except hjson.HjsonDecodeError as error:
-        syntax = f"{name}:{error.lineno}:{error.colno}: {_in_words(error.msg)}."
-        raise ConfigError(decoder.swallowed or syntax) from None
-    except (OverflowError, IndexError, RecursionError) as error:  # hjson's parser on numbers and nesting without end
-        raise ConfigError(f"{name} cannot be parsed: {error}.") from None
+        raise ConfigError(decoder.swallowed or f"{name}:{_in_words(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} cannot be parsed: brackets are nested too deeply.") from None
+    except IndexError:  # hjson's parser at the end of the text
+        raise ConfigError(f"{decoder.endless(text)} that has no end.") from None
+    if root == {}:  # not even braces: white space and comments
+        raise ConfigError(f"{name} is empty; write {{}} for a configuration without settings.")
     if not isinstance(root, Located) or not isinstance(root.value, dict):
         raise ConfigError(f"{name}: a DeepSpeed configuration is a mapping in braces, not {_plain(root)!r}.")
     return Located(root.value, name), decoder.problems + decoder.swallowed
@@ -98,11 +129,12 @@ def _plain(value: Any) -> Any:
     return value.plain() if isinstance(value, Located) else value
 
 
-def _in_words(message: str) -> str:
-    message = message.split(": line ")[0]
-    if "key name" in message:
-        return f"{message}; is a quote, comma or closing brace missing before it"
-    return message
+def _in_words(error: hjson.HjsonDecodeError) -> str:
+    """Line, column and what is wrong there."""
+    stopped = error.pos - error.msg.startswith("Invalid control")  # there it has gone on by one
+    words = next((words for start, words in _SYNTAX.items() if error.msg.startswith(start)), f"{error.msg}.")
+    line, column = linecol(error.doc, stopped)
+    return f"{line}:{column}: {words.format(char=repr(error.doc[stopped : stopped + 1]))}"
 
 
 class _Decoder(hjson.HjsonDecoder):
@@ -138,6 +170,8 @@ class _Decoder(hjson.HjsonDecoder):
         entries: dict[str, Located] = {}
         for (key, value), start in zip(pairs, starts, strict=True):
             where = self._where(start)
+            if not key:
+                self.problems.append(f"{where}: the key '' must have something in it.")
             if key in entries:
                 self.problems.append(
                     f"{where}: duplicate key {key!r}, first given in {entries[key].where}; remove one."
@@ -152,12 +186,25 @@ class _Decoder(hjson.HjsonDecoder):
 
     def _unquoted(self, context: Any, text: str, start: int) -> tuple[Any, int]:
         """An unquoted value: a number, true, false, null, or else text, which goes to the end of the line."""
-        value, end = scantfnns(context, text, start)
-        if isinstance(value, str) and (value[-1:] in ",}]" or "//" in value or "#" in value):
+        try:
+            value, end = scantfnns(context, text, start)
+        except hjson.HjsonDecodeError:
+            raise
+        except (OverflowError, ValueError):  # infinity, or more digits than Python reads
+            raise hjson.HjsonDecodeError("a number that is too large", text, start) from None
+        if isinstance(value, str) and any(mark in value for mark in _SWALLOWED):
+            remedy = "is a comma missing in it?" if '"' in value or ": " in value else "put quotes around it."
             self.swallowed.append(
-                f"{self._where(start)}: the unquoted text {value!r} goes to the end of the line; put quotes around it."
+                f"{self._where(start)}: the unquoted text {value!r} goes to the end of the line; {remedy}"
             )
         return value, end
+
+    def endless(self, text: str) -> str:
+        """What begins in ``text`` and does not end, with its place."""
+        comment = text.rfind("/*")
+        if comment > text.rfind("*/"):
+            return f"{self._where(comment)}: a comment /*"
+        return f"{self._where(text.rfind(_LINES))}: a text in {_LINES}"
 
     def _where(self, position: int) -> str:
         return f"{self._name}:{bisect.bisect_right(self._line_starts, position)}"

@@ -69,6 +69,8 @@ class TrainingEngine:
         self.deepspeed: DeepSpeedEngine
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
         self.deepspeed, *_ = deepspeed.initialize(model=model, config=config.to_dict(), **{given: optimizer})
+        if config.get("compile.deepcompile") or config.get("compile.autoep_non_moe"):
+            self.deepspeed.compile()  # the configuration alone compiles nothing
         self.precision = next((name for name in ("bf16", "fp16") if config.get(f"{name}.enabled")), "fp32")
         self._averaged_over = layout.gradient_ranks
         # DeepSpeed computes no gradient norm where it neither shards nor scales (float32 at stage 0): we do.

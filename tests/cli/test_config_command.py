@@ -102,3 +102,28 @@ def test_it_answers_without_torch() -> None:
 def test_the_device_of_this_machine(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", recipe]) == 0
     json.loads(capsys.readouterr().out)
+
+
+def test_arguments_without_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a script is started with can be compiled as it is."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096}')
+    words = ("--output_dir", "o", "--learning_rate", "1e-3", "--zero_stage", "2", "--model", str(tmp_path))
+    config = compiled(capsys, *words, "--world-size", "16")
+    assert config["optimizer"]["params"]["lr"] == 1e-3  # type: ignore[index]
+    assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
+    assert compiled(capsys)["zero_optimization"]["stage"] == 0  # type: ignore[index]
+    assert main(["config", "--lerning_rate", "1"]) == 2
+    assert "Did you mean '--learning_rate'?" in capsys.readouterr().err
+    assert main(["config", "--model", str(tmp_path / "nowhere")]) == 2
+
+
+def test_only_the_main_process_prints(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["config", recipe, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert compiled(capsys, recipe)["zero_optimization"]["stage"] == 2  # type: ignore[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,18 +85,60 @@ def test_compiling_the_output_again_changes_nothing(choice: dict[str, Any]) -> N
     assert as_file.to_dict() == once.to_dict()
 
 
+def read_in_a_world(config: CompiledConfig, world: int) -> Any:
+    """What DeepSpeed makes of ``config`` in a world of so many ranks, of which none exists."""
+    from deepspeed.runtime import config as runtime
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.dist, "get_rank", lambda: 0)
+        patch.setattr(runtime.dist, "get_world_size", lambda: world)
+        return runtime.DeepSpeedConfig(config.to_dict())
+
+
+DS_CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+
+
+@given(valid, st.sampled_from(DS_CONFIGS))
+def test_with_a_file_too(choice: dict[str, Any], file: Path) -> None:
+    """Any arguments with any of our files: refused in words, or read by DeepSpeed and compiled again to the same."""
+    arguments = {**arguments_of(choice), "deepspeed": str(file), "total_steps": 10}
+    try:
+        config = compiled(**arguments)
+    except ConfigError as error:
+        assert all(problem.endswith(".") for problem in error.problems)
+        return
+    read_in_a_world(config, choice["world"])
+    assert '"auto"' not in config.to_json()
+    assert compiled(**{**arguments, "deepspeed": config.to_json()}).to_dict() == config.to_dict()
+
+
+def test_any_number_of_ranks_without_a_process_group() -> None:
+    """The same JSON for every world, except what depends on it: here, whether there is anything to shard."""
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+    alone = compiled(1, per_device_train_batch_size=3)
+    for world in (*range(2, 130), 256, 512, 1000, 1024, 2048, 4095, 4096):
+        config = compiled(world, per_device_train_batch_size=3)
+        assert config.get("zero_optimization.stage") == 1
+        assert config.get("train_micro_batch_size_per_gpu") == 3
+        different = {path for path in config.paths() if config.get(path) != alone.get(path)}
+        assert {path.split(".")[0] for path in different} == {"zero_optimization"}
+        if world <= 16:
+            assert read_in_a_world(config, world).train_batch_size == 3 * world
+    assert not dist.is_initialized()
+
+
 @given(valid)
 def test_deepspeed_accepts_what_is_compiled(choice: dict[str, Any]) -> None:
     """DeepSpeed's own parser and its pydantic models read it, fp16 included, which no CPU could run."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     arguments = arguments_of(choice)
     try:
         config = compiled(**arguments)
     except ConfigError:
         return
-    # The world is faked: outside a process group DeepSpeed takes it for one rank.
-    read = DeepSpeedConfig(config.to_dict())
+    read = read_in_a_world(config, choice["world"])
+    assert read.world_size == choice["world"]
     assert read.zero_optimization_stage == config.get("zero_optimization.stage")
     assert read.gradient_clipping == arguments["max_grad_norm"]
     assert read.train_micro_batch_size_per_gpu == arguments["per_device_train_batch_size"]
