@@ -107,6 +107,8 @@ def type_problems(args: Any) -> list[str]:
             continue  # a wrong name is answered with the right ones, not with a type
         try:
             read_as(_located(value, hint), hint)
+        except RecursionError:
+            problems.append(f"{name}: a mapping nested without end; does it contain itself?")
         except WrongType as error:
             secret = is_secret(name)
             shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{value!r}: {error}"
@@ -222,7 +224,7 @@ def _text_problems(args: TrainingArguments) -> list[str]:
         problems += _json_problems(name, getattr(args, name))
     problems += [
         f"debug={args.debug!r}: '{word}' is not one of {', '.join(str(option.value) for option in DebugOption)}."
-        for word in (args.debug.split() if isinstance(args.debug, str) else map(str, args.debug))
+        for word in (args.debug.split() if isinstance(args.debug, str) else map(str, args.debug or ()))
         if word not in [option.value for option in DebugOption]
     ]
     counted = args.include_num_input_tokens_seen

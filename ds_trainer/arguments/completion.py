@@ -47,8 +47,8 @@ def fill_in(args: Any) -> None:
         choices = CHOICES[name]
         assert issubclass(choices, Enum)
         setattr(args, name, choices(str(getattr(args, name))))
-    if isinstance(args.debug, str):
-        args.debug = [DebugOption(word) for word in args.debug.split()]
+    if not isinstance(args.debug, list):
+        args.debug = [DebugOption(word) for word in (args.debug or "").split()]
     args.include_num_input_tokens_seen = _token_count(args.include_num_input_tokens_seen)
     args.report_to = _as_list(args.report_to)
     if isinstance(args.label_names, str):

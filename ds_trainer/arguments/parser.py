@@ -58,8 +58,8 @@ class HfArgumentParser(argparse.ArgumentParser):
     """Makes dataclass objects from command lines, mappings and files.
 
     Args:
-        dataclass_types: a dataclass, or several, whose fields become flags; ``--help`` groups them by the ``topic`` in
-            their metadata.
+        dataclass_types: a dataclass, or several, whose fields become flags; ``--help`` groups them by topic: that of
+            :meth:`TrainingArguments.topics`, or ``topic`` in a field's metadata.
         **kwargs: for :class:`argparse.ArgumentParser`. Abbreviated flags are off unless asked for.
 
     More arguments may be added in argparse's way; they come back as a namespace after the objects.
@@ -103,11 +103,21 @@ class HfArgumentParser(argparse.ArgumentParser):
         elif accepts_list(hint):
             options.update(nargs="+")
         options.update({name: metadata[name] for name in ("nargs", "const") if name in metadata})
-        group = self._group(getattr(cls, "_argument_group_name", None) or metadata.get("topic") or cls.__name__)
+        group = self._group(
+            getattr(cls, "_argument_group_name", None)
+            or metadata.get("topic")
+            or self._topic_of(cls, field)
+            or cls.__name__
+        )
         group.add_argument(*flags, **options)
         if field.default is True and is_switch(hint):
             off = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             group.add_argument(*_spellings(f"--no_{field.name}"), action="store_false", **off)
+
+    @staticmethod
+    def _topic_of(cls: Any, field: dataclasses.Field[Any]) -> str | None:
+        topics = cls.topics() if isinstance(cls, ArgumentsType) else {}  # type: ignore[attr-defined]
+        return topics.get(field.name)
 
     def _add_old_names(self, cls: Any) -> None:
         taken = set(self._option_string_actions)

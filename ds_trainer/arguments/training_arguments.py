@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
@@ -27,15 +27,21 @@ from ds_trainer.arguments.places import Places
 from ds_trainer.arguments.serialize import Serializable
 from ds_trainer.arguments.setters import Setters
 
+_titles: dict[int, str] = {}  # by the identity of a field
+
 
 def topic(title: str) -> Callable[..., Any]:
-    """A maker of dataclass fields that carry their help text and the heading under which ``--help`` lists them."""
+    """A maker of dataclass fields with a help text, listed by ``--help`` under the heading ``title``.
+
+    The heading is kept apart from the field's metadata, which transformers' parser hands on to argparse as it is.
+    """
 
     def documented(text: str, default: Any = None, **more: Any) -> Any:
-        metadata = {"help": text, "topic": title}
-        return (
-            field(metadata=metadata, **more) if "default_factory" in more else field(default=default, metadata=metadata)
-        )
+        if "default_factory" not in more:
+            more["default"] = default
+        made = field(metadata={"help": text}, **more)
+        _titles[id(made)] = title
+        return made
 
     return documented
 
@@ -84,7 +90,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     adam_beta1: float = _optimizer("Adam family: decay rate of the first moment.", 0.9)
     adam_beta2: float = _optimizer("Adam family: decay rate of the second moment.", 0.999)
     adam_epsilon: float = _optimizer("Adam family: added to the denominator.", 1e-8)
-    optim_target_modules: str | list[str] | None = _optimizer("Modules that GaLore and APOLLO work on.")
+    optim_target_modules: None | str | list[str] = _optimizer("Modules that GaLore and APOLLO work on.")
     gradient_accumulation_steps: int = _length("Micro-batches of each replica in one optimizer step.", 1)
     average_tokens_across_devices: bool = _length("Normalise the loss by the tokens of all ranks.", True)
     max_grad_norm: float = _optimizer("Clip the global gradient norm to this; 0 means no clipping.", 1.0)
@@ -132,12 +138,12 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     log_level: str = _log("Level of this package's loggers on the main process.", "passive")
     log_level_replica: str = _log("The same on all other processes.", "warning")
     disable_tqdm: bool | None = _log("No progress bar.")
-    report_to: str | list[str] | None = _log("Trackers that get the logs.", "none")
+    report_to: None | str | list[str] = _log("Trackers that get the logs.", "none")
     run_name: str | None = _log("Name of the run for trackers.")
     project: str = _log("Name of the project for trackers.", "huggingface")
     trackio_space_id: str | None = _log("Hugging Face Space of Trackio.")
     trackio_bucket_id: str | None = _log("Hugging Face bucket of Trackio.")
-    trackio_static_space_id: str | Literal[False] | None = _log("Static Space of Trackio.")
+    trackio_static_space_id: str | None | Literal[False] = _log("Static Space of Trackio.")
 
     eval_strategy: IntervalStrategy | str = _evaluate("When to evaluate during training.", "no")
     eval_steps: float | None = _evaluate("Steps between evaluations; default: logging_steps.")
@@ -191,7 +197,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     data_seed: int | None = _place("Seed of the order of samples; default: seed.")
     full_determinism: bool = _place("Deterministic kernels only; slower.", False)
     use_cpu: bool = _place("Stay on the CPU even where a GPU is present.", False)
-    debug: str | list[DebugOption] = _place("Extra checks: underflow_overflow.", "")
+    debug: list[DebugOption] | str | None = _place("Extra checks: underflow_overflow.", "")
     skip_memory_metrics: bool = _place("Leave memory out of the metrics.", True)
     local_rank: int = _place("Set by launchers; read from the environment instead.", -1)
 
@@ -201,7 +207,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     resume_from_checkpoint: str | None = _scripts("A checkpoint to hand to train().")
 
     accelerator_config: _Json = _foreign("accelerate's AcceleratorConfig.")
-    fsdp: str | bool | None = _foreign("Fully sharded data parallelism; here: ZeRO.")
+    fsdp: Any = _foreign("Fully sharded data parallelism; here: ZeRO.")
     fsdp_config: _Json = _foreign("Its configuration; here: the DeepSpeed configuration.")
     ddp_find_unused_parameters: bool | None = _foreign("A switch of DistributedDataParallel.")
     ddp_bucket_cap_mb: int | None = _foreign("A size of DistributedDataParallel.")
@@ -211,6 +217,11 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
 
     def __post_init__(self) -> None:
         self.complete()
+
+    @classmethod
+    def topics(cls) -> dict[str, str]:
+        """Heading of each field in ``--help``; fields of subclasses elsewhere have none."""
+        return {item.name: _titles[id(item)] for item in fields(cls) if id(item) in _titles}
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """``optim_args`` as a dict; values are read as JSON where they are JSON, as strings elsewhere."""

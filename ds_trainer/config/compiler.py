@@ -96,7 +96,11 @@ def compile_config(
 def _user_settings(args: TrainingArguments) -> tuple[Located, list[str]]:
     if args.deepspeed is None:
         return Located({}, "deepspeed"), []
-    root, problems = read_user_config(args.deepspeed)
+    try:
+        root, problems = read_user_config(args.deepspeed)
+    except ConfigError as error:
+        place = args.where("deepspeed")
+        raise ConfigError([p if place == "argument" else f"{place}: {p}" for p in error.problems]) from None
     return _placed(root, "deepspeed", args.origins), problems
 
 
@@ -112,6 +116,8 @@ def _placed(entry: Located, path: str, origins: dict[str, str]) -> Located:
 
 
 def _layout(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> None:
+    if layout.tp == 1 and draft.asked("tensor_parallel.autotp_size") == 0:
+        draft.drop("tensor_parallel.autotp_size")  # DeepSpeed's way of saying none
     if layout.tp > 1 or draft.asked("tensor_parallel.autotp_size") is not None:
         draft.argument("tensor_parallel.autotp_size", layout.tp, "tensor_parallel_size")
     for path, name in (
@@ -249,6 +255,11 @@ def _scheduler(draft: Draft, args: TrainingArguments, total_steps: int | None) -
     """DeepSpeed's own schedule, where the file has one; ours is not written into the configuration."""
     kind = draft.asked("scheduler.type")
     if kind is None:
+        if draft.mentions("scheduler"):
+            draft.problems.append(
+                f"{draft.first_place('scheduler')}: scheduler has no type. Name one of DeepSpeed's, or leave scheduler "
+                "out and set lr_scheduler_type."
+            )
         return
     if args.given("lr_scheduler_type"):
         draft.problems.append(

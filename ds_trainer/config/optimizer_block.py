@@ -33,6 +33,7 @@ def write_optimizer(draft: Draft, args: TrainingArguments, device: str, client_o
             draft.derive("zero_force_ds_cpu_optimizer", False, client_optimizer)
         return
     kind = _type(draft, args)
+    _wrong_numbers(draft, kind)
     for name, fields in kind.arguments:
         values = [getattr(args, field) for field in fields]
         draft.argument(f"{_PARAMS}.{name}", values if len(values) > 1 else values[0], *fields)
@@ -97,10 +98,27 @@ def _optimizer_arguments(draft: Draft, args: TrainingArguments, kind: OptimizerT
             draft.argument(f"{_PARAMS}.{name}", value, "optim_args")
 
 
+def _wrong_numbers(draft: Draft, kind: OptimizerType) -> None:
+    """Note parameters that are no numbers, and leave them out of the comparison with the arguments."""
+    for name, fields in kind.arguments:
+        value = draft.asked(f"{_PARAMS}.{name}")
+        if value is None:
+            continue
+        numbers = value if len(fields) > 1 and isinstance(value, list) else [value]
+        right = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+        if not right or len(numbers) != len(fields):
+            entry = draft.drop(f"{_PARAMS}.{name}")
+            assert entry is not None
+            wanted = "a number" if len(fields) == 1 else f"a list of {len(fields)} numbers"
+            draft.problems.append(f"{entry.where}: {_PARAMS}.{name}={json.dumps(value)} must be {wanted}.")
+
+
 def _unknown_parameters(draft: Draft, kind: OptimizerType) -> None:
     known = kind.own | {name for name, _ in kind.arguments}
     for name, entry in draft.below(_PARAMS):
-        if name not in known:
+        if name not in known and entry.value == AUTO:
+            draft.drop(f"{_PARAMS}.{name}")  # a template for several optimizers
+        elif name not in known:
             instead = " Set gradient_clipping (max_grad_norm)." if name == "max_grad_norm" else ""
             draft.problems.append(
                 f"{entry.where}: {kind.name} has no parameter '{name}'.{instead or did_you_mean(name, known)} Known "

@@ -11,29 +11,20 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
-from ds_trainer.utils.errors import did_you_mean
+from ds_trainer.config.schema_values import AUTO, complaint, shown
+from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, write_text_atomic
 
 SNAPSHOT = Path(__file__).with_name("deepspeed_schema.json")
-_FORMAT = 1  # of the description; part of the name of cached ones
-AUTO = "auto"
-_WORDS = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "list": "a list",
-    "dict": "a mapping",
-    "section": "a mapping",
-}
+_FORMAT = 2  # of the description; part of the name of cached ones
 
 
 @dataclass(frozen=True)
@@ -44,10 +35,15 @@ class Field:
         kind: bool, int, float, str, list, dict (taken as it is), any or section.
         nullable: whether ``null`` is allowed.
         default: DeepSpeed's default; None where it has none.
-        choices: allowed values, compared without regard to case.
+        choices: allowed values.
+        any_case: whether ``choices`` are compared without regard to case.
         minimum, maximum: inclusive limits.
         above, below: exclusive limits.
+        items: what the entries of a list must be; None for anything.
+        listed: whether a list of such values is as good as one.
+        required: whether it must be given.
         replaced_by: what to use instead of a deprecated key.
+        refused: why a file must not have it; the end of a sentence that begins with the key.
         auto_is_a_value: whether ``"auto"`` means something to DeepSpeed itself.
         aliases: other names of the keys of a section, to the one that we print.
         fields: keys of a section.
@@ -58,11 +54,16 @@ class Field:
     nullable: bool = False
     default: Any = None
     choices: tuple[Any, ...] = ()
+    any_case: bool = False
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    items: Field | None = None
+    listed: bool = False
+    required: bool = False
     replaced_by: str | None = None
+    refused: str | None = None
     auto_is_a_value: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -71,9 +72,16 @@ class Field:
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Field:
         """The field of its description as plain data."""
-        inside = {name: cls.read(below) for name, below in values.get("fields", {}).items()}
-        rest = {name: value for name, value in values.items() if name not in ("fields", "choices")}
-        return cls(**rest, choices=tuple(values.get("choices", ())), fields=inside)
+        rest = {name: value for name, value in values.items() if name not in ("fields", "choices", "items")}
+        return cls(
+            **rest,
+            choices=tuple(values.get("choices", ())),
+            items=cls.read(values["items"]) if "items" in values else None,
+            fields={name: cls.read(below) for name, below in values.get("fields", {}).items()},
+        )
+
+
+_LEAF = Field("any")
 
 
 class Schema:
@@ -81,13 +89,22 @@ class Schema:
 
     Args:
         description: what :mod:`ds_trainer.config.schema_build` wrote.
+
+    Attributes:
+        version: of DeepSpeed.
+        root: the section that is the whole configuration.
+        removed: keys that DeepSpeed no longer has, by path, with what replaced them.
+        types: ``optimizer`` and ``scheduler``: the parameters of each type, as a section by the type's name.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         self.version: str = description["deepspeed"]
         self.root = Field.read(description["root"])
         self.removed: dict[str, str] = description["removed"]
-        self.schedulers: dict[str, list[str]] = description["schedulers"]
+        self.types = {
+            what: {name: Field.read(params) for name, params in kinds.items()}
+            for what, kinds in description["types"].items()
+        }
 
     def field(self, path: str) -> Field | None:
         """The field at a dotted ``path``; None where there is none."""
@@ -118,68 +135,88 @@ class Schema:
     # -- walking --------------------------------------------------------------------------------------------------
 
     def _section(self, entry: Located, section: Field, path: str) -> Iterator[tuple[str, str]]:
-        given: dict[str, str] = {}
+        given: dict[str, tuple[str, str]] = {}
         for key, below in entry.value.items():
             full = f"{path}.{key}" if path else key
             name = section.aliases.get(key, key)
-            if full in self.removed:
-                yield full, f"{below.where}: {full} was removed from DeepSpeed. {self.removed[full]}"
+            gone = f"{path}.{name}" if path else name
+            if gone in self.removed:
+                yield full, f"{below.where}: {full} was removed from DeepSpeed. {self.removed[gone]}"
             elif name not in section.fields:
                 if not section.open:
                     yield full, f"{below.where}: unknown key {full}.{self._hint(key, section, path)}"
             elif name in given:
-                yield full, f"{below.where}: {full} is another name of {given[name]}; keep one of them."
+                other, where = given[name]
+                yield full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them."
             else:
-                given[name] = full
+                given[name] = (full, below.where)
                 yield from self._value(below, section.fields[name], full)
-        if path == "scheduler":
-            yield from self._scheduler(entry)
+        if path in self.types:
+            yield from self._typed(entry, path)
 
     def _value(self, entry: Located, wanted: Field, path: str) -> Iterator[tuple[str, str]]:
-        value = entry.value
         if wanted.replaced_by is not None:
             yield path, f"{entry.where}: {path} is no longer used. {wanted.replaced_by}"
-        elif value is None:
-            if not wanted.nullable and wanted.kind != "section":
-                yield path, f"{entry.where}: {path}=null must be {_expected(wanted)}; leave it out for the default."
-        elif wanted.kind == "section":
-            if isinstance(value, dict):
-                yield from self._section(entry, wanted, path)
-            else:
-                yield path, f"{entry.where}: {path}={_shown(entry)} must be a mapping such as {_example(wanted)}."
-        elif value == AUTO:
+        elif wanted.refused is not None:
+            if entry.value not in (None, AUTO):  # those say nothing
+                yield path, f"{entry.where}: {path} {wanted.refused}."
+        elif wanted.kind != "section":
+            yield from ((path, sentence) for sentence in complaint(entry, wanted, path))
+        elif isinstance(entry.value, dict):
+            yield from self._section(entry, wanted, path)
+        elif entry.value is not None:
+            yield path, f"{entry.where}: {path}={shown(entry)} must be a mapping such as {_example(wanted)}."
+
+    def _typed(self, entry: Located, what: str) -> Iterator[tuple[str, str]]:
+        """What is wrong with the type and the parameters of an optimizer or schedule.
+
+        Which optimizers and parameters work here, fewer than DeepSpeed takes, is the compiler's business, so that it
+        is said together with what contradicts the arguments.
+        """
+        kind, params = entry.value.get("type"), entry.value.get("params")
+        if kind is None or not isinstance(kind.value, str) or kind.value == AUTO:
             return
-        elif not _fits(entry.plain(), wanted):
-            hint = _choice_hint(value, wanted)
-            yield path, f"{entry.where}: {path}={_shown(entry)} must be {_expected(wanted)}.{hint}"
+        kinds = self.types[what]
+        if what == "optimizer":
+            name = next((known for known in kinds if known.lower() == kind.value.lower()), None)
+        elif kind.value in kinds:
+            name = kind.value
+        else:
+            near = did_you_mean(kind.value, kinds)
+            yield what, f"{kind.where}: {what}.type={shown(kind)} is not one of {', '.join(kinds)}.{near}"
+            return
+        if name is None or (params is not None and not isinstance(params.value, dict)):
+            return
+        given = params.value if params is not None else {}
+        for key, below in given.items():
+            field = kinds[name].fields.get(key)
+            if field is not None:
+                yield from self._value(below, field, f"{what}.params.{key}") if below.value is not None else ()
+            elif what == "scheduler":
+                near = did_you_mean(key, kinds[name].fields)
+                yield f"{what}.params.{key}", f"{below.where}: {name} has no parameter '{key}'.{near}"
+        for key, field in kinds[name].fields.items():
+            if field.required and (key not in given or given[key].value is None):
+                yield what, f"{kind.where}: {what}.type={shown(kind)} needs {what}.params.{key}; add it."
 
     def _hint(self, key: str, section: Field, path: str) -> str:
         homes = [home for home in _homes(self.root, key, "") if home != path]
         if len(homes) == 1:
             return f" It belongs in {homes[0]}." if homes[0] else " It belongs at the top level."
+        if key in TrainingArguments.__dataclass_fields__:
+            return " It is an argument, not a key of DeepSpeed."
+        if key in _OF_OPTIMIZERS and path != "optimizer.params":
+            return " It belongs in optimizer.params."
         near = did_you_mean(key, [*section.fields, *section.aliases])
         if near:
             return near
+        if 1 < len(homes) <= 3 and all(homes):
+            return f" It belongs in {' or '.join(homes)}."
         known = ", ".join(section.fields)
         return f" Known keys are {known}." if len(section.fields) <= 12 else ""
 
-    def _scheduler(self, entry: Located) -> Iterator[tuple[str, str]]:
-        kind, params = entry.value.get("type"), entry.value.get("params")
-        if kind is None or not isinstance(kind.value, str) or kind.value == AUTO:
-            return
-        if kind.value not in self.schedulers:
-            near = did_you_mean(kind.value, self.schedulers)
-            known = ", ".join(self.schedulers)
-            yield "scheduler", f"{kind.where}: scheduler.type={_shown(kind)} is not one of {known}.{near}"
-        elif params is not None and isinstance(params.value, dict):
-            known_params = self.schedulers[kind.value]
-            for name, below in params.value.items():
-                if name not in known_params:
-                    near = did_you_mean(name, known_params)
-                    yield f"scheduler.params.{name}", f"{below.where}: {kind.value} has no parameter '{name}'.{near}"
 
-
-_LEAF = Field("any")
+_OF_OPTIMIZERS = ("lr", "betas", "eps", "momentum")
 
 
 def _homes(section: Field, key: str, path: str) -> Iterator[str]:
@@ -191,67 +228,11 @@ def _homes(section: Field, key: str, path: str) -> Iterator[str]:
             yield from _homes(below, key, f"{path}.{name}" if path else name)
 
 
-def _fits(value: Any, wanted: Field) -> bool:
-    if not _has_kind(value, wanted.kind):
-        return False
-    if wanted.choices:
-        return _lower(value) in [_lower(choice) for choice in wanted.choices]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (
-            (wanted.minimum is None or value >= wanted.minimum)
-            and (wanted.maximum is None or value <= wanted.maximum)
-            and (wanted.above is None or value > wanted.above)
-            and (wanted.below is None or value < wanted.below)
-        )
-    return True
-
-
-def _has_kind(value: Any, kind: str) -> bool:
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind in ("int", "float"):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return False
-        return kind == "float" or float(value).is_integer()
-    types: dict[str, type] = {"str": str, "list": list, "dict": dict}
-    return isinstance(value, types.get(kind, object))
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _expected(wanted: Field) -> str:
-    if wanted.choices:
-        return f"one of {', '.join(json.dumps(choice) for choice in wanted.choices)}"
-    words = _WORDS.get(wanted.kind, wanted.kind)
-    limits = [
-        f"{phrase} {limit:g}"
-        for phrase, limit in (
-            ("at least", wanted.minimum),
-            ("at most", wanted.maximum),
-            ("above", wanted.above),
-            ("below", wanted.below),
-        )
-        if limit is not None
-    ]
-    return " ".join([words, " and ".join(limits)]).strip()
-
-
-def _choice_hint(value: Any, wanted: Field) -> str:
-    return did_you_mean(value, [str(choice) for choice in wanted.choices]) if isinstance(value, str) else ""
-
-
-def _shown(entry: Located) -> str:
-    text = json.dumps(entry.plain(), default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _example(section: Field) -> str:
-    name, below = next(iter(section.fields.items()), (None, None))
-    if below is None:
-        return "{...}"
-    return json.dumps({name: True if below.kind == "bool" else below.default})
+    """A mapping to copy from: the switch of the section, or its first key."""
+    name, below = next(iter(section.fields.items()), ("lr", _LEAF))
+    value = True if below.kind == "bool" else below.default
+    return json.dumps({name: value if value is not None else 1})
 
 
 # -- where the description is ----------------------------------------------------------------------------------------
@@ -259,26 +240,38 @@ def _example(section: Field) -> str:
 
 @functools.cache
 def load_schema() -> Schema:
-    """The schema of the installed DeepSpeed (of the pinned one where none is installed)."""
+    """The schema of the installed DeepSpeed (of the pinned one where none is installed).
+
+    Raises:
+        ConfigError: a DeepSpeed is installed that is built too differently to be described.
+    """
     snapshot = read_json(SNAPSHOT)
     try:
         installed = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         installed = snapshot["deepspeed"]
-    return Schema(snapshot if installed == snapshot["deepspeed"] else _of_version(installed))
+    return Schema(snapshot if installed == snapshot["deepspeed"] else _of_version(installed, snapshot["deepspeed"]))
 
 
-def _of_version(version: str) -> Any:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _of_version(version: str, pinned: str) -> Any:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     path = base / "ds_trainer" / f"deepspeed-{version}-{_FORMAT}.json"
     try:
-        return read_json(path)
-    except (OSError, ValueError):
-        from ds_trainer.config.schema_build import build_schema
+        kept = read_json(path)
+        Schema(kept)
+        return kept
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass  # not there, or not ours: it is made anew and written over
+    from ds_trainer.config.schema_build import build_schema
 
-        description = build_schema()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        description = build_schema()
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"deepspeed {version} is installed, whose configuration cannot be read ({type(error).__name__}: {error}). "
+            f"Run pip install deepspeed=={pinned}."
+        ) from error
+    try:
         write_text_atomic(path, json.dumps(description))
     except OSError:  # a read-only home costs the time again, nothing else
         return description

@@ -1,43 +1,175 @@
 """Builds the description of DeepSpeed's configuration from DeepSpeed itself.
 
 ``python -m ds_trainer.config.schema_build`` rewrites the one in this folder. The only module of this floor that imports
-deepspeed. Pydantic models are walked; classes without a model are asked for the attributes of an empty configuration;
-keys that DeepSpeed reads one by one are listed by hand (sources: ``runtime/config.py``, ``runtime/constants.py``).
+deepspeed. Three sources, each filling what the one before leaves open: what ``DeepSpeedConfig`` asks an empty mapping
+for, its pydantic models, and for what neither says (choices, limits, types behind a default of None) the table below.
 """
 
 from __future__ import annotations
 
-import enum
-import inspect
 import json
 import re
-import types
-import typing
-from pathlib import Path
 from typing import Any
 
-_DTYPES = ["fp32", "fp16", "bf16"]
-_LONG_DTYPES = [*_DTYPES, "float32", "float16", "bfloat16", "torch.float32", "torch.float16", "torch.bfloat16"]
+from ds_trainer.config.schema_classic import Asked, describe_asked, describe_callables
+from ds_trainer.config.schema_models import describe_model, section
 
-# "auto" is a value of DeepSpeed's own here, not a request to us.
-_AUTO_IS_A_VALUE = {
-    "zero_optimization.zenflow.select_strategy",
-    "zero_optimization.zenflow.select_interval",
-    "zero_optimization.zenflow.update_interval",
-    "data_types.keep_in_fp32_modules",
-    "pipeline.stages",
-    "expert_parallel.score_apply",
-    "expert_parallel.combine_impl",
-    "expert_parallel.row_weighting_impl",
-    "expert_parallel.score_func",
-    "expert_parallel.top_k",
-    "expert_parallel.routed_scaling_factor",
+# Limits and types that DeepSpeed checks in code or only documents, by path. "auto" says that the word has a meaning of
+# its own there; any_case that DeepSpeed changes the case itself.
+_AT_LEAST_1 = {"kind": "int", "minimum": 1}
+_AT_LEAST_0 = {"kind": "int", "minimum": 0}
+_TEXT = {"kind": "str", "nullable": True}
+_NUMBER = {"kind": "int", "minimum": 1, "nullable": True}
+_AUTO = {"auto_is_a_value": True}
+_COMMUNICATION = {"kind": "str", "choices": ["fp32", "fp16", "bf16"], "any_case": True, "nullable": True}
+
+
+def _known(runtime: Any) -> dict[str, dict[str, Any]]:
+    from deepspeed.module_inject.auto_ep_config import EXPERT_ACTIVATIONS, PRESET_MODELS
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.model_checkpointing import constants as writer
+    from deepspeed.utils.logging import log_levels
+
+    dtypes = [name for each in ("fp32", "fp16", "bf16") for name in runtime.DtypeEnum[each]._all_values[1:]]
+    dtype = {"kind": "str", "choices": dtypes, "nullable": True}
+    zenflow, expert = "zero_optimization.zenflow", "expert_parallel"
+    return {
+        "train_batch_size": _AT_LEAST_1,
+        "train_micro_batch_size_per_gpu": _AT_LEAST_1,
+        "gradient_accumulation_steps": _AT_LEAST_1,
+        "steps_per_print": _NUMBER,
+        "communication_data_type": _COMMUNICATION,
+        "seq_parallel_communication_data_type": _COMMUNICATION,
+        "gradient_predivide_factor": {"above": 0},
+        "gradient_allreduce_op": {"choices": list(constants.GRADIENT_ALLREDUCE_OP_SUPPORTED), "any_case": True},
+        "gradient_clipping": {"minimum": 0},
+        "log_level": {"kind": "str", "choices": list(log_levels), "any_case": True, "nullable": True},
+        "vocabulary_size": _NUMBER,
+        "sequence_parallel_size": {**_AT_LEAST_1, "default": 1},
+        "torch_autocast.dtype": dtype,
+        "torch_autocast.lower_precision_safe_modules": {"kind": "list", "nullable": True, "items": {"kind": "str"}},
+        "data_types.grad_accum_dtype": dtype,
+        "data_types.param_dtype": dtype,
+        "data_types.buffer_dtype": dtype,
+        "data_types.keep_in_fp32_modules": {"kind": "list", "items": {"kind": "str"}, **_AUTO},
+        "pipeline.stages": {**_AT_LEAST_1, **_AUTO},
+        "pipeline.activation_checkpoint_interval": _AT_LEAST_0,
+        "zero_optimization.stage": {"default": 0},
+        "zero_optimization.cpu_offload_use_pin_memory": {
+            "replaced_by": "Set pin_memory in offload_param or offload_optimizer."
+        },
+        "fp16.loss_scale": {"minimum": 0},
+        "fp16.loss_scale_window": {"above": 0},
+        "fp16.min_loss_scale": {"above": 0},
+        f"{zenflow}.select_strategy": {"choices": ["auto", "step", "epoch"], **_AUTO},
+        f"{zenflow}.select_interval": {"kind": "int", **_AUTO},
+        f"{zenflow}.update_interval": {**_AT_LEAST_1, **_AUTO},
+        "tensor_parallel.autotp_size": {"minimum": 0},
+        "tensor_parallel.tp.tp_size": {"minimum": 1},
+        "activation_checkpointing.number_checkpoints": _NUMBER,
+        "flops_profiler.recompute_fwd_factor": {"minimum": 0},
+        "flops_profiler.profile_step": _AT_LEAST_1,
+        "flops_profiler.top_modules": _AT_LEAST_1,
+        "flops_profiler.output_file": _TEXT,
+        "aio.block_size": _AT_LEAST_1,
+        "aio.queue_depth": _AT_LEAST_1,
+        "aio.intra_op_parallelism": _AT_LEAST_1,
+        "checkpoint.tag_validation": {"choices": _title(writer.CHECKPOINT_TAG_VALIDATION_MODES), "any_case": True},
+        "checkpoint.writer.type": {"choices": _lower(writer.CHECKPOINT_WRITER_TYPES), "any_case": True},
+        "checkpoint.writer.io_buffer_size": _AT_LEAST_1,
+        "checkpoint.writer.io_multiplier": _AT_LEAST_1,
+        "checkpoint.writer.data_parallel": {
+            **_TEXT,
+            "choices": _lower(writer.CHECKPOINT_DATA_PARALLEL_UNITS),
+            "any_case": True,
+        },
+        "data_efficiency.data_sampling.num_epochs": _AT_LEAST_1,
+        "data_efficiency.data_sampling.num_workers": _AT_LEAST_0,
+        "data_efficiency.data_sampling.curriculum_learning": {"open": True},
+        "data_efficiency.data_sampling.dynamic_batching": {"open": True},
+        "data_efficiency.data_sampling.dynamic_batching.lr_scaling_method": {"choices": ["linear", "sqrt", "none"]},
+        "data_efficiency.data_sampling.dynamic_batching.min_batch_size": _AT_LEAST_1,
+        "data_efficiency.data_sampling.dynamic_batching.max_batch_size": _NUMBER,
+        "data_efficiency.data_sampling.dynamic_batching.sequence_picking_order": {
+            "choices": ["random", "seqlen", "dataloader"]
+        },
+        "data_efficiency.data_routing.random_ltd": {"open": True},
+        "autotuning.tuner_type": {"choices": ["gridsearch", "random", "model_based"]},
+        "autotuning.metric": {"choices": ["throughput", "latency", "flops"]},
+        "autotuning.metric_path": _TEXT,
+        "autotuning.model_info_path": _TEXT,
+        "autotuning.arg_mappings": {"kind": "dict", "nullable": True},
+        "autotuning.max_train_batch_size": _NUMBER,
+        "autotuning.model_info.num_params": _NUMBER,
+        "autotuning.model_info.hidden_size": _NUMBER,
+        "autotuning.model_info.num_layers": _NUMBER,
+        f"{expert}.autoep_size": _AT_LEAST_1,
+        f"{expert}.expert_tensor_parallel_size": _AT_LEAST_1,
+        f"{expert}.preset_model": {**_TEXT, "choices": list(PRESET_MODELS)},
+        f"{expert}.expert_activation": {**_TEXT, "choices": list(EXPERT_ACTIVATIONS)},
+        f"{expert}.score_apply": {"choices": ["auto", "pre", "post"], **_AUTO},
+        f"{expert}.combine_impl": {"choices": ["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"], **_AUTO},
+        f"{expert}.row_weighting_impl": {"choices": ["auto", "eager", "fused"], **_AUTO},
+        f"{expert}.gate_up_impl": {"choices": ["separate", "fused"]},
+        f"{expert}.comm_backend": {"choices": ["comm", "deepep"]},
+        f"{expert}.comm_num_sm": _AT_LEAST_1,
+        f"{expert}.comm_qp_margin": _AT_LEAST_0,
+        f"{expert}.comm_max_tokens_per_rank": _AT_LEAST_0,
+        f"{expert}.score_func": {"choices": ["auto", "softmax", "sigmoid"], **_AUTO},
+        f"{expert}.top_k": {**_AT_LEAST_1, **_AUTO},
+        f"{expert}.routed_scaling_factor": {"kind": "float", **_AUTO},
+        f"{expert}.num_expert_groups": _NUMBER,
+        f"{expert}.num_limited_groups": _NUMBER,
+        f"{expert}.route_norm": {"kind": "bool", "nullable": True},
+        f"{expert}.has_shared_experts": {"kind": "bool", "nullable": True},
+        f"{expert}.load_balance_coeff": {"refused": "is not supported by AutoEP; leave it out"},
+        **{
+            f"{expert}.{name}": _TEXT
+            for name in (
+                *("moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2", "expert_w3"),
+                *("num_experts_attr", "top_k_attr", "shared_experts_pattern", "shared_experts_gate_pattern"),
+            )
+        },
+    }
+
+
+# Read elsewhere than in DeepSpeedConfig, or by a package of its own (datastates), or only when something is on.
+_READ_ELSEWHERE: dict[str, dict[str, Any]] = {
+    "sequence_parallel_size": {},
+    "pipeline": section(
+        {
+            "stages": {"default": "auto"},
+            "partition": {"kind": "str", "default": "best"},
+            "seed_layers": {"kind": "bool", "default": False},
+            "activation_checkpoint_interval": {"default": 0},
+            "pipe_partitioned": {"kind": "bool", "default": True},
+            "grad_partitioned": {"kind": "bool", "default": True},
+            "use_reentrant": {"kind": "bool", "default": True},
+        }
+    ),
+    "datastates_ckpt": section(
+        {"host_cache_size": {"kind": "float", "minimum": 0}, "parser_threads": {"kind": "int", "minimum": 1}}
+    ),
+    "optimizer": section(
+        {
+            "type": {"kind": "str"},
+            "params": section({}, open_=True),
+            "legacy_fusion": {"kind": "bool", "default": False},
+        }
+    ),
+    "scheduler": section({"type": {"kind": "str"}, "params": section({}, open_=True)}),
 }
-# Removed or renamed before 0.19.8, so that DeepSpeed no longer says anything about them.
+
+# Gone or renamed before 0.19.8, so that DeepSpeed no longer says anything about them.
 _REMOVED_EARLIER = {
     "bfloat16": "Write bf16.",
-    "fp16.fp16_opt_level": "It was apex's; fp16.enabled is all that is needed.",
+    "allgather_size": "Write zero_optimization.allgather_bucket_size.",
+    "fp32_allreduce": 'Write communication_data_type: "fp32".',
+    "load_universal_checkpoint": "Write checkpoint.load_universal.",
     "zero_allow_comm_data_type": "Set communication_data_type.",
+    "fp16.fp16_opt_level": "It was apex's; fp16.enabled is all that is needed.",
+    "aio.thread_count": "Write aio.intra_op_parallelism.",
+    "zero_optimization.cpu_offload_params": 'Write offload_param: {"device": "cpu"}.',
     "zero_optimization.offload_optimizer.cpu_offload": 'Set zero_optimization.offload_optimizer.device to "cpu".',
 }
 
@@ -47,29 +179,49 @@ def build_schema() -> dict[str, Any]:
     import deepspeed
     from deepspeed.runtime import config as runtime
 
-    fields = {**_scalars(), **_modelled(), **_introspected(), **_by_hand()}
-    for name, path in [(path.rpartition(".")[2], path) for path in _AUTO_IS_A_VALUE]:
-        _at(fields, path.rpartition(".")[0])["fields"][name]["auto_is_a_value"] = True
     removed = {name: _without_link(text) for name, text in runtime._REMOVED_TOP_LEVEL_CONFIG_KEYS.items()}
     removed |= {
         f"zero_optimization.{name}": _without_link(text) for name, text in runtime._REMOVED_ZERO_CONFIG_KEYS.items()
     }
-    return {
-        "deepspeed": deepspeed.__version__,
-        "root": _section(dict(sorted(fields.items()))),
-        "removed": {**_REMOVED_EARLIER, **removed},
-        "schedulers": _schedulers(),
-    }
+    removed |= _REMOVED_EARLIER
+    found = describe_asked(_asked(runtime.DeepSpeedConfig))["fields"]
+    fields = {name: field for name, field in {**found, **_READ_ELSEWHERE, **_modelled()}.items() if name not in removed}
+    root = json.loads(json.dumps(section(dict(sorted(fields.items())))))  # shares no part with the tables
+    for path, more in _known(runtime).items():
+        field = _at(root, path)
+        if field is not None:  # another version may lack it
+            field.update(more)
+            if "kind" in more and not more.get("nullable"):
+                field.pop("nullable", None)
+    types = {"optimizer": _optimizers(), "scheduler": _schedulers()}
+    return {"deepspeed": deepspeed.__version__, "root": root, "removed": removed, "types": types}
 
 
-# -- pydantic models -------------------------------------------------------------------------------------------------
+def _asked(config: Any) -> Asked:
+    """What DeepSpeed asks a configuration for that has every section and nothing in any of them."""
+    sampling = Asked(curriculum_learning=Asked(), dynamic_batching=Asked())
+    routing = Asked(random_ltd=Asked())
+    asked = Asked(
+        train_micro_batch_size_per_gpu=1,
+        activation_checkpointing=Asked(),
+        aio=Asked(),
+        autotuning=Asked(model_info=Asked()),
+        checkpoint=Asked(parallel_write=Asked(), writer=Asked()),
+        data_efficiency=Asked(data_sampling=sampling, data_routing=routing),
+        data_types=Asked(),
+        expert_parallel=Asked(),
+        flops_profiler=Asked(),
+        torch_autocast=Asked(),
+    )
+    config(asked)
+    return asked
 
 
 def _modelled() -> dict[str, Any]:
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
     from deepspeed.runtime.config import HybridEngineConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -83,233 +235,93 @@ def _modelled() -> dict[str, Any]:
         "compile": CompileConfig,
         "comms_logger": CommsLoggerConfig,
         "hybrid_engine": HybridEngineConfig,
-        "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CSVConfig,
-        "comet": CometConfig,
         "tensor_parallel": TPTrainingConfig,
         "weight_quantization": WeightQuantConfig,
     }
-    found = {name: _model(model) for name, model in models.items()}
-    found["timers"] = _section({"throughput": _model(DeepSpeedThroughputTimerConfig)})
-    stage = found["zero_optimization"]["fields"]["stage"]
-    stage.update(kind="int", default=0, choices=[0, 1, 2, 3])
-    found["fp16"]["fields"]["loss_scale"]["minimum"] = 0  # checked by a validator, not by the model
-    for name in ("loss_scale_window", "min_loss_scale"):
-        found["fp16"]["fields"][name]["above"] = 0
+    found = {name: describe_model(model) for name, model in models.items()}
+    found.update(describe_model(DeepSpeedMonitorConfig)["fields"])  # its sections stand at the top level
+    found["timers"] = section({"throughput": describe_model(DeepSpeedThroughputTimerConfig)})
     return found
 
 
-def _model(model: Any) -> dict[str, Any]:
-    fields, aliases = {}, {}
-    for name, info in model.model_fields.items():
-        printed = info.alias or name
-        if printed != name:
-            aliases[name] = printed
-        fields[printed] = _of_hint(info.annotation)
-        fields[printed].update(_limits(info.metadata))
-        if fields[printed]["kind"] != "section":
-            default = None if info.is_required() else info.get_default(call_default_factory=True)
-            fields[printed]["default"] = _plain(default)
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-        if extra.get("deprecated"):
-            new = str(extra.get("new_param", ""))
-            fields[printed]["replaced_by"] = f"Use {_new_name(model, new)} instead." if new else "Leave it out."
-    return _section(fields, aliases)
+def _optimizers() -> dict[str, Any]:
+    """Parameters of every optimizer that the engine can build (``engine.py``, ``_configure_basic_optimizer``)."""
+    import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-
-def _new_name(model: Any, new: str) -> str:
-    info = model.model_fields.get(new)
-    name = info.alias or new if info is not None else new
-    return f'{name}: {{"device": "cpu"}}' if name in ("offload_param", "offload_optimizer") else name
-
-
-def _of_hint(hint: Any) -> dict[str, Any]:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        members = [_of_hint(member) for member in arguments if member is not type(None)]
-        nullable = {"nullable": True} if type(None) in arguments else {}
-        return {**(members[0] if len(members) == 1 else {"kind": "any"}), **nullable}
-    if origin is typing.Literal:
-        return {"kind": "str", "choices": list(arguments)}
-    if isinstance(hint, type) and hasattr(hint, "model_fields"):
-        return _model(hint)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        values = list(dict.fromkeys(member.value for member in hint))
-        return {"kind": "str", "choices": values} if isinstance(values[0], str) else {"kind": "any"}
-    for kind, known in (("bool", bool), ("int", int), ("float", float), ("list", list | tuple), ("dict", dict)):
-        if isinstance(origin or hint, type) and issubclass(origin or hint, known):
-            return {"kind": kind}
-    if isinstance(hint, type) and issubclass(hint, str | Path):
-        return {"kind": "str"}
-    return {"kind": "any"}
-
-
-def _limits(metadata: list[Any]) -> dict[str, Any]:
-    names = {"ge": "minimum", "le": "maximum", "gt": "above", "lt": "below"}
-    return {ours: getattr(item, theirs) for item in metadata for theirs, ours in names.items() if hasattr(item, theirs)}
-
-
-# -- classes without a model -----------------------------------------------------------------------------------------
-
-
-def _introspected() -> dict[str, Any]:
-    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
-    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
-    from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-
-    nullable_numbers = {"number_checkpoints": "int", "output_file": "str"}
-    found = {}
-    for name, empty in (
-        ("flops_profiler", vars(DeepSpeedFlopsProfilerConfig({}))),
-        ("activation_checkpointing", vars(DeepSpeedActivationCheckpointingConfig({}))),
-        ("aio", AIO_DEFAULT_DICT),
-        ("expert_parallel", {key: value for key, value in vars(AutoEPConfig()).items() if not key.startswith("_")}),
-    ):
-        found[name] = _section({key: _of_default(value, nullable_numbers.get(key)) for key, value in empty.items()})
+    optim = torch.optim
+    classes: dict[str, tuple[Any, ...]] = {
+        name: (each,)
+        for name, each in vars(optim).items()
+        if isinstance(each, type) and issubclass(each, optim.Optimizer) and each is not optim.Optimizer
+    }
+    classes |= {each.__name__: (each, FusedAdam, DeepSpeedCPUAdam) for each in (optim.Adam, optim.AdamW)}
+    classes |= {"Adagrad": (optim.Adagrad, DeepSpeedCPUAdagrad), "Lamb": (FusedLamb,)}
+    classes |= {"Lion": (FusedLion, DeepSpeedCPULion)}
+    classes |= {"MuAdam": (optim.Adam,), "MuAdamW": (optim.AdamW,), "MuSGD": (optim.SGD,)}
+    ours = ("params", "model_params", "adamw_mode", "set_grad_none", "max_grad_norm")  # set or refused by the engine
+    found = {name: describe_callables(each, ours) for name, each in sorted(classes.items())}
+    switch, number = {"kind": "bool", "default": False}, {"kind": "float"}
+    # Taken out by the engine before it makes an optimizer.
+    taken = {"torch_adam": switch, "adam_w_mode": {"kind": "bool", "default": True}, "fp32_optimizer_states": switch}
+    halves = dict.fromkeys((*DeepSpeedEngine._MUON_HALF_KEYS, "muon_lr", "adam_lr"), number) | {
+        "ns_method": {"kind": "str"}
+    }
+    adam_half = {name: found["Adam"]["fields"][name] for name in DeepSpeedEngine._ADAM_HALF_KEYS}
+    found["Muon"] = section({**halves, **adam_half, "foreach": found["Adam"]["fields"]["foreach"]})
+    for name in ("Adam", "AdamW", "Muon"):
+        found[name]["fields"] |= taken
     return found
 
 
-def _of_default(value: Any, kind: str | None = None) -> dict[str, Any]:
-    if value is None:
-        return {"kind": kind or "any", "nullable": True}
-    if value == "auto" or type(value) is object:  # a word or a number; a mark of something not given
-        return {"kind": "any", "default": value if value == "auto" else None}
-    return {"kind": type(value).__name__, "default": _plain(value)}
-
-
-# -- by hand ---------------------------------------------------------------------------------------------------------
-
-
-def _leaf(kind: str, default: Any = None, **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "default": default, **more}
-
-
-def _scalars() -> dict[str, Any]:
-    positive = {"minimum": 1}
-    return {
-        "train_batch_size": _leaf("int", **positive),
-        "train_micro_batch_size_per_gpu": _leaf("int", **positive),
-        "gradient_accumulation_steps": _leaf("int", **positive),
-        "managed_gradient_accumulation": _leaf("bool", True),
-        "steps_per_print": _leaf("int", nullable=True, **positive),
-        "dump_state": _leaf("bool", False),
-        "disable_python_gc": _leaf("bool", False),
-        "disable_allgather": _leaf("bool", False),
-        "communication_data_type": _leaf("str", choices=_DTYPES, nullable=True),
-        "seq_parallel_communication_data_type": _leaf("str", "fp32", choices=_DTYPES),
-        "prescale_gradients": _leaf("bool", False),
-        "gradient_predivide_factor": _leaf("float", 1.0, above=0),
-        "gradient_allreduce_op": _leaf("str", "mean", choices=["mean", "avg", "sum"]),
-        "gradient_clipping": _leaf("float", 1.0, minimum=0),
-        "zero_allow_untested_optimizer": _leaf("bool", False),
-        "zero_force_ds_cpu_optimizer": _leaf("bool", True),
-        "wall_clock_breakdown": _leaf("bool", False),
-        "memory_breakdown": _leaf("bool", False),
-        "dataloader_drop_last": _leaf("bool", False),
-        "log_level": _leaf("str", nullable=True),
-        "use_data_before_expert_parallelism": _leaf("bool", False),
-        "vocabulary_size": _leaf("int", nullable=True, **positive),
-        "sequence_parallel_size": _leaf("int", 1, **positive),
-    }
-
-
-def _by_hand() -> dict[str, Any]:
-    dtype = _leaf("str", choices=_LONG_DTYPES, nullable=True)
-    writer = {
-        "type": _leaf("str", "fast", choices=["mock", "python", "fast"]),
-        "decoupled": _leaf("bool", False),
-        "io_buffer_size": _leaf("int", 64_000_000, minimum=1),
-        "io_buffer_double": _leaf("bool", True),
-        "show_statistics": _leaf("bool", False),
-        "data_parallel": _leaf("str", nullable=True, choices=["replica", "socket", "machine"]),
-        "io_multiplier": _leaf("int", 1, minimum=1),
-    }
-    return {
-        "optimizer": _section(
-            {"type": _leaf("str"), "params": _section({}, open_=True), "legacy_fusion": _leaf("bool", False)}
-        ),
-        "scheduler": _section({"type": _leaf("str"), "params": _section({}, open_=True)}),
-        "torch_autocast": _section(
-            {
-                "enabled": _leaf("bool", False),
-                "dtype": dict(dtype),
-                "lower_precision_safe_modules": _leaf("list", nullable=True),
-            }
-        ),
-        "data_types": _section(
-            {
-                "grad_accum_dtype": dict(dtype),
-                "param_dtype": dict(dtype),
-                "buffer_dtype": dict(dtype),
-                "keep_in_fp32_modules": _leaf("any", "auto"),
-            }
-        ),
-        "checkpoint": _section(
-            {
-                "tag_validation": _leaf("str", "Warn", choices=["Ignore", "Warn", "Fail"]),
-                "checkpoint_serialization": _leaf("bool", True),
-                "load_universal": _leaf("bool", False),
-                "use_node_local_storage": _leaf("bool", False),
-                "parallel_write": _section({"pipeline_stage": _leaf("bool", False)}),
-                "writer": _section(writer),
-            }
-        ),
-        "pipeline": _section(
-            {
-                "stages": _leaf("any", "auto"),
-                "partition": _leaf("str", "best"),
-                "seed_layers": _leaf("bool", False),
-                "activation_checkpoint_interval": _leaf("int", 0, minimum=0),
-                "pipe_partitioned": _leaf("bool", True),
-                "grad_partitioned": _leaf("bool", True),
-            }
-        ),
-        "datastates_ckpt": _section({"host_cache_size": _leaf("float", 0, minimum=0), "parser_threads": _leaf("int")}),
-        # Not run by the Trainer (see the rules); what is inside is DeepSpeed's business.
-        "autotuning": _section({"enabled": _leaf("bool", False)}, open_=True),
-        "data_efficiency": _section({"enabled": _leaf("bool", False)}, open_=True),
-    }
-
-
-def _schedulers() -> dict[str, list[str]]:
+def _schedulers() -> dict[str, Any]:
     from deepspeed.runtime import lr_schedules
 
-    ignored = ("self", "optimizer", "last_batch_iteration")
-    return {
-        name: [
-            parameter
-            for parameter in inspect.signature(getattr(lr_schedules, name).__init__).parameters
-            if parameter not in ignored
-        ]
-        for name in lr_schedules.VALID_LR_SCHEDULES
+    ignored = ("optimizer", "last_batch_iteration")
+    found = {
+        name: describe_callables([getattr(lr_schedules, name).__init__], ignored)
+        for name in sorted(lr_schedules.VALID_LR_SCHEDULES)
     }
+    for kind in found.values():
+        for name, field in kind["fields"].items():
+            if name.endswith(("_lr", "_mom")):  # one value, or one for each parameter group
+                field.update(kind="float", listed=True)
+        for name, more in {
+            "total_num_steps": _AT_LEAST_1,
+            "warmup_num_steps": _AT_LEAST_1,
+            "lr_range_test_step_size": _AT_LEAST_1,
+            "cycle_first_step_size": _AT_LEAST_1,
+            "cycle_second_step_size": _NUMBER,
+            "cycle_first_stair_count": _AT_LEAST_0,
+            "cycle_second_stair_count": {**_AT_LEAST_0, "nullable": True},
+            "decay_step_size": _AT_LEAST_0,
+            "warmup_type": {"choices": [lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE]},
+        }.items():
+            if name in kind["fields"]:
+                kind["fields"][name].update(more)
+    return found
 
 
 # -- small things ----------------------------------------------------------------------------------------------------
 
 
-def _section(fields: dict[str, Any], aliases: dict[str, str] | None = None, open_: bool = False) -> dict[str, Any]:
-    more: dict[str, Any] = {"aliases": aliases} if aliases else {}
-    return {"kind": "section", "fields": fields, **more, **({"open": True} if open_ else {})}
-
-
-def _at(fields: dict[str, Any], path: str) -> dict[str, Any]:
-    section: dict[str, Any] = {"fields": fields}
+def _at(root: dict[str, Any], path: str) -> Any:
+    found: Any = root
     for name in path.split("."):
-        section = section["fields"][name]
-    return section
+        found = (found or {}).get("fields", {}).get(name)
+    return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int(value)  # DeepSpeed's integers print themselves with commas
-    return value if value is None or isinstance(value, bool | float | str | dict) else str(value)
+def _lower(names: list[str]) -> list[str]:
+    return [name.lower() for name in names]
+
+
+def _title(names: list[str]) -> list[str]:
+    return [name.title() for name in names]
 
 
 def _without_link(text: str) -> str:

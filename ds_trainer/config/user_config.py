@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hjson
-from hjson.decoder import JSONArray, JSONObject, make_scanner, scantfnns
+from hjson.decoder import JSONArray, JSONObject, getNext, make_scanner, scantfnns
 from hjson.scanner import linecol
 
 from ds_trainer.arguments.yaml_reader import Located
@@ -21,6 +21,7 @@ from ds_trainer.utils.errors import ConfigError
 
 _NAME = "deepspeed"
 _LINES = "'''"
+_WHOLE_BELOW = 1e10  # hjson's limit
 _Scan = Callable[[str, int], tuple[Any, int]]
 # How hjson's messages begin, and what is said instead ({char} is the character that it stopped at).
 _SYNTAX = {
@@ -103,6 +104,8 @@ def _located(value: Any, path: str) -> Located:
         return Located([_located(entry, path) for entry in value], path)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE_BELOW:
+        value = int(value)  # as hjson reads it from a file: DeepSpeed refuses 10.0 steps
     if value is not None and not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{path}={value!r} is a {type(value).__name__}; write a number, a text, true, false or null.")
     return Located(value, path)
@@ -161,10 +164,14 @@ class _Decoder(hjson.HjsonDecoder):
         without_braces: bool = False,
     ) -> tuple[Located, int]:
         starts: list[int] = []
+        end = state[1]
 
         def scan(text: str, start: int) -> tuple[Any, int]:
-            starts.append(text.rfind(":", 0, start + 1))  # the key's line is where a reader looks
-            return scan_once(text, start)
+            nonlocal end
+            char, key = getNext(text, end)  # the key's line is where a reader looks
+            starts.append(getNext(text, key + 1)[1] if char == "," else key)
+            value, end = scan_once(text, start)
+            return value, end
 
         pairs, end = JSONObject(state, encoding, strict, scan, None, list, memo, without_braces)
         entries: dict[str, Located] = {}

@@ -313,6 +313,6 @@ def test_shown_elsewhere(name: str) -> None:
 
 
 def test_what_is_for_scripts_says_so() -> None:
-    topics = {f.name: f.metadata["topic"] for f in dataclasses.fields(Arguments)}
+    topics = Arguments.topics()
     scripts = {n for n, kind in FIELDS.items() if isinstance(kind, ForScripts)}
     assert {n for n, topic in topics.items() if topic.startswith("For scripts")} == scripts

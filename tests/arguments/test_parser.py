@@ -157,6 +157,18 @@ def test_training_arguments_are_the_same_as_those_of_transformers() -> None:
     assert different == {}
 
 
+def test_the_parser_of_transformers_takes_them_too() -> None:
+    """A script may change one import and keep the other."""
+    import transformers
+
+    words = ["--output_dir", "o", "--learning_rate", "2e-5", "--bf16", "--zero_stage", "2", "--optim", "sgd"]
+    (args,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        words, look_for_args_file=False
+    )
+    assert isinstance(args, TrainingArguments)
+    assert (args.learning_rate, args.bf16, args.zero_stage, args.optim) == (2e-5, True, 2, "sgd")
+
+
 def test_places_of_values(tmp_path: Path) -> None:
     args = parse("--output_dir o --bf16")
     assert args.where("bf16") == "command line" and args.where("fp16") == "default"
@@ -241,7 +253,7 @@ def test_help_groups_by_topic(capsys: pytest.CaptureFixture[str]) -> None:
         HfArgumentParser([TrainingArguments, Model], prog="train.py").parse_args(["--help"])
     assert done.value.code == 0
     text = capsys.readouterr().out
-    topics = dict.fromkeys(item.metadata["topic"] for item in dataclasses.fields(TrainingArguments))
+    topics = dict.fromkeys(TrainingArguments.topics().values())
     places = [text.index(f"\n{title}:\n") for title in topics]
     assert places == sorted(places)
     precision = text.split("\nPrecision:\n")[1].split("\n\n")[0]

@@ -49,8 +49,10 @@ def test_names_and_defaults_are_those_of_transformers(name: str) -> None:
 
 def test_every_field_has_help_and_a_topic() -> None:
     fields = dataclasses.fields(Seq2SeqTrainingArguments)
-    assert all(f.metadata["help"].endswith(".") and f.metadata["topic"] for f in fields)
-    assert 10 <= len({f.metadata["topic"] for f in fields}) <= 20
+    topics = Seq2SeqTrainingArguments.topics()
+    assert all(f.metadata["help"].endswith(".") for f in fields)
+    assert list(topics) == [f.name for f in fields]
+    assert 10 <= len(set(topics.values())) <= 20
 
 
 def test_methods_of_the_reference_are_there() -> None:

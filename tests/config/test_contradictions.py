@@ -122,6 +122,18 @@ def test_auto_that_nothing_decides_is_deepspeeds_default() -> None:
     assert str(config.origin("zero_optimization.sub_group_size")).startswith("default: DeepSpeed's, for auto")
 
 
+def test_auto_for_a_parameter_that_the_optimizer_lacks_says_nothing() -> None:
+    """So one file serves several optimizers."""
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    config = compiled(deepspeed={"optimizer": {"type": "SGD", "params": params}})
+    assert set(config.get("optimizer.params")) == {"lr", "weight_decay"}
+
+
+def test_tensor_parallelism_of_size_zero_is_none() -> None:
+    config = compiled(deepspeed={"tensor_parallel": {"autotp_size": 0}})
+    assert "tensor_parallel" not in config
+
+
 def test_auto_that_is_a_value_stays() -> None:
     config = compiled(deepspeed={"data_types": {"keep_in_fp32_modules": "auto"}})
     assert config.get("data_types.keep_in_fp32_modules") == "auto"

@@ -154,6 +154,14 @@ EXAMPLES: dict[str, Example] = {
     "optimizer-without-cpu-version": Example(
         {"optim": "sgd", "offload_optimizer": "cpu"}, {"deepspeed": {"zero_force_ds_cpu_optimizer": False}}
     ),
+    "torch-adam-parameters": Example(
+        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}},
+        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"bias_correction": False, "torch_adam": False}}}},
+    ),
+    "deepspeed-adam-parameters": Example(
+        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"foreach": True, "torch_adam": False}}}},
+        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"foreach": True}}}},
+    ),
     "untested-optimizer": Example(
         {"optim": "sgd", "zero_stage": 1, "deepspeed": {"zero_allow_untested_optimizer": False}}, {"zero_stage": 0}
     ),

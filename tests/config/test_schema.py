@@ -205,7 +205,7 @@ def test_another_version_is_asked_once(tmp_path: Path, monkeypatch: pytest.Monke
         newer = load_schema()
         assert newer.problems(Located({"brand_new_key": Located(True, "x")}, "x")) == []
     assert built == [1]
-    assert [path.name for path in (tmp_path / "ds_trainer").iterdir()] == ["deepspeed-0.99.0-1.json"]
+    assert [path.name for path in (tmp_path / "ds_trainer").iterdir()] == ["deepspeed-0.99.0-2.json"]
     monkeypatch.undo()
     load_schema.cache_clear()
     assert isinstance(load_schema(), Schema)

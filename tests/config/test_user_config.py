@@ -79,6 +79,15 @@ def test_text_and_mappings() -> None:
     assert read_user_config({})[0].plain() == {}
 
 
+def test_whole_numbers_are_integers_from_mappings_too() -> None:
+    root, _ = read_user_config({"steps": 10.0, "ratio": 0.5, "sizes": [5e8]})
+    assert [type(entry) for entry in (root.plain()["steps"], root.plain()["ratio"], root.plain()["sizes"][0])] == [
+        int,
+        float,
+        int,
+    ]
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_bytes(b'\xef\xbb\xbf{"bf16": {}}')
     assert read_user_config(tmp_path / "ds.json")[0].plain() == {"bf16": {}}
@@ -100,11 +109,12 @@ def test_the_home_directory_and_windows_line_ends(tmp_path: Path, monkeypatch: p
 
 
 def test_the_line_is_that_of_the_key() -> None:
-    root, _ = read_user_config('{"bf16"\n:\n{"enabled":\n\n true}, list: [\n1\n]}')
+    """Not of its colon, of its value, or of a comment between."""
+    root, _ = read_user_config('{"bf16"\n:\n{"enabled": // not: here\n\n true} /* nor: here\n*/ , # x\n list: [\n1\n]}')
     assert [at(root, path).where for path in ("bf16", "bf16.enabled", "list")] == [
-        "deepspeed:2",
+        "deepspeed:1",
         "deepspeed:3",
-        "deepspeed:5",
+        "deepspeed:7",
     ]
 
 

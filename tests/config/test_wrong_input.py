@@ -58,7 +58,13 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
     (zero(gradient_clipping=1.0), "unknown key zero_optimization.gradient_clipping. It belongs at the top level."),
     ({"bf16": {"grad_accum_dtype": "fp32"}}, "bf16.grad_accum_dtype. It belongs in data_types."),
     ({"ratio": 0.5}, "unknown key ratio. It belongs in zero_optimization.offload_optimizer."),
+    ({"learning_rate": 1e-3}, "unknown key learning_rate. It is an argument, not a key of DeepSpeed."),
+    ({"lr": 1e-3}, "unknown key lr. It belongs in optimizer.params."),
     # of the wrong type
+    (optimizer(lr="5e-5"), 'optimizer.params.lr="5e-5" must be a number'),
+    (optimizer(betas=0.9), "optimizer.params.betas=0.9 must be a list"),
+    (optimizer(betas=[0.9]), "optimizer.params.betas=[0.9] must be a list of 2 numbers."),
+    ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler has no type."),
     (zero(stage="three"), 'zero_optimization.stage="three" must be one of 0, 1, 2, 3.'),
     (zero(stage="2"), 'zero_optimization.stage="2" must be one of 0, 1, 2, 3.'),
     (zero(stage=True), "zero_optimization.stage=true must be one of 0, 1, 2, 3."),
@@ -150,6 +156,7 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
         schedule("WarmupDecayLR", total_num_steps="auto", warmup_num_steps=1),
         'scheduler.params.total_num_steps="auto" in deepspeed.scheduler.params.total_num_steps needs the number',
     ),
+    (schedule("WarmupDecayLR", warmup_num_steps=1), "WarmupDecayLR"),
     # against the arguments' defaults
     (
         {"gradient_clipping": 0.5},

@@ -214,3 +214,46 @@ def test_none_of_them_reaches_torch_or_deepspeed(tmp_path: Path) -> None:
     )
     assert json.loads(done.stdout) == [[2] * len(ROWS), []]
     assert done.stderr.count("ds-trainer: ") == len(ROWS)
+
+
+SETTLED = [
+    ("deepspeed: {gradient_clipping: auto}\n  max_grad_norm: 2", "", "gradient_clipping", 2.0),
+    ("deepspeed: {zero_optimization: {stage: auto}}\n  zero_stage: 3", "", "zero_optimization.stage", 3),
+    ("deepspeed: {bf16: {enabled: auto}}\n  bf16: true", "", "bf16.enabled", True),
+    (
+        "deepspeed: {train_batch_size: auto, train_micro_batch_size_per_gpu: auto}\n  per_device_train_batch_size: 4",
+        "--world-size 8",
+        "train_micro_batch_size_per_gpu",
+        4,
+    ),
+    (
+        "deepspeed: {optimizer: {type: auto, params: {lr: auto, betas: auto}}}\n  learning_rate: 1e-3",
+        "",
+        "optimizer.params.lr",
+        1e-3,
+    ),
+    (
+        "deepspeed: {scheduler: {type: WarmupDecayLR, params: {total_num_steps: auto, warmup_num_steps: auto}}}\n"
+        "  max_steps: 50",
+        "",
+        "scheduler.params.total_num_steps",
+        50,
+    ),
+    ('deepspeed: \'{"bf16": {enabled: "auto"}}\'\n  bf16: true', "", "bf16.enabled", True),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words", "path", "value"), SETTLED, ids=[row[2] for row in SETTLED])
+def test_auto_settles_it(
+    arguments: str, words: str, path: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same with "auto" where the file contradicted: the argument's value is printed."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(recipe_of(arguments))
+    assert main(["config", str(recipe), *words.split()]) == 0
+    out = capsys.readouterr().out
+    assert '"auto"' not in out
+    found = json.loads(out)
+    for name in path.split("."):
+        found = found[name]
+    assert found == value

@@ -37,6 +37,30 @@ OPTIMIZERS = (
         "zero_force_ds_cpu_optimizer to false and accept that it runs slowly.",
     ),
     Rule(
+        "torch-adam-parameters",
+        "Optimizers",
+        ("optimizer.params.bias_correction", "optimizer.params.fp32_optimizer_states", "optimizer.params.torch_adam"),
+        lambda c: (
+            c.optimizer in ("adam", "adamw")
+            and c.on("optimizer.params.torch_adam")
+            and ("optimizer.params.bias_correction" in c.config or "optimizer.params.fp32_optimizer_states" in c.config)
+        ),
+        "these are parameters of DeepSpeed's Adam, and this run uses torch's",
+        "Remove them, or set optimizer.params.torch_adam to false (DeepSpeed's is compiled at first use).",
+    ),
+    Rule(
+        "deepspeed-adam-parameters",
+        "Optimizers",
+        ("optimizer.params.fused", "optimizer.params.foreach", "optimizer.params.torch_adam"),
+        lambda c: (
+            c.optimizer in ("adam", "adamw")
+            and not c.on("optimizer.params.torch_adam")
+            and ("optimizer.params.fused" in c.config or "optimizer.params.foreach" in c.config)
+        ),
+        "these are parameters of torch's Adam, and this run uses DeepSpeed's",
+        "Remove them.",
+    ),
+    Rule(
         "untested-optimizer",
         "Optimizers",
         ("optimizer.type", "zero_allow_untested_optimizer"),

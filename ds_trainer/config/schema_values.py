@@ -1,0 +1,119 @@
+"""Whether a value fits a key of DeepSpeed's configuration, and the sentence to say when it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.utils.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from ds_trainer.config.schema import Field
+
+AUTO = "auto"
+_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "list": "a list",
+    "dict": "a mapping",
+}
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_LIMITS = (("minimum", "at least"), ("maximum", "at most"), ("above", "above"), ("below", "below"))
+
+
+def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
+    """The sentence about the value of the leaf ``path``, or nothing when it fits. ``"auto"`` fits everywhere."""
+    value = entry.value
+    if value == AUTO:
+        return
+    if value is None:
+        if not wanted.nullable:
+            yield f"{entry.where}: {path}=null must be {_expected(wanted)}; leave it out for the default."
+    elif isinstance(value, list) and wanted.listed:
+        for item in value:
+            yield from complaint(item, wanted, path)
+    elif not _fits(value, wanted):
+        yield f"{entry.where}: {path}={shown(entry)} must be {_expected(wanted)}.{_remedy(value, wanted)}"
+    elif isinstance(value, list) and wanted.items is not None:
+        for item in value:
+            if item.value is None or not _fits(item.value, wanted.items):
+                hint = _remedy(item.value, wanted.items)
+                yield f"{item.where}: {path} has {shown(item)}; each entry must be {_expected(wanted.items)}.{hint}"
+
+
+def shown(entry: Located) -> str:
+    """The value as JSON, shortened."""
+    text = json.dumps(entry.plain(), default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _fits(value: Any, wanted: Field) -> bool:
+    if not _has_kind(value, wanted.kind):
+        return False
+    if wanted.choices:
+        if wanted.any_case and isinstance(value, str):
+            return value.lower() in [str(choice).lower() for choice in wanted.choices]
+        return value in wanted.choices
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (
+            (wanted.minimum is None or value >= wanted.minimum)
+            and (wanted.maximum is None or value <= wanted.maximum)
+            and (wanted.above is None or value > wanted.above)
+            and (wanted.below is None or value < wanted.below)
+        )
+    return True
+
+
+def _has_kind(value: Any, kind: str) -> bool:
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind in ("int", "float"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        return kind == "float" or isinstance(value, int) or value.is_integer()
+    types: dict[str, type] = {"str": str, "list": list, "dict": dict}
+    return isinstance(value, types.get(kind, object))
+
+
+def _expected(wanted: Field) -> str:
+    if wanted.choices:
+        return f"one of {', '.join(json.dumps(choice) for choice in wanted.choices)}"
+    limits = [f"{words} {getattr(wanted, name):g}" for name, words in _LIMITS if getattr(wanted, name) is not None]
+    return " ".join([_WORDS.get(wanted.kind, "something else"), " and ".join(limits)]).strip()
+
+
+def _remedy(value: Any, wanted: Field) -> str:
+    """How to write what was most likely meant; empty where nobody can know."""
+    word = str(value).strip().lower() if isinstance(value, str | int) else ""
+    if wanted.kind == "bool" and word in (*_TRUE, *_FALSE):
+        return f" Write {'true' if word in _TRUE else 'false'}, without quotes."
+    if wanted.choices:
+        return _nearest(word, wanted)
+    if wanted.kind in ("int", "float") and isinstance(value, str):
+        return _as_number(value.strip())
+    if wanted.kind == "str" and isinstance(value, int | float):
+        return " Put quotes around it."
+    if wanted.kind == "list" and isinstance(value, str | int | float):
+        return f" Write [{json.dumps(value)}]."
+    return ""
+
+
+def _nearest(word: str, wanted: Field) -> str:
+    numbers = [choice for choice in wanted.choices if not isinstance(choice, str) and str(choice) == word]
+    if numbers:
+        return f" Write {word}, without quotes."
+    return did_you_mean(word, [str(choice) for choice in wanted.choices])
+
+
+def _as_number(text: str) -> str:
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
+        return " Remove the quotes."
+    if re.fullmatch(r"[-+]?[\d_,.]+\s*[a-zA-Z]+", text):
+        return " Write a plain number, without a unit."
+    return ""
