@@ -121,7 +121,7 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
     ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0 must be a number above 0."),
     (
         zero(zenflow={"topk_ratio": 1.0}),
-        "zero_optimization.zenflow.topk_ratio=1.0 must be a number above 0 and below 1.",
+        "zero_optimization.zenflow.topk_ratio=1 must be a number above 0 and below 1.",
     ),
     # nothing where something is needed
     ({"gradient_clipping": None}, "gradient_clipping=null must be a number at least 0; leave it out for the default."),
