@@ -61,8 +61,11 @@ class TrainingEngine:
         layout: ParallelLayout,
     ) -> None:
         import deepspeed
+        from deepspeed.utils import groups
 
         check_layout(layout)
+        # The second partition (hpZ) of an engine before would silently be used by this one too.
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self.layout = layout
         self.stage: int = config.get("zero_optimization.stage")
         self._clipping: float = config.get("gradient_clipping")

@@ -1,7 +1,8 @@
-"""What the engine refuses."""
+"""What the engine refuses, and what it does not hand on to the next one."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine.training_engine import check_layout
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
-from tests.support.models import tiny_llama
+from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.pool import pool
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,28 @@ def test_the_trainer_refuses_them_before_anything_starts(tmp_path: Path, monkeyp
         Trainer(tiny_llama(), TrainingArguments(str(tmp_path), tensor_parallel_size=2, use_cpu=True))
     with pytest.raises(ConfigError, match="2 ranks cannot be divided by tensor 3"):
         Trainer(tiny_llama(), TrainingArguments(str(tmp_path), tensor_parallel_size=3, use_cpu=True))
+
+
+def second_partitions(output_dir: Path) -> list[bool]:
+    """Whether there is a second partition (hpZ), in an engine that asks for it and in the next one that does not."""
+    found = []
+    for config in ({"zero_optimization": {"zero_hpz_partition_size": 2}}, None):
+        args = TrainingArguments(
+            str(output_dir),
+            zero_stage=3,
+            deepspeed=config,
+            max_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(16))
+        trainer.train()
+        found.append(trainer.engine.deepspeed.optimizer.parameter_offload.zero_param_parallel_group is not None)
+        trainer.engine.close()
+    return found
+
+
+def test_the_second_partition_of_an_engine_is_not_handed_on(tmp_path: Path) -> None:
+    """DeepSpeed keeps its group in a global variable, from which every later engine would take it."""
+    assert pool(2).run(partial(second_partitions, tmp_path)) == [[True, False]] * 2
