@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_trainer.arguments.construction import ArgumentsType
 from ds_trainer.arguments.parser_values import Wrong, accepts_list, converter, is_switch, metavar
-from ds_trainer.arguments.renamed import RENAMED
+from ds_trainer.arguments.renamed import RENAMED, name_as_given
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -262,7 +262,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             try:
                 made = cls(**values)
             except ConfigError as error:
-                problems = problems + [_with_place(problem, places) for problem in error.problems]
+                problems = problems + [_with_place(problem, values, places) for problem in error.problems]
                 continue
             except TypeError:
                 if not problems:  # otherwise what is missing has been blamed
@@ -270,7 +270,8 @@ class HfArgumentParser(argparse.ArgumentParser):
                 continue
             origins = getattr(made, "origins", None)
             if isinstance(origins, dict):
-                origins.update({name: places[name] for name in values if name in origins})
+                keys = {name: name_as_given(name, values) for name in origins}
+                origins.update({name: places[key] for name, key in keys.items() if key is not None})
             objects.append(made)
         if problems:
             raise ConfigError(problems)
@@ -324,9 +325,10 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return (text + default.replace("%", "%%")).strip()
 
 
-def _with_place(problem: str, places: dict[str, str]) -> str:
+def _with_place(problem: str, values: dict[str, Any], places: dict[str, str]) -> str:
     match = re.match(r"(\w+)\W", problem)
-    place = places.get(match.group(1)) if match else None
+    key = name_as_given(match.group(1), values) if match else None
+    place = places[key] if key is not None else None
     return f"{place}: {problem}" if place not in (None, "argument") else problem
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_trainer.arguments.renamed import RENAMED
+from ds_trainer.arguments.renamed import RENAMED, name_as_given
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
@@ -143,10 +143,13 @@ class Recipe:
         """The recipe's arguments with the defaults of everything that it does not name."""
         args = TrainingArguments(**self.arguments)
         prefix = "arguments."
-        for key, place in self.origins.items():
-            name = key.removeprefix(prefix)
-            if key.startswith(prefix):
-                args.origins[name] = place
+        below = {key.removeprefix(prefix): place for key, place in self.origins.items() if key.startswith(prefix)}
+        for name in list(args.origins):
+            given = name_as_given(name, self.arguments)
+            if given is not None:
+                args.origins[name] = below.get(given, args.origins[name])
+        # Of a DeepSpeed configuration inside the recipe every line is known.
+        args.origins.update({key: place for key, place in below.items() if "." in key})
         return args
 
     def to_dict(self) -> dict[str, Any]:
@@ -311,5 +314,6 @@ def _with_place(problem: str, arguments: Located | None, name: str) -> str:
     """``problem`` of TrainingArguments (``field=value ...``) with the place where that field was given."""
     match = re.match(r"(\w+)=", problem)
     given = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
-    where = given[match.group(1)].where if match and match.group(1) in given else name
+    key = name_as_given(match.group(1), {name: entry.plain() for name, entry in given.items()}) if match else None
+    where = given[key].where if key is not None else name
     return f"{where}: arguments: {problem}"

@@ -155,6 +155,13 @@ RENAMED: dict[str, Renamed] = {
 }
 
 
+def name_as_given(field: str, given: Mapping[str, Any]) -> str | None:
+    """The name in ``given`` under which a field's value was given: its own, or one of version 4; None for neither."""
+    if field in given:
+        return field
+    return next((old for old in given if old in RENAMED and field in translate({old: given[old]})[0]), None)
+
+
 def translate(
     keywords: Mapping[str, Any], declared: Container[str] = ()
 ) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -179,7 +179,10 @@ def test_places_of_values(tmp_path: Path) -> None:
 
 def test_old_names_and_mappings() -> None:
     with pytest.warns(FutureWarning, match="eval_strategy"):
-        assert parse("--output_dir o --evaluation_strategy epoch").eval_strategy == "epoch"
+        args = parse("--output_dir o --evaluation_strategy epoch")
+    assert args.eval_strategy == "epoch" and args.where("eval_strategy") == "command line"
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="command line: eval_strategy='epch'"):
+        parse("--output_dir o --evaluation_strategy epch")
     with pytest.warns(FutureWarning, match="use_cpu"):
         assert parse("--output_dir o --no_cuda").use_cpu is True
     assert parse('--output_dir o --lr_scheduler_kwargs {"a":1}').lr_scheduler_kwargs == {"a": 1}

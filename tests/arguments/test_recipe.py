@@ -215,3 +215,20 @@ def test_files_that_cannot_be_read(tmp_path: Path, write: Write) -> None:
 
 def test_a_recipe_prints_as_plain_data(write: Write) -> None:
     assert json.loads(json.dumps(load_recipe(write(GOOD)).to_dict()))["data"]["train"] == ["a.txt", "b"]
+
+
+def test_arguments_know_their_lines(tmp_path: Path) -> None:
+    text = (
+        "model: {path: m}\ndata: {train: d, sequence_length: 8}\narguments:\n  bf16: true\n"
+        "  evaluation_strategy: epoch\n"
+        "  deepspeed:\n    gradient_clipping: auto\n"
+    )
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.warns(FutureWarning, match="eval_strategy"):
+        recipe = load_recipe(tmp_path / "r.yaml", ["--arguments.seed", "7"])
+    with pytest.warns(FutureWarning, match="eval_strategy"):
+        args = recipe.training_arguments()
+    file = str(tmp_path / "r.yaml")
+    places = {name: args.where(name) for name in ("bf16", "eval_strategy", "seed", "fp16")}
+    assert places == {"bf16": f"{file}:4", "eval_strategy": f"{file}:5", "seed": "command line", "fp16": "default"}
+    assert args.origins["deepspeed.gradient_clipping"] == f"{file}:7"
