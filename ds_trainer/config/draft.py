@@ -33,7 +33,7 @@ class Draft:
         self.config = CompiledConfig()
         self.problems: list[str] = []
         self._user = dict(user)
-        self._schema = schema
+        self.schema = schema
 
     # -- what the file says ---------------------------------------------------------------------------------------
 
@@ -87,9 +87,9 @@ class Draft:
     def take_the_rest(self) -> None:
         """Take what only the file says. ``"auto"`` at a key that nothing decides becomes DeepSpeed's default."""
         for path, entry in self._user.items():
-            field = self._schema.field(path)
+            field = self.schema.field(path)
             if entry.value == AUTO and not (field is not None and field.auto_is_a_value):
-                if field is None or field.default is None:
+                if field is None or field.default is None or field.refused is not None:
                     continue  # leaving it out is what DeepSpeed takes as its default
                 self.config.set(path, field.default, Origin("default", "DeepSpeed's, for auto", entry.where))
             else:

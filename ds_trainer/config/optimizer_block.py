@@ -9,6 +9,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import Origin
 from ds_trainer.config.draft import AUTO, Draft
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES, OptimizerType
+from ds_trainer.config.schema_values import complaint
 from ds_trainer.utils.errors import did_you_mean
 
 _PARAMS = "optimizer.params"
@@ -99,7 +100,17 @@ def _optimizer_arguments(draft: Draft, args: TrainingArguments, kind: OptimizerT
 
 
 def _wrong_numbers(draft: Draft, kind: OptimizerType) -> None:
-    """Note parameters that are no numbers, and leave them out of the comparison with the arguments."""
+    """Note parameters of another type, and leave them out of the comparison with the arguments.
+
+    The schema has looked at them where the file names the optimizer; here it is known in any case.
+    """
+    described = draft.schema.types["optimizer"].get(kind.name)
+    for name, entry in draft.below(_PARAMS):
+        field = described.fields.get(name) if described is not None else None
+        wrong = list(complaint(entry, field, f"{_PARAMS}.{name}")) if field is not None else []
+        if wrong:
+            draft.problems += wrong
+            draft.drop(f"{_PARAMS}.{name}")
     for name, fields in kind.arguments:
         value = draft.asked(f"{_PARAMS}.{name}")
         if value is None:
@@ -107,10 +118,10 @@ def _wrong_numbers(draft: Draft, kind: OptimizerType) -> None:
         numbers = value if len(fields) > 1 and isinstance(value, list) else [value]
         right = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
         if not right or len(numbers) != len(fields):
-            entry = draft.drop(f"{_PARAMS}.{name}")
-            assert entry is not None
+            where = draft.where(f"{_PARAMS}.{name}")
+            draft.drop(f"{_PARAMS}.{name}")
             wanted = "a number" if len(fields) == 1 else f"a list of {len(fields)} numbers"
-            draft.problems.append(f"{entry.where}: {_PARAMS}.{name}={json.dumps(value)} must be {wanted}.")
+            draft.problems.append(f"{where}: {_PARAMS}.{name}={json.dumps(value)} must be {wanted}.")
 
 
 def _unknown_parameters(draft: Draft, kind: OptimizerType) -> None:
