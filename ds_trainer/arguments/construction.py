@@ -6,7 +6,6 @@ transformers 4 still work, a misspelt one is answered with the nearest, and give
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from typing import Any, TypeVar, cast
@@ -92,7 +91,3 @@ class CheckedArguments:
     def given(self, name: str) -> bool:
         """Whether the value of a field was given rather than left at its default."""
         return name in self.origins
-
-    def field_values(self) -> dict[str, Any]:
-        """Value by field name, without copying."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # type: ignore[arg-type]

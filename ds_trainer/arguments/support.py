@@ -7,6 +7,7 @@ yet. The rows are printed as a table in the documentation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,6 @@ class Limit:
     works: tuple[Any, ...] | Callable[[Any], bool]
     why: str
     instead: str
-    lasting: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Whether ``value`` is accepted."""
@@ -46,7 +46,7 @@ class Limit:
 
 
 def _engine(field: str, works: tuple[Any, ...] | Callable[[Any], bool], instead: str, why: str = _NEVER) -> Limit:
-    return Limit(field, works, why, instead, lasting=True)
+    return Limit(field, works, why, instead)
 
 
 def _later(field: str, works: tuple[Any, ...], instead: str | None = None) -> Limit:
@@ -243,8 +243,6 @@ def _accelerator_problems(config: Any) -> list[str]:
     if config is None:
         return []
     if isinstance(config, str) and config.lstrip().startswith("{"):
-        import json
-
         try:
             config = json.loads(config)
         except ValueError as error:

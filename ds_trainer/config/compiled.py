@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = ("argument", "user", "derived", "default")
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -16,11 +16,12 @@ from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.config.draft import AUTO, Draft, flatten
+from ds_trainer.config.draft import Draft, flatten
 from ds_trainer.config.environment import Environment
 from ds_trainer.config.optimizer_block import write_optimizer
 from ds_trainer.config.rules import Case, broken_rules
 from ds_trainer.config.schema import load_schema
+from ds_trainer.config.schema_values import AUTO
 from ds_trainer.config.user_config import read_user_config
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
@@ -109,7 +110,7 @@ def _placed(entry: Located, path: str, origins: dict[str, str]) -> Located:
     value = entry.value
     if isinstance(value, dict):
         value = {key: _placed(below, f"{path}.{key}", origins) for key, below in value.items()}
-    return Located(value, origins.get(path, entry.where) if path in origins and path != "deepspeed" else entry.where)
+    return Located(value, entry.where if path == "deepspeed" else origins.get(path, entry.where))
 
 
 # -- layout and batch ------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from ds_trainer.arguments.construction import CheckedArguments
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig, Origin
 from ds_trainer.config.schema import Schema
-
-AUTO = "auto"
+from ds_trainer.config.schema_values import AUTO
 
 
 class Draft:

@@ -7,9 +7,9 @@ import json
 from ds_trainer.arguments.enums import OptimizerNames
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import Origin
-from ds_trainer.config.draft import AUTO, Draft
+from ds_trainer.config.draft import Draft
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES, OptimizerType
-from ds_trainer.config.schema_values import complaint
+from ds_trainer.config.schema_values import AUTO, complaint
 from ds_trainer.utils.errors import did_you_mean
 
 _PARAMS = "optimizer.params"

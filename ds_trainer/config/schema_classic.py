@@ -13,8 +13,6 @@ from typing import Any
 
 from ds_trainer.config.schema_models import plain, section
 
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
 
 class Asked(dict[str, Any]):
     """A mapping that notes every key that it is asked for, with the default that was offered, in ``asked``."""

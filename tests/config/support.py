@@ -8,6 +8,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
+from ds_trainer.config.schema import Field
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 
@@ -35,3 +36,19 @@ def machine(*lacking: str, libaio: bool = True, writable: bool = True) -> Enviro
         version=lambda package: None if package in lacking else "1.0.0",
         is_writable_directory=lambda path: writable,
     )
+
+
+def leaves(section: Field, path: str = "") -> list[tuple[str, Field]]:
+    """``(dotted path, field)`` of every key below ``section``."""
+    found = []
+    for name, field in section.fields.items():
+        full = f"{path}.{name}" if path else name
+        found += leaves(field, full) if field.kind == "section" else [(full, field)]
+    return found
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """A mapping with ``value`` at the dotted ``path``."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)

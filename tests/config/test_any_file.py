@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_trainer.config.schema import Field, load_schema
 from ds_trainer.utils.errors import ConfigError
-from tests.config.support import compiled, machine
+from tests.config.support import compiled, leaves, machine
 
 NUMBERS = {"int": st.integers(0, 9), "float": st.floats(0, 2)}
 KINDS = {
@@ -20,14 +20,6 @@ KINDS = {
     "dict": st.just({}),
     "any": st.none() | st.integers(0, 3) | st.just("x"),
 }
-
-
-def leaves(section: Field, path: str = "") -> list[tuple[str, Field]]:
-    found = []
-    for name, field in section.fields.items():
-        full = f"{path}.{name}" if path else name
-        found += leaves(field, full) if field.kind == "section" else [(full, field)]
-    return found
 
 
 LEAVES = leaves(load_schema().root)

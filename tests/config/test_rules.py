@@ -26,7 +26,6 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
-_BF16 = {"enabled": True}
 _CPU = {"device": "cpu"}
 _QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}

@@ -18,26 +18,13 @@ from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config import schema as schema_module
 from ds_trainer.config.schema import SNAPSHOT, Field, Schema, load_schema
 from ds_trainer.config.user_config import read_user_config
+from tests.config.support import leaves, nested
 
 SCHEMA = load_schema()
 
 
 def problems(mapping: dict[str, Any]) -> list[str]:
     return SCHEMA.problems(read_user_config(mapping)[0])
-
-
-def leaves(section: Field, path: str = "") -> list[tuple[str, Field]]:
-    found = []
-    for name, field in section.fields.items():
-        full = f"{path}.{name}" if path else name
-        found += leaves(field, full) if field.kind == "section" else [(full, field)]
-    return found
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    return dict(value)
 
 
 def test_the_snapshot_is_that_of_the_installed_deepspeed() -> None:

@@ -19,6 +19,7 @@ from ds_trainer.config.schema import SNAPSHOT, Field, load_schema
 from ds_trainer.config.schema_build import _asked, _at, _known
 from ds_trainer.config.user_config import read_user_config
 from ds_trainer.utils.errors import ConfigError
+from tests.config.support import nested
 
 SCHEMA = load_schema()
 
@@ -53,12 +54,6 @@ def leaves(section: Field, path: str = "") -> Iterator[tuple[str, Field]]:
 
 
 LEAVES = list(leaves(SCHEMA.root))
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    return dict(value)
 
 
 REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
