@@ -139,7 +139,7 @@ class Trainer(Hooks):
         total_steps = None
         if hasattr(self.train_dataset, "__len__") and not is_overridden(self, Trainer, "get_train_dataloader"):
             total_steps = RunPlan.of(self.args, self.batch_plan.rounds(len(self.train_dataset))).max_steps
-        return compile_config(
+        compiled = compile_config(
             self.args,
             self.layout,
             ModelShape.from_model(self.model),
@@ -148,6 +148,17 @@ class Trainer(Hooks):
             Environment(),
             total_steps,
         )
+        if "scheduler" in compiled:  # DeepSpeed steps the file's; a second one would never be stepped
+            place = compiled.origin("scheduler.type").place
+            if self._given_scheduler is not None:
+                given = type(self._given_scheduler).__name__
+                raise ConfigError(
+                    f"{place} has a scheduler, but optimizers=(..., {given}) handed to the Trainer. Keep one of them."
+                )
+            if is_overridden(self, Trainer, "create_scheduler"):
+                given = f"{type(self).__name__}.create_scheduler"
+                raise ConfigError(f"{place} has a scheduler, but {given} makes another one. Keep one of them.")
+        return compiled
 
     def _loss_rule(self) -> LossRule:
         if self.compute_loss_func is not None:

@@ -184,6 +184,23 @@ def test_compute_loss_func_and_optimizers_handed_in(tmp_path: Path) -> None:
     assert "optimizer" not in json.loads((tmp_path / "ds_config.json").read_text())
 
 
+def test_a_schedule_beside_the_files_is_refused(tmp_path: Path) -> None:
+    class OwnSchedule(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            raise AssertionError("refused before")
+
+    file = tmp_path / "ds.json"
+    file.write_text('{\n"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}\n}')
+    args = arguments(tmp_path, deepspeed=str(file))
+    model = Regression()
+    schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters(), lr=0.1))
+    handed = fail_with(lambda: Trainer(model, args, optimizers=(None, schedule)))
+    assert handed.startswith(f"{file}:2 has a scheduler, but optimizers=(..., ConstantLR) handed to the Trainer.")
+    overridden = fail_with(lambda: OwnSchedule(model, args))
+    assert overridden.startswith(f"{file}:2 has a scheduler, but OwnSchedule.create_scheduler makes another")
+    assert "scheduler" in Trainer(model, args).compiled
+
+
 def test_a_loader_of_the_users_own(tmp_path: Path) -> None:
     class OwnLoader(Trainer):
         def get_train_dataloader(self) -> Any:
