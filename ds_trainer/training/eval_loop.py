@@ -15,7 +15,7 @@ from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils import distributed
 
 if TYPE_CHECKING:
-    from ds_trainer.training.trainer import Trainer
+    from ds_trainer.training.hooks.step import StepHooks
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EvalResult:
     seconds: float
 
 
-def evaluate_loss(trainer: Trainer, model: nn.Module, loader: Any) -> EvalResult:
+def evaluate_loss(trainer: StepHooks, model: nn.Module, loader: Any) -> EvalResult:
     """Mean loss of ``model`` over everything that ``loader`` gives on all ranks.
 
     Losses are summed per item and divided once, at the end, by the number of all items: batches of different sizes,

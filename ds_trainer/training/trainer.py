@@ -23,14 +23,13 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
 from ds_trainer.data.collators import default_data_collator
 from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
-from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batches import check_dataset, rounds_of
-from ds_trainer.training.eval_loop import evaluate_loss
 from ds_trainer.training.header import print_header
-from ds_trainer.training.hooks import Hooks
+from ds_trainer.training.hooks.evaluation import EvaluationHooks
+from ds_trainer.training.hooks.optimizer import OptimizerHooks
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, shifts_labels
 from ds_trainer.training.model_habits import enable_activation_checkpointing, without_cache
 from ds_trainer.training.process import configure_process
@@ -45,7 +44,7 @@ from ds_trainer.utils.sizes import parse_size
 _DEFAULT_LABEL_NAMES = ("labels", "label")
 
 
-class Trainer(Hooks):
+class Trainer(OptimizerHooks, EvaluationHooks):
     """Trains and evaluates a model on a DeepSpeed engine.
 
     Args:
@@ -284,52 +283,6 @@ class Trainer(Hooks):
 
     # -- evaluate, log, save --------------------------------------------------------------------------------------
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Mean loss per item over a dataset, exact and equal for every layout.
-
-        Args:
-            eval_dataset: a dataset, a dict of them (evaluated one after the other, names in the metric keys), or the
-                name of one; default: the Trainer's.
-            ignore_keys: accepted for the reference's signature; only the loss is computed.
-            metric_key_prefix: first part of the metric names.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            metrics: dict[str, float] = {}
-            for name, part in dataset.items():
-                metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
-            return metrics
-        self._join_ranks()
-        loader = self.get_eval_dataloader(dataset)
-        self.callback_handler.eval_dataloader = loader
-        if self._engine is None:
-            self.model.to(self.device)
-        with without_cache(self.model):
-            result = evaluate_loss(self, self.model_wrapped, loader)
-        values = {
-            "loss": result.loss,
-            "runtime": result.seconds,
-            "samples_per_second": result.samples / result.seconds,
-            "items": result.items,
-        }
-        logs = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
-        self.log(logs)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-        return {**logs, "epoch": float(self.state.epoch or 0.0)}
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Record ``logs`` in the history and hand them to the callbacks.
-
-        Args:
-            logs: name to value.
-            start_time: accepted for the reference's signature.
-        """
-        entry = {**logs, "epoch": self.state.epoch}
-        self.state.log_history.append({**entry, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, entry)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
         directory = Path(output_dir) if output_dir is not None else self._output_dir
@@ -348,46 +301,6 @@ class Trainer(Hooks):
             (lambda directory: self.save_model(str(directory))) if self.args.save_only_model else None,
         )
 
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` to the output directory (main process)."""
-        if self.is_world_process_zero():
-            self.state.save_to_json(self._output_dir / STATE_FILE)
-
-    @property
-    def _output_dir(self) -> Path:
-        return Path(str(self.args.output_dir))
-
     @property
     def _checkpoints(self) -> CheckpointManager:
         return CheckpointManager(self._output_dir, self.engine, self.args.save_total_limit)
-
-    # -- callbacks and ranks --------------------------------------------------------------------------------------
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback (class or instance)."""
-        self._own_callbacks = True
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback (instance, or first of a class) and return it; None where there is none."""
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback (instance, or first of a class)."""
-        self.callback_handler.remove_callback(callback)
-
-    @property
-    def callbacks_may_differ(self) -> bool:
-        """Whether ranks could decide differently: the default callbacks decide by step numbers, alike on all ranks."""
-        return self._own_callbacks and self.layout.world_size > 1
-
-    def _join_ranks(self) -> None:
-        start_process_group(self.args.device_type, self.args.ddp_timeout_delta)
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the main process of the whole job."""
-        return self.args.process_index == 0
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the main process of its machine."""
-        return self.args.local_process_index == 0

@@ -1,0 +1,62 @@
+"""``Parts``: the attributes of the Trainer that its hooks share, with their types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.callbacks.protocol import CallbackHandler
+from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.process_group import start_process_group
+from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.loss import LossRule
+from ds_trainer.utils.errors import ConfigError
+
+
+class Parts:
+    """What :class:`ds_trainer.training.trainer.Trainer` sets before any hook is called."""
+
+    args: TrainingArguments
+    device: torch.device
+    model: nn.Module
+    model_wrapped: nn.Module
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    data_collator: Callable[[list[Any]], Any]
+    compute_loss_func: Callable[..., torch.Tensor] | None
+    label_names: list[str]
+    layout: ParallelLayout
+    compiled: CompiledConfig
+    loss_rule: LossRule
+    optimizer: Any
+    lr_scheduler: Any
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    is_in_train: bool
+    _engine: TrainingEngine | None
+
+    @property
+    def engine(self) -> TrainingEngine:
+        """The engine; it exists from the first ``train`` on. Raises ConfigError before."""
+        if self._engine is None:
+            raise ConfigError("There is no engine yet: it is built by train().")
+        return self._engine
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the main process of the whole job."""
+        return self.args.process_index == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the main process of its machine."""
+        return self.args.local_process_index == 0
+
+    def _join_ranks(self) -> None:
+        start_process_group(self.args.device_type, self.args.ddp_timeout_delta)

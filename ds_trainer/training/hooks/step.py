@@ -1,0 +1,129 @@
+"""One step: its micro-batches, their loss, the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.data.loader import FillerBatch
+from ds_trainer.training.batches import checked_batch, labels_in, on_device
+from ds_trainer.training.hooks.parts import Parts
+from ds_trainer.training.item_count import ItemCount
+from ds_trainer.training.loss import loss_in
+
+
+class StepHooks(Parts):
+    """What happens to the micro-batches of one optimizer step."""
+
+    _compute_loss_takes: set[str]
+    _training_step_takes: set[str]
+    _nobody_looks_at_counts: bool
+    _items: ItemCount | None = None
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Fetch the micro-batches of one optimizer step and count the items of the global batch.
+
+        Returns:
+            The batches, and the number of items in all of them on all ranks: a float32 scalar on ``device``, at
+            least 1. One all-reduce. (Where no hook of a subclass could look at it, an estimate that is corrected
+            afterwards: :mod:`ds_trainer.training.item_count`.)
+        """
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        counts = [self.loss_rule.count(checked_batch(batch)) for batch in batches]
+        own = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
+        self._items = ItemCount.of_all_ranks(own, overlap=self._nobody_looks_at_counts and self.loss_rule.verified)
+        return batches, self._items.divisor
+
+    def begin_step(self, iterator: Iterator[Any], rounds: int) -> tuple[list[Any], ItemCount]:
+        """:meth:`get_batch_samples` for the loop, which wants the count as the loss rule does."""
+        batches, items = self.get_batch_samples(iterator, rounds, self.device)
+        if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
+            self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
+        return batches, self._items
+
+    def call_training_step(self, inputs: Any, items: ItemCount) -> torch.Tensor:
+        """:meth:`training_step` with the arguments that it takes."""
+        keywords = {"num_items_in_batch": items.divisor} if self._training_step_takes else {}
+        return self.training_step(self.model_wrapped, inputs, **keywords)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Forward and backward pass of one micro-batch.
+
+        Args:
+            model: the engine.
+            inputs: one micro-batch.
+            num_items_in_batch: items of the global batch.
+
+        Returns:
+            The micro-batch's share of the global batch's mean loss, detached: summed over micro-batches and ranks it
+            is that mean.
+        """
+        count = self._items
+        if count is None or (num_items_in_batch is not None and num_items_in_batch is not count.divisor):
+            count = ItemCount(torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.device))
+        rule = self.loss_rule
+        own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
+        filler = isinstance(inputs, FillerBatch)
+        inputs = self._prepare_inputs(inputs)
+        if rule.verified:
+            loss = self.loss_of(model, inputs, count.divisor)
+        else:
+            leaf = count.divisor.clone().requires_grad_()
+            loss = self.loss_of(model, dict(inputs), leaf)
+            rule.verify(loss, leaf, lambda n: self._loss_without_graph(model, dict(inputs), n))
+        share = rule.contribution(loss, own, count)
+        if filler:
+            share = share * 0.0
+        self.engine.backward(share)
+        return share.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The loss of one micro-batch, and the model's outputs where ``return_outputs``.
+
+        Override it for a loss of your own. Either return the *sum* over items divided by ``num_items_in_batch``, or
+        leave that argument alone and return the *mean* over the micro-batch's items: both give the exact gradient
+        (:mod:`ds_trainer.training.loss`).
+
+        Raises:
+            ConfigError: the model returned no loss.
+        """
+        labels = None
+        if self.compute_loss_func is not None:
+            name = labels_in(inputs, self.label_names)
+            labels = inputs.pop(name) if name is not None else None
+            outputs = model(**inputs)
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            keywords = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.normalised else {}
+            outputs = model(**inputs, **keywords)
+            loss = loss_in(outputs, model, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def loss_of(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
+        """:meth:`compute_loss` with the arguments that it takes."""
+        keywords: dict[str, Any] = {"num_items_in_batch": items} if self._compute_loss_takes else {}
+        return self.compute_loss(model, inputs, **keywords)
+
+    def _loss_without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            loss = self.loss_of(model, inputs, items)
+        model.train()
+        return loss
+
+    def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch on this rank's device."""
+        return on_device(inputs, self.device)
