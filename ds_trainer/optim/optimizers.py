@@ -64,10 +64,21 @@ def build_optimizer(config: CompiledConfig, groups: list[dict[str, Any]]) -> tor
         ConfigError: torch refuses the arguments.
     """
     cls, arguments = optimizer_class(config)
+    source = "the arguments (optim_args) and the deepspeed file (optimizer.params); see `ds-trainer config --explain`"
+    return build_class(cls, groups, arguments, source)
+
+
+def build_class(
+    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: dict[str, Any], source: str
+) -> torch.optim.Optimizer:
+    """``cls(groups, **arguments)``.
+
+    Raises:
+        ConfigError: the class refuses the arguments; the message says that they come from ``source``.
+    """
     try:
         return cls(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"torch.optim.{cls.__name__} refuses the arguments {arguments}: {error}. They come from the arguments "
-            "(optim_args) and the deepspeed file (optimizer.params); see `ds-trainer config --explain`."
+            f"{cls.__module__}.{cls.__name__} refuses the arguments {arguments}: {error}. They come from {source}."
         ) from error

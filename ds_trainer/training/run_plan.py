@@ -34,6 +34,12 @@ class RunPlan:
         max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
         return cls(rounds_per_epoch, steps_per_epoch, accumulation, max_steps, math.ceil(max_steps / steps_per_epoch))
 
+    @classmethod
+    def of_values(cls, values: tuple[int, int, int, int, int, int, int], accumulation: int) -> RunPlan:
+        """The plan that ``Trainer.set_initial_training_values`` describes."""
+        epochs, steps_per_epoch, _, _, _, rounds_per_epoch, max_steps = values
+        return cls(rounds_per_epoch, steps_per_epoch, accumulation, max_steps, epochs)
+
     def rounds_of_step(self, step: int) -> int:
         """Micro-batches of each replica in step ``step`` of an epoch, counted from 0."""
         return min(self.accumulation, self.rounds_per_epoch - step * self.accumulation)

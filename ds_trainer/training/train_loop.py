@@ -71,6 +71,7 @@ class TrainLoop:
         self._window_items = torch.zeros((), dtype=torch.int64, device=device)
         self._window_start = trainer.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
+        self._rate: Any = 0.0
         self._first_step = trainer.state.global_step
 
     def run(self) -> TrainOutput:
@@ -132,6 +133,7 @@ class TrainLoop:
             if not last:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
         trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
+        self._rate = trainer.optimizer.param_groups[0]["lr"]  # the one that this step uses
         applied = engine.step()
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
         if applied and engine.own_schedule is None:
@@ -176,7 +178,7 @@ class TrainLoop:
         logs = {
             "loss": loss,
             "grad_norm": trainer.engine.grad_norm(),
-            "learning_rate": float(trainer.lr_scheduler.get_last_lr()[0]),
+            "learning_rate": float(self._rate),
             "tokens_per_second": self.meter.read().tokens_per_second,
             "memory_gb": memory_in_use_gb(trainer.device),
         }

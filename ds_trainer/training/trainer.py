@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
-from ds_trainer.training.batches import check_dataset, rounds_of
+from ds_trainer.training.batches import check_dataset
+from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
-from ds_trainer.training.hooks.optimizer import OptimizerHooks
+from ds_trainer.training.hooks.optimizer import OptimizerHooks, members_of
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, shifts_labels
 from ds_trainer.training.model_habits import enable_activation_checkpointing, without_cache
 from ds_trainer.training.process import configure_process
@@ -56,16 +58,28 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         train_dataset: map-style dataset (``__len__`` and ``__getitem__``).
         eval_dataset: the same for evaluation, or a dict of several.
         processing_class: tokenizer or processor, saved beside the weights.
-        model_init: makes the model, called at the start of each :meth:`train`.
+        model_init: makes the model, so that every :meth:`train` starts from a new one.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` returning the summed loss over that number.
+        compute_metrics: metrics of an evaluation, from its predictions and labels.
         callbacks: classes or instances, added to the default ones.
         optimizers: optimizer and schedule to use instead of those that ``args`` describe.
+        optimizer_cls_and_kwargs: class and arguments of the optimizer to use instead of the one that ``args`` describe;
+            made over the trainer's parameter groups.
+        preprocess_logits_for_metrics: ``f(logits, labels)``, what to keep of the logits of each batch.
 
     Raises:
         ConfigError: what is asked for cannot run; raised before any process group exists.
 
-    Hooks to override in a subclass: ``compute_loss``, ``training_step``, ``get_batch_samples``, ``create_optimizer``,
-    ``create_scheduler``, ``get_decay_parameter_names``, ``get_train_dataloader``, ``get_eval_dataloader``, ``log``.
+    Attributes:
+        model: the model itself, never wrapped.
+        model_wrapped: the outermost module, to be called in the forward pass: the DeepSpeed engine while there is one.
+        is_in_train: whether :meth:`train` is running.
+        place_model_on_device: whether the model is moved to the device at once; False, since the engine does it.
+        is_model_parallel: False: layers are spread by the engine, never by the model itself.
+        state, control, callback_handler: what callbacks see.
+        optimizer, lr_scheduler: those handed in; once training has begun, those in use.
+
+    What a subclass may override is in ``ds_trainer/training/hooks``, one file a topic.
 
     Source of names and meanings: transformers 5, ``transformers.Trainer``.
     """
@@ -78,28 +92,36 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[[], nn.Module] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
     ) -> None:
-        if (model is None) == (model_init is None):
-            raise ConfigError("Give either a model or a model_init that makes one, and not both.")
+        check_construction(model, model_init, optimizers, optimizer_cls_and_kwargs, data_collator)
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
         # Kept: asking for it looks for GPUs, which is too slow for every micro-batch.
         self.device = self.args.device
         configure_process(self.args)
         self.model_init = model_init
-        self.model: nn.Module = model if model is not None else model_init()  # type: ignore[misc]
+        self.model: nn.Module = model if model is not None else self.call_model_init()
         self.model_wrapped: nn.Module = self.model
+        self.is_model_parallel = False
+        self.place_model_on_device = bool(getattr(self.args, "place_model_on_device", None))
+        if self.place_model_on_device:
+            self.model.to(self.device)
+        self.processing_class = processing_class
         self.data_collator = data_collator or default_data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
-        self.processing_class = processing_class
         self.compute_loss_func = compute_loss_func
-        self._given_optimizer, self._given_scheduler = optimizers
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self._given_optimizers = optimizers
+        self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
         self.label_names = self.args.label_names or list(_DEFAULT_LABEL_NAMES)
         self.is_in_train = False
 
@@ -110,29 +132,43 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.layout = ParallelLayout.of(self.args, self.args.world_size)
         check_layout(self.layout)
         self.compiled = self._compile()
-        self.loss_rule = self._loss_rule()
         self._engine: TrainingEngine | None = None
-        self._compute_loss_takes = accepted_arguments(self.compute_loss, {"num_items_in_batch"})
-        hooks = ("compute_loss", "training_step", "get_batch_samples")
-        self._nobody_looks_at_counts = compute_loss_func is None and not any(
-            is_overridden(self, Trainer, hook) for hook in hooks
-        )
-        self._training_step_takes = accepted_arguments(self.training_step, {"num_items_in_batch"})
+        self.loss_rule = self._loss_rule()
+        self._look_at_hooks()
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         defaults: list[Any] = [DefaultFlowCallback, RecordsCallback, progress]
         self._own_callbacks = bool(callbacks)
-        self.callback_handler = CallbackHandler([*defaults, *(callbacks or ())], self.model, processing_class)
+        self.callback_handler = CallbackHandler(
+            [*defaults, *(callbacks or ())], self.model, processing_class, self.optimizer, self.lr_scheduler
+        )
         self.state = self._new_state()
         self.control = TrainerControl()
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from ``model_init``, which may take the ``trial`` of a hyper-parameter search.
+
+        Raises:
+            ConfigError: ``model_init`` takes more than one argument, or returns no module.
+        """
+        assert self.model_init is not None  # asked before
+        taken = len(inspect.signature(self.model_init).parameters)
+        if taken > 1:
+            raise ConfigError(f"model_init takes {taken} arguments; it is called with none, or with the trial.")
+        model = self.model_init(trial) if taken else self.model_init()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
+        return model
 
     # -- plan and compile: arithmetic, before anything starts ------------------------------------------------------
 
     def _compile(self) -> CompiledConfig:
         client_optimizer = None
-        if self._given_optimizer is not None:
-            client_optimizer = f"optimizers=({type(self._given_optimizer).__name__}, ...) handed to the Trainer"
+        if self.optimizer is not None:
+            client_optimizer = f"optimizers=({type(self.optimizer).__name__}, ...) handed to the Trainer"
+        elif self._optimizer_class is not None:
+            client_optimizer = self._optimizer_class[2]
         elif is_overridden(self, Trainer, "create_optimizer"):
             client_optimizer = f"{type(self).__name__}.create_optimizer"
         total_steps = None
@@ -149,8 +185,8 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         )
         if "scheduler" in compiled:  # DeepSpeed steps the file's; a second one would never be stepped
             place = compiled.origin("scheduler.type").place
-            if self._given_scheduler is not None:
-                given = type(self._given_scheduler).__name__
+            if self.lr_scheduler is not None:
+                given = type(self.lr_scheduler).__name__
                 raise ConfigError(
                     f"{place} has a scheduler, but optimizers=(..., {given}) handed to the Trainer. Keep one of them."
                 )
@@ -158,6 +194,22 @@ class Trainer(OptimizerHooks, EvaluationHooks):
                 given = f"{type(self).__name__}.create_scheduler"
                 raise ConfigError(f"{place} has a scheduler, but {given} makes another one. Keep one of them.")
         return compiled
+
+    def _class_of_optimizer(
+        self, given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None:
+        if given is not None:
+            return (*given, f"optimizer_cls_and_kwargs=({given[0].__name__}, ...) handed to the Trainer")
+        return None
+
+    def _look_at_hooks(self) -> None:
+        """Which of the hooks are a subclass's, and what they take: asked once, not for every micro-batch."""
+        self._compute_loss_takes = accepted_arguments(self.compute_loss, {"num_items_in_batch"})
+        self._training_step_takes = accepted_arguments(self.training_step, {"num_items_in_batch"})
+        hooks = ("compute_loss", "training_step", "get_batch_samples")
+        self._nobody_looks_at_counts = self.compute_loss_func is None and not any(
+            is_overridden(self, Trainer, hook) for hook in hooks
+        )
 
     def _loss_rule(self) -> LossRule:
         if self.compute_loss_func is not None:
@@ -177,6 +229,8 @@ class Trainer(OptimizerHooks, EvaluationHooks):
     @model_accepts_loss_kwargs.setter
     def model_accepts_loss_kwargs(self, value: bool) -> None:
         self.loss_rule = LossRule(self.loss_rule.count, value)
+
+    loss_is_scaled_for_ga = model_accepts_loss_kwargs  # its newer name
 
     # -- train ----------------------------------------------------------------------------------------------------
 
@@ -208,42 +262,51 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         elif not is_overridden(self, Trainer, "get_train_dataloader"):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
-        self._join_ranks()
-        set_seed(self.args.seed)
-        if self.model_init is not None and self._engine is not None:
-            self.model = self.model_wrapped = self.model_init()
-        loader = self.get_train_dataloader()
-        plan = RunPlan.of(self.args, rounds_of(loader))
-        self._build(plan.max_steps)
-        self.state = self._new_state(plan)
-        if checkpoint is not None:
-            self._resume(checkpoint)
-        self.callback_handler.train_dataloader = loader
-        print_header(self, plan, checkpoint)
-
         self.is_in_train = True
         try:
+            self._join_ranks()
+            self._begin_anew()
+            loader = self.get_train_dataloader()
+            plan = RunPlan.of_values(
+                self.set_initial_training_values(self.args, loader), self.args.gradient_accumulation_steps
+            )
+            self._build(plan.max_steps)
+            self.state = self._new_state(plan)
+            if checkpoint is not None:
+                self._resume(checkpoint)
+            self.callback_handler.train_dataloader = loader
+            print_header(self, plan, checkpoint)
             with without_cache(self.model, unless=self.args.use_cache):
                 if self.args.eval_on_start:
                     self.evaluate(ignore_keys=ignore_keys_for_eval)
-                    self.model_wrapped.train()
                 output = TrainLoop(self, plan, loader).run()
         finally:
             self.is_in_train = False
         self.save_state()
         return output
 
+    def _begin_anew(self) -> None:
+        """A second training begins like the first: the same seed, a new model where there is a ``model_init``."""
+        set_seed(self.args.seed)
+        if self._engine is None:
+            return
+        self._engine.close()
+        if self.model_init is not None:
+            self.model = self.call_model_init()
+        self.model_wrapped = self.model
+        self._engine = None
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+
     def _build(self, num_training_steps: int) -> None:
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
-        if self._engine is not None:
-            self._engine.close()
         if self.args.activation_checkpointing:
             enable_activation_checkpointing(self.model, as_mapping(self.args.activation_checkpointing_kwargs))
             if "activation_checkpointing" in self.compiled:
                 checkpoint_with_deepspeed(self.model, self.compiled)
-        self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
         self.create_optimizer_and_scheduler(num_training_steps)
+        self._check_optimizer_and_schedule()
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
+        self._group_members = members_of(optimizer)
         self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout)
         self.optimizer = self._engine.basic_optimizer
         if self.lr_scheduler is None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass
 class Trajectory:
-    """What is compared: per step loss, gradient norm before clipping and learning rate after it; final weights."""
+    """What is compared: per step loss, gradient norm before clipping and learning rate in it; final weights."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -84,10 +84,10 @@ def train_plainly(
             bound = clip if clip > 0 else float("inf")
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
             updater.step()
+            record.learning_rates.append(learning_rate * (steps - done) / steps)
             done += 1
             record.losses.append(value.item())
             record.grad_norms.append(norm.item())
-            record.learning_rates.append(learning_rate * (steps - done) / steps)
         epoch += 1
     record.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return record

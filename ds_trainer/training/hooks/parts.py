@@ -31,6 +31,9 @@ class Parts:
     processing_class: Any
     data_collator: Callable[[list[Any]], Any]
     compute_loss_func: Callable[..., torch.Tensor] | None
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[..., Any] | None
+    model_init: Callable[..., nn.Module] | None
     label_names: list[str]
     layout: ParallelLayout
     compiled: CompiledConfig
@@ -41,7 +44,11 @@ class Parts:
     control: TrainerControl
     callback_handler: CallbackHandler
     is_in_train: bool
+    current_gradient_accumulation_steps: int = 1
     _engine: TrainingEngine | None
+    # Class, arguments and origin of an optimizer that neither arguments nor file describe.
+    _optimizer_class: tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None
+    _group_members: list[list[Any]] | None = None
 
     @property
     def engine(self) -> TrainingEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class StepHooks(Parts):
     def begin_step(self, iterator: Iterator[Any], rounds: int) -> tuple[list[Any], ItemCount]:
         """:meth:`get_batch_samples` for the loop, which wants the count as the loss rule does."""
         batches, items = self.get_batch_samples(iterator, rounds, self.device)
+        self.current_gradient_accumulation_steps = max(1, len(batches))
         if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
             self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
         return batches, self._items
@@ -69,15 +71,18 @@ class StepHooks(Parts):
         if count is None or (num_items_in_batch is not None and num_items_in_batch is not count.divisor):
             count = ItemCount(torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.device))
         rule = self.loss_rule
+        if not model.training:  # a callback may have left it in evaluation mode
+            model.train()
         own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
         filler = isinstance(inputs, FillerBatch)
         inputs = self._prepare_inputs(inputs)
-        if rule.verified:
-            loss = self.loss_of(model, inputs, count.divisor)
-        else:
-            leaf = count.divisor.clone().requires_grad_()
-            loss = self.loss_of(model, dict(inputs), leaf)
-            rule.verify(loss, leaf, lambda n: self._loss_without_graph(model, dict(inputs), n))
+        with self.compute_loss_context_manager():
+            if rule.verified:
+                loss = self.loss_of(model, inputs, count.divisor)
+            else:
+                leaf = count.divisor.clone().requires_grad_()
+                loss = self.loss_of(model, dict(inputs), leaf)
+                rule.verify(loss, leaf, lambda n: self._loss_without_graph(model, dict(inputs), n))
         share = rule.contribution(loss, own, count)
         if filler:
             share = share * 0.0
@@ -111,6 +116,23 @@ class StepHooks(Parts):
             outputs = model(**inputs, **keywords)
             loss = loss_in(outputs, model, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """The contexts in which the loss of a training step is computed: that of ``autocast_smart_context_manager``.
+
+        Override it to add others.
+        """
+        contexts = ExitStack()
+        contexts.enter_context(self.autocast_smart_context_manager())
+        return contexts
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """Nothing to do: the engine casts by itself (bf16, fp16, torch_autocast). Override it for another context.
+
+        Args:
+            cache_enabled: accepted for the reference's signature.
+        """
+        return nullcontext()
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
         """:meth:`compute_loss` with the arguments that it takes."""
