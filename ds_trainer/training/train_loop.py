@@ -58,12 +58,14 @@ class TrainLoop:
         trainer: whose hooks, engine and callbacks are used.
         plan: the length of the run.
         loader: micro-batches of this replica.
+        ignore_keys: outputs that evaluations leave out.
     """
 
-    def __init__(self, trainer: Trainer, plan: RunPlan, loader: Any) -> None:
+    def __init__(self, trainer: Trainer, plan: RunPlan, loader: Any, ignore_keys: list[str] | None = None) -> None:
         self.trainer = trainer
         self.plan = plan
         self.loader = loader
+        self.ignore_keys = ignore_keys
         self.meter = ThroughputMeter()
         device = trainer.device
         # Kept on the device: reading them would make the host wait for it.
@@ -80,6 +82,8 @@ class TrainLoop:
         handler = trainer.callback_handler
         first_epoch, first_step = divmod(state.global_step, self.plan.steps_per_epoch)
         trainer.control = handler.on_train_begin(args, state, trainer.control)
+        if args.eval_on_start:
+            self._evaluate()
         for epoch in range(first_epoch, self.plan.epochs):
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
             self._run_epoch(epoch, first_step if epoch == first_epoch else 0)
@@ -153,13 +157,16 @@ class TrainLoop:
         if trainer.control.should_log and trainer.state.global_step > self._window_start:
             trainer.log(self._close_window())
         if trainer.control.should_evaluate:
-            with self.meter.paused():
-                trainer.evaluate()
-                trainer.model_wrapped.train()
+            self._evaluate()
         if trainer.control.should_save:
             with self.meter.paused():
                 trainer.save_checkpoint()
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def _evaluate(self) -> None:
+        with self.meter.paused():
+            self.trainer.evaluate(ignore_keys=self.ignore_keys)
+            self.trainer.model_wrapped.train()
 
     def _close_window(self) -> dict[str, float]:
         """Logs of the steps since the last log; begins a new window. Waits for the device."""

@@ -153,10 +153,11 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             ConfigError: ``model_init`` takes more than one argument, or returns no module.
         """
         assert self.model_init is not None  # asked before
-        taken = len(inspect.signature(self.model_init).parameters)
-        if taken > 1:
-            raise ConfigError(f"model_init takes {taken} arguments; it is called with none, or with the trial.")
-        model = self.model_init(trial) if taken else self.model_init()
+        taken = list(inspect.signature(self.model_init).parameters.values())
+        needed = [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if len(needed) > 1:
+            raise ConfigError(f"model_init needs {', '.join(needed)}, but is called with nothing or the trial only.")
+        model = self.model_init(trial) if len(taken) == 1 or needed else self.model_init()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
         return model
@@ -277,9 +278,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             self.callback_handler.train_dataloader = loader
             print_header(self, plan, checkpoint)
             with without_cache(self.model, unless=self.args.use_cache):
-                if self.args.eval_on_start:
-                    self.evaluate(ignore_keys=ignore_keys_for_eval)
-                output = TrainLoop(self, plan, loader).run()
+                output = TrainLoop(self, plan, loader, ignore_keys_for_eval).run()
         finally:
             self.is_in_train = False
         self.save_state()

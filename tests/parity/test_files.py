@@ -1,0 +1,106 @@
+"""Files and records that a run leaves behind, beside transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.library import FullTokens, Library, assert_same, both, logs, weights
+from tests.support.models import tiny_llama
+
+SAVING: dict[str, dict[str, Any]] = {
+    "steps": {"save_strategy": "steps", "save_steps": 3},
+    "a share": {"save_strategy": "steps", "save_steps": 0.4},
+    "epochs": {"save_strategy": "epoch"},
+    "the last two": {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2},
+    "never": {"save_strategy": "no"},
+}
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_checkpoints(name: str, tmp_path: Path) -> None:
+    """Which checkpoints there are, and what their trainer_state.json says."""
+
+    def script(library: Library) -> Any:
+        library.trainer({"max_steps": 7, **SAVING[name]}).train()
+        found = {}
+        for path in sorted(library.directory.glob("checkpoint-*")):
+            state = json.loads((path / "trainer_state.json").read_text())
+            keys = ("global_step", "epoch", "max_steps", "num_train_epochs", "logging_steps", "save_steps")
+            history = [[entry["step"], entry["loss"]] for entry in state["log_history"]]
+            found[path.name] = [{key: state[key] for key in keys}, history]
+        return found
+
+    assert_same(*both(script, tmp_path))
+
+
+def test_trainer_state_has_the_known_keys(tmp_path: Path) -> None:
+    def script(library: Library) -> Any:
+        trainer = library.trainer()
+        trainer.train()
+        trainer.save_state()
+        return json.loads((library.directory / "trainer_state.json").read_text())
+
+    ours, theirs = both(script, tmp_path)
+    assert set(theirs) <= set(ours)
+    for mine, other in zip(ours["log_history"], theirs["log_history"], strict=True):
+        assert set(other) <= set(mine)
+
+
+def test_the_returned_metrics(tmp_path: Path) -> None:
+    def script(library: Library) -> Any:
+        output = library.trainer().train()
+        return output._fields, sorted(output.metrics), output.global_step
+
+    ours, theirs = both(script, tmp_path)
+    assert ours[0] == theirs[0] and ours[2] == theirs[2]
+    assert set(theirs[1]) <= set(ours[1])
+
+
+def test_saved_weights_load_in_transformers(tmp_path: Path) -> None:
+    def script(library: Library) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        trainer = library.trainer()
+        trainer.train()
+        trainer.save_model()
+        loaded = AutoModelForCausalLM.from_pretrained(library.directory)
+        for name, parameter in loaded.named_parameters():
+            assert parameter.equal(weights(trainer)[name]), name
+        written = {path.name for path in library.directory.iterdir()}
+        return sorted(written & {"config.json", "generation_config.json", "model.safetensors"})
+
+    assert_same(*both(script, tmp_path))
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_resumed_run_is_the_run(step: int, tmp_path: Path) -> None:
+    """Stopped at ``step`` and resumed: the same history and weights as transformers' resumed run."""
+
+    def script(library: Library) -> Any:
+        changes = {"max_steps": 7, "save_strategy": "steps", "save_steps": step, "eval_strategy": "steps"}
+        library.trainer({**changes, "eval_steps": 3}, eval_dataset=FullTokens(9)).train()
+        trainer = library.trainer({**changes, "eval_steps": 3}, eval_dataset=FullTokens(9), model=tiny_llama(seed=9))
+        trainer.train(resume_from_checkpoint=str(library.directory / f"checkpoint-{step}"))
+        return {"logs": logs(trainer), "weights": weights(trainer), "step": trainer.state.global_step}
+
+    assert_same(*both(script, tmp_path))
+
+
+def test_training_twice_with_model_init(tmp_path: Path) -> None:
+    """Each train() starts from a new model: both give the same numbers."""
+
+    def script(library: Library) -> Any:
+        from transformers import LlamaForCausalLM
+
+        config = tiny_llama().config
+        trainer = library.trainer(model_init=lambda: LlamaForCausalLM(config))
+        first = trainer.train().training_loss
+        again = trainer.train().training_loss
+        assert first == pytest.approx(again, rel=1e-6)
+        return [first, again, logs(trainer), weights(trainer)]
+
+    assert_same(*both(script, tmp_path))
