@@ -13,10 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import arguments, config, support, train
+from ds_trainer.cli import arguments, config, reference, support, train
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
-SUBCOMMANDS = {"train": train, "config": config, "arguments": arguments, "support": support}
+SUBCOMMANDS = {
+    "train": train,
+    "config": config,
+    "arguments": arguments,
+    "reference": reference,
+    "support": support,
+}
 # How long a rank lets the main process speak first: launchers end the other ranks as soon as one of them fails.
 _PATIENCE_SECONDS = 3.0
 

@@ -39,21 +39,21 @@ def support_matrix() -> str:
     ]
     for topic in dict.fromkeys(rule.topic for rule in RULES):
         rows = [(f"`{rule.name}`", rule.needs, rule.remedy) for rule in RULES if rule.topic == topic]
-        parts += [f"### {topic}", _table(("rule", "why it is refused", "what to change"), rows)]
+        parts += [f"### {topic}", table(("rule", "why it is refused", "what to change"), rows)]
     parts += [
         "## Optimizers",
         "`optim`, or `optimizer.type` in the DeepSpeed file. Offloaded: DeepSpeed has a version for host memory.",
-        _table(("optim", "optimizer.type", "on a CPU", "offloaded", "package"), _optimizers()),
+        table(("optim", "optimizer.type", "on a CPU", "offloaded", "package"), _optimizers()),
         "## Arguments of other engines",
         "Accepted at their defaults, so that scripts run unchanged; any other value is refused.",
-        _table(("argument", "instead"), _limits(limit for limit in ENGINE if limit.field != "debug")),
+        table(("argument", "instead"), _limits(limit for limit in ENGINE if limit.field != "debug")),
         "`accelerator_config` likewise:",
-        _table(("key", "instead"), _limits(ACCELERATOR)),
+        table(("key", "instead"), _limits(ACCELERATOR)),
         "## Not supported yet",
         "Other values than the default are refused, so that nothing is silently left out.",
-        _table(("argument", "meanwhile"), _limits(LATER)),
+        table(("argument", "meanwhile"), _limits(LATER)),
         "## Keys that DeepSpeed removed",
-        _table(("key", "what DeepSpeed says"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
+        table(("key", "what DeepSpeed says"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
     ]
     return "\n\n".join(parts)
 
@@ -78,6 +78,7 @@ def _limits(limits: Iterable[Limit]) -> list[tuple[str, ...]]:
     return [(f"`{limit.field}`", limit.instead) for limit in limits]
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows as a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -71,7 +71,7 @@ class StepHooks(Parts):
         if count is None or (num_items_in_batch is not None and num_items_in_batch is not count.divisor):
             count = ItemCount(torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.device))
         rule = self.loss_rule
-        if not model.training:  # a callback may have left it in evaluation mode
+        if not (model.training and self.model.training):  # a callback may have left it in evaluation mode
             model.train()
         own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
         filler = isinstance(inputs, FillerBatch)
