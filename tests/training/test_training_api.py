@@ -31,7 +31,7 @@ def job(directory: Any, cls: type[Trainer] = Trainer, changes: dict[str, Any] | 
     return cls(args=arguments(directory, **(changes or {})), train_dataset=regression_rows(20), **given)
 
 
-# -- questions about the optimizer --------------------------------------------------------------------------------------
+# -- questions about the optimizer -----------------------------------------------------------------------------------
 
 
 def ask_optimizer(directory: str, stage: int) -> Any:
@@ -79,7 +79,7 @@ def test_made_before_training_and_used_in_it(tmp_path: Path) -> None:
     assert schedule.last_epoch == 3
 
 
-# -- optimizers handed in -----------------------------------------------------------------------------------------------
+# -- optimizers handed in --------------------------------------------------------------------------------------------
 
 
 def with_class(directory: str, stage: int, by_class: bool) -> Any:
@@ -148,7 +148,7 @@ def test_a_schedule_made_beside_the_files_is_refused(tmp_path: Path) -> None:
         job(tmp_path, MakesASchedule, {"deepspeed": file}).train()
 
 
-# -- the length of a run, and the contexts of a step ----------------------------------------------------------------------
+# -- the length of a run, and the contexts of a step -----------------------------------------------------------------
 
 
 class Shorter(Trainer):
@@ -220,7 +220,7 @@ def test_every_step_trains_in_training_mode(tmp_path: Path) -> None:
     assert trainer.modes == [True] * 3
 
 
-# -- construction ---------------------------------------------------------------------------------------------------------
+# -- construction ----------------------------------------------------------------------------------------------------
 
 
 def test_model_init_may_take_the_trial(tmp_path: Path) -> None:
