@@ -145,7 +145,6 @@ LATER: tuple[Limit, ...] = (
     _later("use_liger_kernel", (False,), "Leave it at False and apply the kernels to the model yourself."),
     _later("liger_kernel_config", (None,)),
     _later("neftune_noise_alpha", (None,)),
-    _later("auto_find_batch_size", (False,)),
     _later("include_num_input_tokens_seen", ("no", False), "Leave it at 'no': trained tokens are counted anyway."),
     _later("report_to", ("none", None, [], ["none"]), "Leave it at 'none' and add a callback that reports."),
     _later("project", ("huggingface",)),

@@ -68,6 +68,7 @@ class TrainingEngine:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self.layout = layout
         self.stage: int = config.get("zero_optimization.stage")
+        self.offloads_optimizer = config.get("zero_optimization.offload_optimizer.device", "none") != "none"
         self._clipping: float = config.get("gradient_clipping")
         self.deepspeed: DeepSpeedEngine
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"

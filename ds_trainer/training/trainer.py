@@ -27,6 +27,7 @@ from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.training.batch_size_search import find_batch_size
 from ds_trainer.training.batches import check_dataset
 from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
@@ -267,6 +268,8 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         try:
             self._join_ranks()
             self._begin_anew()
+            if self.args.auto_find_batch_size:
+                find_batch_size(self)
             loader = self.get_train_dataloader()
             plan = RunPlan.of_values(
                 self.set_initial_training_values(self.args, loader), self.args.gradient_accumulation_steps

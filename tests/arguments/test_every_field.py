@@ -172,7 +172,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "use_cache": Shown(_RUN + "test_use_cache"),
     "neftune_noise_alpha": Refused(5.0, "not supported yet"),
     "torch_empty_cache_steps": Shown(_RUN + "test_torch_empty_cache_steps"),
-    "auto_find_batch_size": Refused(True, "not supported yet"),
+    "auto_find_batch_size": Shown("tests.training.test_batch_size_search::test_the_numbers_stay_what_they_were"),
     "zero_stage": Effect(3, in_config("zero_optimization.stage")),
     "offload_optimizer": Effect("cpu", in_config("zero_optimization.offload_optimizer.device")),
     "offload_param": Effect("cpu", in_config("zero_optimization.offload_param.device"), {"zero_stage": 3}),
