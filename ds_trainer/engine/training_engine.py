@@ -99,7 +99,9 @@ class TrainingEngine:
         For steps that divide by the accumulation themselves, as those written for transformers do; ``retain_graph``
         keeps the graph for another pass.
         """
-        self.deepspeed.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        # DeepSpeed 0.19.8 divides the gradient of the very tensor that its forward pass returned by the accumulation
+        # steps, whatever scale_wrt_gas says; of anything computed from it, it does not.
+        self.deepspeed.backward(loss * 1.0, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self) -> bool:
         """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated."""
