@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -12,8 +12,6 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import matching_state
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:
@@ -110,15 +108,15 @@ class Processes:
             if here:
                 self.wait_for_everyone()
 
-    def on_main_process(self, function: Function) -> Function:
+    def on_main_process(self, function: Any = None) -> Any:
         """Decorator: the function runs on rank 0 and returns None elsewhere."""
         return self.on_process(function, 0)
 
-    def on_local_main_process(self, function: Function) -> Function:
+    def on_local_main_process(self, function: Any = None) -> Any:
         """Decorator: the function runs on the first rank of every machine and returns None elsewhere."""
         return self.on_local_process(function, 0)
 
-    def on_last_process(self, function: Function) -> Function:
+    def on_last_process(self, function: Any) -> Any:
         """Decorator: the function runs on the last rank and returns None elsewhere."""
         return self.on_process(function, self.num_processes - 1)
 

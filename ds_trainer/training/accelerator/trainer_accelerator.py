@@ -57,6 +57,17 @@ class TrainerAccelerator(Preparation):
         get_model: the model that the engine trains or will train.
 
     Nothing is started here: neither a process group, nor an engine, nor accelerate's own state.
+
+    Attributes:
+        state: process, device, precision, ``deepspeed_plugin``, as in accelerate's ``AcceleratorState``.
+        gradient_state: ``sync_gradients`` and ``num_steps`` of our loop, ``remainder`` of accelerate's loaders.
+        deepspeed_plugin: ``deepspeed_config`` (a copy), ``zero_stage``, ``hf_ds_config``.
+        trackers: empty; trackers are callbacks.
+        scaler: None; DeepSpeed holds the loss scale.
+        native_amp: False.
+        even_batches: True, for loaders of scripts.
+        split_batches: False; batch sizes are of one rank.
+        is_fsdp2: False.
     """
 
     scaler = None

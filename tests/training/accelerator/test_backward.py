@@ -23,9 +23,10 @@ class ReferenceStep:
     def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         model.train()
         inputs = self._prepare_inputs(inputs)
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if not self.model_accepts_loss_kwargs or num_items_in_batch is None:
-            loss = loss / self.args.gradient_accumulation_steps
+            loss = loss / self.current_gradient_accumulation_steps
         keywords = {"scale_wrt_gas": False} if self.accelerator.distributed_type == "DEEPSPEED" else {}
         self.accelerator.backward(loss, **keywords)
         return loss.detach()

@@ -39,7 +39,8 @@ def compare_with_accelerate() -> dict[str, bool]:
     results = {
         "gather": same(ours.gather(data), operations.gather(data)),
         "even metrics": same(ours.gather_for_metrics(data), operations.gather(data)),
-        "objects": ours.gather_for_metrics(["x", ours.process_index]) == operations.gather_object(["x", ours.process_index]),
+        "objects": ours.gather_for_metrics(["x", ours.process_index])
+        == operations.gather_object(["x", ours.process_index]),
     }
     for how in ("sum", "mean", "max", "none"):
         results[how] = same(ours.reduce(floats, how), operations.reduce(floats, how))
