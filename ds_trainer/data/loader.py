@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ class PlannedLoader(DataLoader[Any]):
         num_workers: loading processes.
         pin_memory: page-locked memory for copies to a GPU.
         worker_options: further keywords of ``DataLoader`` that are about loading processes.
+
+    Attributes:
+        during: a context entered with every batch for as long as the reader works on it, so that others can know
+            whether it is a filler.
     """
+
+    during: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self,
@@ -59,4 +66,6 @@ class PlannedLoader(DataLoader[Any]):
         self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
         first_round = self._share.first_round
         for index, batch in enumerate(super().__iter__(), start=first_round):
-            yield FillerBatch(batch) if isinstance(batch, Mapping) and self._share.is_filler(index) else batch
+            given = FillerBatch(batch) if isinstance(batch, Mapping) and self._share.is_filler(index) else batch
+            with self.during(given):
+                yield given

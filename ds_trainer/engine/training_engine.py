@@ -94,6 +94,16 @@ class TrainingEngine:
         """Back-propagate ``loss``, a scalar already divided by the item count of the global batch."""
         self.deepspeed.backward(loss * self._averaged_over, scale_wrt_gas=False)
 
+    def backward_mean(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Back-propagate ``loss``, a scalar whose gradient is to be averaged over the ranks.
+
+        For steps that divide by the accumulation themselves, as those written for transformers do; ``retain_graph``
+        keeps the graph for another pass.
+        """
+        # DeepSpeed 0.19.8 divides the gradient of the very tensor that its forward pass returned by the accumulation
+        # steps, whatever scale_wrt_gas says; of anything computed from it, it does not.
+        self.deepspeed.backward(loss * 1.0, retain_graph=retain_graph, scale_wrt_gas=False)
+
     def step(self) -> bool:
         """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated."""
         if self._own_norm and self._clipping == 0.0:

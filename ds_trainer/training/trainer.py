@@ -134,6 +134,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         check_layout(self.layout)
         self.compiled = self._compile()
         self._engine: TrainingEngine | None = None
+        self.create_accelerator_and_postprocess()
         self.loss_rule = self._loss_rule()
         self._look_at_hooks()
 

@@ -99,7 +99,9 @@ class DataHooks(Parts):
         plan = BatchPlan(self.layout, self.args.per_device_eval_batch_size)
         check_dataset(dataset, "eval_dataset", plan)
         dataset = self._without_unused_columns(dataset)
-        return planned_loader(dataset, plan, self.args, self.data_collator, seed=0, shuffle=False)
+        loader = planned_loader(dataset, plan, self.args, self.data_collator, seed=0, shuffle=False)
+        loader.during = self.accelerator.batch
+        return loader
 
     def _without_unused_columns(self, dataset: Any) -> Any:
         if not self.args.remove_unused_columns:

@@ -15,7 +15,9 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.training.loss import LossRule
+from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -37,6 +39,7 @@ class Parts:
     label_names: list[str]
     layout: ParallelLayout
     compiled: CompiledConfig
+    accelerator: TrainerAccelerator
     loss_rule: LossRule
     optimizer: Any
     lr_scheduler: Any
@@ -57,6 +60,14 @@ class Parts:
             raise ConfigError("There is no engine yet: it is built by train().")
         return self._engine
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Set ``self.accelerator``, and what scripts ask about it. Called once, when the configuration is compiled."""
+        self.accelerator = TrainerAccelerator(
+            self.layout, self.args, self.compiled, lambda: self._engine, self._join_ranks, lambda: self.model
+        )
+        self.is_deepspeed_enabled = True
+        self.is_fsdp_enabled = False
+
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process of the whole job."""
         return self.args.process_index == 0
@@ -67,3 +78,4 @@ class Parts:
 
     def _join_ranks(self) -> None:
         start_process_group(self.args.device_type, self.args.ddp_timeout_delta)
+        attach_accelerate(self.args.device_type)  # for the functions of accelerate that scripts call

@@ -23,6 +23,7 @@ class StepHooks(Parts):
     _training_step_takes: set[str]
     _nobody_looks_at_counts: bool
     _items: ItemCount | None = None
+    _loop_asks = False
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -51,7 +52,8 @@ class StepHooks(Parts):
     def call_training_step(self, inputs: Any, items: ItemCount) -> torch.Tensor:
         """:meth:`training_step` with the arguments that it takes."""
         keywords = {"num_items_in_batch": items.divisor} if self._training_step_takes else {}
-        return self.training_step(self.model_wrapped, inputs, **keywords)
+        with self.accelerator.batch(inputs):
+            return self.accelerator.share_of(self.training_step(self.model_wrapped, inputs, **keywords))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -102,6 +104,9 @@ class StepHooks(Parts):
         leave that argument alone and return the *mean* over the micro-batch's items: both give the exact gradient
         (:mod:`ds_trainer.training.loss`).
 
+        Called with ``num_items_in_batch`` by a ``training_step`` of a subclass (not by ours), the loss is multiplied by
+        the number of ranks, as in transformers: ``accelerator.backward`` averages over them.
+
         Raises:
             ConfigError: the model returned no loss.
         """
@@ -115,6 +120,8 @@ class StepHooks(Parts):
             keywords = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.normalised else {}
             outputs = model(**inputs, **keywords)
             loss = loss_in(outputs, model, inputs)
+        if not self._loop_asks and num_items_in_batch is not None and self.loss_rule.normalised:
+            loss = loss * self.layout.gradient_ranks
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> ExitStack:
@@ -137,7 +144,11 @@ class StepHooks(Parts):
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
         """:meth:`compute_loss` with the arguments that it takes."""
         keywords: dict[str, Any] = {"num_items_in_batch": items} if self._compute_loss_takes else {}
-        return self.compute_loss(model, inputs, **keywords)
+        self._loop_asks = True
+        try:
+            return self.compute_loss(model, inputs, **keywords)
+        finally:
+            self._loop_asks = False
 
     def _loss_without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
         model.eval()
