@@ -31,6 +31,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             for name, part in dataset.items():
                 metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
+        stage = self._memory_tracker.stage("eval")
         self._join_ranks()
         loader = self.get_eval_dataloader(dataset)
         self.callback_handler.eval_dataloader = loader
@@ -47,4 +48,4 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         logs = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(logs)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-        return {**logs, "epoch": float(self.state.epoch or 0.0)}
+        return {**logs, **stage.end(), "epoch": float(self.state.epoch or 0.0)}
