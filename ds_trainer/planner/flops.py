@@ -96,7 +96,10 @@ class FlopRule:
         return samples * (products * (2.0 + share) + attention * 3.0)
 
     def flops_per_token(self, length: int) -> float:
-        """:meth:`flops` for one token of a sequence of ``length`` positions (each stack, where there are two)."""
+        """:meth:`flops` for one token of a sequence of ``length`` positions (each stack, where there are two).
+
+        A length of 1 leaves no attention to speak of.
+        """
         return self.flops(1, length, length) / length
 
 

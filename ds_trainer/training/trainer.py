@@ -267,6 +267,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         elif not is_overridden(self, Trainer, "get_train_dataloader"):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
+        self.stage.end()  # of a training that could not begin
         self.stage = self._memory_tracker.stage("train")
         self.is_in_train = True
         try:
@@ -286,6 +287,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
                 output = TrainLoop(self, plan, loader, ignore_keys_for_eval).run()
         finally:
             self.is_in_train = False
+            self.stage.end()
         self.save_state()
         return output
 

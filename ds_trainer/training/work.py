@@ -1,4 +1,4 @@
-"""``WorkCounter``: what the micro-batches since the last look were, counted from their shapes while the device works."""
+"""``WorkCounter``: what the micro-batches since the last look were, counted from their shapes alone."""
 
 from __future__ import annotations
 
