@@ -267,7 +267,6 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         elif not is_overridden(self, Trainer, "get_train_dataloader"):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
-        self.stage.end()  # of a training that could not begin
         self.stage = self._memory_tracker.stage("train")
         self.is_in_train = True
         try:

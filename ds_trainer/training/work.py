@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,23 @@ def token_shape(model: nn.Module, batch: Mapping[str, Any]) -> tuple[int, int]:
         return 0, 0
     length = value.shape[-1]
     return (value.numel() // length if length else 0), length
+
+
+def sequence_lengths(batch: Mapping[str, Any], rows: int, length: int) -> Counter[int]:
+    """How many sequences of which length a batch of ``rows`` times ``length`` positions holds.
+
+    One for each row; but where ``position_ids`` begin anew inside a row and nothing else masks it, several samples are
+    packed into it, which do not see each other.
+    """
+    places = batch.get("position_ids")
+    packed = isinstance(places, torch.Tensor) and places.numel() == rows * length and "attention_mask" not in batch
+    if not packed or places.device.type != "cpu":  # reading what lies on a device would make the host wait
+        return Counter({length: rows})
+    begins = places.reshape(rows, length) == 0
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat([starts[1:], starts.new_tensor([rows * length])])
+    return Counter((ends - starts).tolist())
 
 
 def target_length(batch: Mapping[str, Any]) -> int:

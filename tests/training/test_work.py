@@ -263,6 +263,36 @@ def test_samples_are_the_jobs_and_operations_a_devices(tmp_path: Path) -> None:
         assert log["tflops_per_device"] == pytest.approx(whole / 2 / 1e12)
 
 
+def test_packed_samples_do_not_see_each_other(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_llama(), arguments(tmp_path), train_dataset=RaggedTokens(8))
+    rule = trainer.flop_rule
+    assert rule is not None
+    tokens = torch.ones(2, 12, dtype=torch.long)
+    places = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+    kept = places.clone()
+    wanted = rule.flops(1, 5) + rule.flops(1, 7) + rule.flops(1, 12)
+    assert trainer.floating_point_ops({"input_ids": tokens, "position_ids": places}) == pytest.approx(wanted)
+    assert torch.equal(places, kept)
+    whole = rule.flops(2, 12)
+    assert whole > wanted
+    mask = torch.ones_like(tokens)  # rules the attention instead
+    assert trainer.floating_point_ops({"input_ids": tokens, "position_ids": places, "attention_mask": mask}) == whole
+    assert trainer.floating_point_ops({"input_ids": tokens, "position_ids": places.to("meta")}) == whole
+
+
+def test_encoder_and_decoder_have_lengths_of_their_own(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    rows = [{"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 8)} for _ in range(8)]
+    trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=rows)
+    trainer.train()
+    rule = trainer.flop_rule
+    assert rule is not None and rule.transformer is not None
+    assert trainer.state.total_flos == pytest.approx(rule.flops(8, 12, 5))
+
+
 def test_a_model_of_ones_own_counts_six_for_a_parameter(tmp_path: Path) -> None:
     model = PlainLanguageModel()
     trainer = Trainer(model, arguments(tmp_path), train_dataset=RaggedTokens(24))

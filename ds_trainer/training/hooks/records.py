@@ -15,7 +15,7 @@ from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.planner.flops import FlopRule
 from ds_trainer.training.hooks.parts import Parts
-from ds_trainer.training.work import WorkCounter, flop_rule, target_length, token_shape
+from ds_trainer.training.work import WorkCounter, flop_rule, sequence_lengths, target_length, token_shape
 from ds_trainer.utils.files import write_text_atomic
 
 if TYPE_CHECKING:
@@ -87,8 +87,9 @@ class RecordHooks(Parts):
         rule = self.flop_rule
         if rule is None or rows == 0:
             return 0.0
-        two = rule.transformer is not None and len(rule.transformer.stacks) > 1
-        return rule.flops(rows, length, target_length(inputs) if two else 0)
+        if rule.transformer is not None and len(rule.transformer.stacks) > 1:
+            return rule.flops(rows, length, target_length(inputs))
+        return sum(rule.flops(count, size) for size, count in sequence_lengths(inputs, rows, length).items())
 
     @property
     def flop_rule(self) -> FlopRule | None:
