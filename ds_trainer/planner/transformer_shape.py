@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 # Decoders whose MLP has a gate (three matrices) and those without (two). What is in no set is not guessed at.
-_GATED_DECODERS = {
+GATED_DECODERS = {
     "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
     "gemma3_text", "phi3", "olmo", "olmo2", "olmo3", "olmoe", "granite", "cohere", "cohere2", "stablelm", "smollm3",
     "glm", "glm4", "helium", "seed_oss", "exaone4", "hunyuan_v1_dense", "ernie4_5",
 }  # fmt: skip
-_PLAIN_DECODERS = {
+PLAIN_DECODERS = {
     "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "mpt", "falcon", "phi",
     "starcoder2", "biogpt", "xglm",
 }  # fmt: skip
-_ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "ernie", "data2vec-text"}
-_T5_LIKE = {"t5", "mt5", "umt5"}
-_BART_LIKE = {"bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "plbart"}
+EXPERT_DECODERS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"}
+ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "ernie", "data2vec-text"}
+T5_LIKE = {"t5", "mt5", "umt5"}
+BART_LIKE = {"bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "plbart"}
 
 _VOCABULARY_HEADS = ("CausalLM", "LMHeadModel", "MaskedLM", "PreTraining", "ConditionalGeneration", "MTModel")
 _LANGUAGE_HEADS_WITH_TRANSFORM = ("MaskedLM", "PreTraining")  # encoders put a square matrix before the vocabulary
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim")
 
@@ -138,14 +139,14 @@ def read_transformer(config: Mapping[str, Any], class_name: str | None = None) -
     if class_name is None:
         class_name = next(iter(config.get("architectures") or ()), None)
     try:
-        if family in _GATED_DECODERS | _PLAIN_DECODERS:
+        if family in GATED_DECODERS | PLAIN_DECODERS:
             stacks: tuple[Stack, ...] = (_decoder(config, str(family)),)
             kind, named = "decoder", "ForCausalLM"
-        elif family in _ENCODERS:
+        elif family in ENCODERS:
             stacks, kind, named = (_stack(config, matrices=2, causal=False),), "encoder", "Model"
-        elif family in _T5_LIKE:
+        elif family in T5_LIKE:
             stacks, kind, named = _t5(config), "encoder-decoder", "ForConditionalGeneration"
-        elif family in _BART_LIKE:
+        elif family in BART_LIKE:
             stacks, kind, named = _bart(config), "encoder-decoder", "ForConditionalGeneration"
         else:
             return None
@@ -177,13 +178,13 @@ def _decoder(config: Mapping[str, Any], family: str) -> Stack:
         values["kv_heads"] = config.get("num_kv_heads") or heads
     elif family == "gpt_bigcode":
         values["kv_heads"] = 1 if config.get("multi_query") else heads
-    elif family == "xglm":
-        values.update(layers=_number(config, ("num_layers",)), heads=_number(config, ("attention_heads",)))
     elif family == "mpt":
         values["intermediate_size"] = int(config.get("expansion_ratio", 4) * _number(config, _WIDTHS))
     if family in ("falcon", "bloom"):
         values.setdefault("intermediate_size", config.get("ffn_hidden_size") or 4 * _number(config, _WIDTHS))
-    return _stack(config, matrices=3 if family in _GATED_DECODERS else 2, causal=True, **values)
+    if family in EXPERT_DECODERS:
+        values.update(_experts(config))
+    return _stack(config, matrices=3 if family in GATED_DECODERS else 2, causal=True, **values)
 
 
 def _stack(config: Mapping[str, Any], *, matrices: int, causal: bool, **values: Any) -> Stack:
@@ -202,7 +203,7 @@ def _stack(config: Mapping[str, Any], *, matrices: int, causal: bool, **values: 
         mlp_matrices=matrices,
         causal=causal,
     )
-    return Stack(**{**numbers, **_window(config, layers), **_experts(config, layers, inner), **values})
+    return Stack(**{**numbers, **_window(config, layers), **values})
 
 
 def _window(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -216,15 +217,12 @@ def _window(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return {"window": window, "windowed_layers": windowed} if windowed else {}
 
 
-def _experts(config: Mapping[str, Any], layers: int, inner: int) -> dict[str, Any]:
-    count = _first(config, ("num_local_experts", "num_experts"))
-    used = _first(config, ("num_experts_per_tok",))
-    if count is None or used is None:
-        return {}
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, inner = _number(config, _LAYERS), _number(config, _MLP_WIDTHS)
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     return {
-        "experts": count,
-        "experts_per_token": used,
+        "experts": _number(config, ("num_local_experts", "num_experts")),
+        "experts_per_token": _number(config, ("num_experts_per_tok",)),
         "expert_layers": sum((index + 1) % step == 0 and index not in dense for index in range(layers)),
         "intermediate_size": _first(config, ("moe_intermediate_size",)) or inner,
         "dense_intermediate_size": inner,

@@ -48,8 +48,9 @@ def sequence_lengths(batch: Mapping[str, Any], rows: int, length: int) -> Counte
     packed into it, which do not see each other.
     """
     places = batch.get("position_ids")
-    packed = isinstance(places, torch.Tensor) and places.numel() == rows * length and "attention_mask" not in batch
-    if not packed or places.device.type != "cpu":  # reading what lies on a device would make the host wait
+    if not isinstance(places, torch.Tensor) or places.numel() != rows * length or "attention_mask" in batch:
+        return Counter({length: rows})
+    if places.device.type != "cpu":  # reading what lies on a device would make the host wait
         return Counter({length: rows})
     begins = places.reshape(rows, length) == 0
     begins[:, 0] = True

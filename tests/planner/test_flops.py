@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_trainer.planner import transformer_shape as families
 from ds_trainer.planner.flops import FlopRule, Weights
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.transformer_shape import read_transformer
@@ -84,6 +85,7 @@ def counted(model: nn.Module, samples: int, length: int, targets: int) -> int:
     inputs = {"input_ids": torch.randint(3, 101, (samples, length))}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(3, 101, (samples, targets))
+    model.eval()  # some families leave out whole layers at random while they train
     with FlopCounterMode(display=False) as counter:
         outputs = model(**inputs)
         outputs[0].float().square().mean().backward()
@@ -99,6 +101,59 @@ def weights_of(model: nn.Module) -> Weights:
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_operations_as_torch_counts(name: str) -> None:
     model = build(name)
+    rule = FlopRule.of(ModelShape.from_model(model), weights_of(model))
+    assert rule is not None and rule.transformer is not None
+    found = rule.flops(SAMPLES, LENGTH, TARGETS)
+    assert found == pytest.approx(counted(model, SAMPLES, LENGTH, TARGETS), rel=TOLERANCE)
+
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
+    n_positions=64, pad_token_id=0,
+)  # fmt: skip
+OWN_NAMES: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
+    "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
+    "xglm": {"ffn_dim": 80},
+    "starcoder2": {"sliding_window": None},
+    "stablelm": {"head_dim": None, "hidden_size": 64},
+    "distilbert": {"hidden_dim": 80},
+}
+
+
+def of_family(family: str) -> nn.Module:
+    """A small model of a family with its own habits: heads, gates, ties and names."""
+    kind: Any = transformers.AutoModelForCausalLM
+    if family in families.GATED_DECODERS:
+        values = {**DECODER, "head_dim": 12, "sliding_window": 64}
+    elif family in families.PLAIN_DECODERS:
+        values = SMALL
+    elif family in families.ENCODERS:
+        kind, values = transformers.AutoModelForMaskedLM, OWN_KV
+    else:
+        kind, values = transformers.AutoModelForSeq2SeqLM, T5 if family in families.T5_LIKE else BART
+        values = {**values, "pad_token_id": 0}
+    if family in families.EXPERT_DECODERS:
+        values = {**values, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    if family in ("qwen2_moe", "qwen3_moe"):
+        values = {**values, "moe_intermediate_size": 40}
+    config = transformers.AutoConfig.for_model(family, **{**values, **OWN_NAMES.get(family, {})})
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model: nn.Module = kind.from_config(config, attn_implementation="eager")
+    return model
+
+
+ALL_FAMILIES = sorted(
+    families.GATED_DECODERS | families.PLAIN_DECODERS | families.ENCODERS | families.T5_LIKE | families.BART_LIKE
+)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_that_is_named(family: str) -> None:
+    model = of_family(family)
     rule = FlopRule.of(ModelShape.from_model(model), weights_of(model))
     assert rule is not None and rule.transformer is not None
     found = rule.flops(SAMPLES, LENGTH, TARGETS)
