@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_trainer.monitor.units import human_count
+from ds_trainer.monitor.units import human_count, human_operations
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,14 @@ class RunSummary:
     resumed_from: str | None = None
     """The checkpoint that the run goes on from."""
     resumed_step: int = 0
+    flops_per_token: float | None = None
+    """Operations of forward and backward pass for one token, without attention; None where they are not counted."""
+    flops_source: str = ""
+    """How they are counted."""
+    peak_flops: float | None = None
+    """Operations a second that one device reaches at best; None where nobody knows."""
+    number_format: str = ""
+    """Format that the peak belongs to."""
 
 
 def header_lines(summary: RunSummary) -> list[str]:
@@ -67,6 +75,8 @@ def header_lines(summary: RunSummary) -> list[str]:
         ("device", f"{summary.world_size} x {summary.device}"),
         ("output", summary.output_dir),
     ]
+    if summary.flops_per_token is not None:
+        rows.insert(-1, ("compute", _compute(summary)))
     if summary.resumed_from is not None:
         rows.append(("resumed", f"from {summary.resumed_from}, step {summary.resumed_step:,}"))
     width = max(len(name) for name, _ in rows)
@@ -77,6 +87,14 @@ def header_lines(summary: RunSummary) -> list[str]:
 def header_text(summary: RunSummary) -> str:
     """:func:`header_lines` as one text, ready to print."""
     return "\n".join(header_lines(summary))
+
+
+def _compute(summary: RunSummary) -> str:
+    assert summary.flops_per_token is not None  # the line is left out
+    text = f"{human_operations(summary.flops_per_token)} a token, attention aside ({summary.flops_source})"
+    if summary.peak_flops is None:
+        return f"{text}; peak of the device unknown, so no MFU"
+    return f"{text}; peak {human_operations(summary.peak_flops)}/s in {summary.number_format}"
 
 
 def _model(summary: RunSummary) -> str:

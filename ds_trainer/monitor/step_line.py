@@ -15,6 +15,10 @@ _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("tokens_per_second", lambda rate: f"{human_count(rate)} tok/s"),
     ("samples_per_second", lambda rate: f"{human_count(rate)} samples/s"),
     ("steps_per_second", lambda rate: f"{human_count(rate)} steps/s"),
+    ("tflops_per_device", lambda speed: f"{_significant(speed)} TFLOP/s"),
+    ("mfu", lambda share: f"MFU {_percent(share)}"),
+    ("data_wait", lambda share: f"data wait {_percent(share)}"),
+    ("num_input_tokens_seen", lambda count: f"{human_count(count)} tokens seen"),
     ("memory_gb", lambda size: f"{size:.2f} GB"),
     ("learning_rate", lambda rate: f"lr {rate:.1e}"),
     ("runtime", lambda seconds: f"time {human_duration(seconds)}"),
@@ -53,6 +57,16 @@ def _phrase(name: str, value: Any, max_str_len: int) -> str:
     if len(text) > max_str_len:
         text = f"{text[:max_str_len]}... ({len(text)} characters)"
     return f"{label} {text}"
+
+
+def _percent(share: float) -> str:
+    """One decimal below 10 %; finer is noise."""
+    return f"{100 * share:.{1 if abs(share) < 0.0995 else 0}f} %"
+
+
+def _significant(value: float) -> str:
+    """Three significant digits: ``412``, ``0.0123``, ``3.2e-04``."""
+    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def _decimal(value: float, digits: int) -> str:

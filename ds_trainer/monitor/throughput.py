@@ -1,11 +1,14 @@
-"""How fast the run is: tokens, samples and optimizer steps a second. Pure arithmetic, no device, no process group."""
+"""How fast the run is: tokens, samples, steps and operations a second. Pure arithmetic, no device, no process group."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -16,16 +19,22 @@ class Rates:
     tokens_per_second: float
     samples_per_second: float
     steps_per_second: float
+    flops_per_second: float = 0.0
+    """Floating-point operations of the model a second (:mod:`ds_trainer.planner.flops`)."""
+    data_wait: float = 0.0
+    """Part of the time, 0 to 1, in which the loop waited for data."""
 
 
 @dataclass(frozen=True)
 class _Mark:
     """What had been counted at one moment."""
 
-    seconds: float
-    tokens: int
-    samples: int
-    steps: int
+    seconds: float = 0.0
+    tokens: int = 0
+    samples: int = 0
+    steps: int = 0
+    flops: float = 0.0
+    waited: float = 0.0
 
 
 class ThroughputMeter:
@@ -40,20 +49,25 @@ class ThroughputMeter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._tokens = 0
-        self._samples = 0
-        self._steps = 0
+        self._done = _Mark()
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
         self._began = clock()
-        self._start = _Mark(0.0, 0, 0, 0)
-        self._last_read = self._start
+        self._last_read = _Mark()
 
-    def add(self, tokens: int, samples: int, steps: int = 1) -> None:
-        """Count finished work: ``tokens`` and ``samples`` of ``steps`` optimizer steps."""
-        self._tokens += tokens
-        self._samples += samples
-        self._steps += steps
+    def add(
+        self, tokens: int = 0, samples: int = 0, steps: int = 1, *, flops: float = 0.0, waited: float = 0.0
+    ) -> None:
+        """Count finished work of ``steps`` optimizer steps, of which ``waited`` seconds went by without data."""
+        done = self._done
+        self._done = _Mark(
+            0.0,
+            done.tokens + tokens,
+            done.samples + samples,
+            done.steps + steps,
+            done.flops + flops,
+            done.waited + waited,
+        )
 
     def read(self) -> Rates:
         """Rates since the last call of this method (the first time: since the meter was made)."""
@@ -64,7 +78,7 @@ class ThroughputMeter:
 
     def overall(self) -> Rates:
         """Rates since the meter was made. Leaves the window of :meth:`read` alone."""
-        return _rates(self._start, self._now())
+        return _rates(_Mark(), self._now())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -81,7 +95,26 @@ class ThroughputMeter:
 
     def _now(self) -> _Mark:
         moment = self._clock() if self._paused_at is None else self._paused_at
-        return _Mark(moment - self._began - self._paused_seconds, self._tokens, self._samples, self._steps)
+        return replace(self._done, seconds=moment - self._began - self._paused_seconds)
+
+
+class TimedIterator(Generic[T]):
+    """An iterator that notes how long its caller waited for it: ``seconds``, on the host's clock."""
+
+    def __init__(self, source: Iterable[T], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._source = iter(source)
+        self._clock = clock
+        self.seconds = 0.0
+
+    def __iter__(self) -> TimedIterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        start = self._clock()
+        try:
+            return next(self._source)
+        finally:
+            self.seconds += self._clock() - start
 
 
 def _rates(start: _Mark, end: _Mark) -> Rates:
@@ -93,4 +126,6 @@ def _rates(start: _Mark, end: _Mark) -> Rates:
         tokens_per_second=(end.tokens - start.tokens) / seconds,
         samples_per_second=(end.samples - start.samples) / seconds,
         steps_per_second=(end.steps - start.steps) / seconds,
+        flops_per_second=(end.flops - start.flops) / seconds,
+        data_wait=min(1.0, (end.waited - start.waited) / seconds),
     )

@@ -24,6 +24,13 @@ def human_count(number: float) -> str:
     return f"{'-' if number < 0 else ''}{text}{_PREFIXES[index]}"
 
 
+def human_operations(number: float) -> str:
+    """Floating-point operations with the prefixes of the field: ``842 FLOP``, ``6.3 GFLOP``, ``989 TFLOP``."""
+    text = human_count(number)
+    prefix = {"k": "k", "M": "M", "B": "G", "T": "T"}.get(text[-1], "")
+    return f"{text.removesuffix('B').rstrip('kMT')} {prefix}FLOP"
+
+
 def human_duration(seconds: float) -> str:
     """``0.42 s``, ``12.3 s``, ``3 min 20 s``, ``2 h 05 min``, ``3 d 04 h``."""
     if not math.isfinite(seconds):

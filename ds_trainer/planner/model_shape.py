@@ -1,10 +1,12 @@
-"""``ModelShape``: the few numbers of a model that decide the configuration. No weights, no torch."""
+"""``ModelShape``: the few numbers of a model that decide the configuration and its cost. No weights, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ds_trainer.planner.transformer_shape import Transformer, read_transformer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,28 +22,43 @@ class ModelShape:
     Args:
         hidden_size: width of the residual stream (the largest, where a model has several); None when unknown.
         source: where ``hidden_size`` was read, for messages and origins.
+        transformer: its layers in numbers, for the families that :mod:`ds_trainer.planner.transformer_shape` knows;
+            None for any other model.
     """
 
     hidden_size: int | None = None
     source: str = "unknown"
+    transformer: Transformer | None = None
 
     @classmethod
-    def from_config(cls, config: Any, source: str = "model config") -> ModelShape:
+    def from_config(cls, config: Any, source: str = "model config", class_name: str | None = None) -> ModelShape:
         """Read a Hugging Face configuration or a mapping of the same keys.
 
-        A composite configuration (``text_config``, ``vision_config`` ...) gives the largest width of its parts.
+        A composite configuration (``text_config``, ``vision_config`` ...) gives the largest width of its parts, and no
+        layers.
+
+        Args:
+            config: the configuration.
+            source: what to call it in messages.
+            class_name: class of the model, which says what head it has; default: the configuration's own
+                ``architectures``.
         """
-        widths = _widths(_as_mapping(config), source)
-        if not widths:
-            return cls()
-        width, where = max(widths)
-        return cls(width, where)
+        values = _as_mapping(config)
+        widths = _widths(values, source)
+        width, where = max(widths) if widths else (None, "unknown")
+        return cls(width, where, read_transformer(values, class_name))
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelShape:
         """Read ``model.config`` where there is one; any other module has an unknown shape."""
         config = getattr(model, "config", None)
-        return cls() if config is None else cls.from_config(config)
+        return cls() if config is None else cls.from_config(config, class_name=_class_name(model))
+
+
+def _class_name(model: nn.Module) -> str:
+    """Class of the model itself; an adapter library's wrapper hands out the model inside."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return type(unwrap() if callable(unwrap) else model).__name__
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ds_trainer.engine.weights import full_numel
 from ds_trainer.monitor.header import RunSummary, header_text
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.work import device_name, number_format, peak_of
 
 if TYPE_CHECKING:
     from ds_trainer.training.trainer import Trainer
@@ -24,7 +23,7 @@ def print_header(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> 
 def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunSummary:
     args, layout, batch = trainer.args, trainer.layout, trainer.batch_plan
     parameters = list(trainer.model.parameters())
-    on_gpu = args.device_type == "cuda"
+    rule = trainer.flop_rule
     return RunSummary(
         model_name=type(trainer.model).__name__,
         parameters_total=sum(full_numel(p) for p in parameters),
@@ -42,7 +41,7 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
         optimizer=trainer.compiled.get("optimizer.type") or type(trainer.optimizer).__name__,
         max_steps=plan.max_steps,
         num_train_epochs=plan.max_steps / plan.steps_per_epoch,
-        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        device=device_name(trainer),
         output_dir=str(args.output_dir),
         num_train_samples=len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
         num_eval_samples=len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else None,
@@ -51,6 +50,10 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
         run_name=args.run_name,
         resumed_from=str(resumed_from) if resumed_from else None,
         resumed_step=trainer.state.global_step,
+        flops_per_token=None if rule is None else rule.flops_per_token(1),
+        flops_source="" if rule is None else rule.source,
+        peak_flops=peak_of(trainer),
+        number_format=number_format(trainer),
     )
 
 

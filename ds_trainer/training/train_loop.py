@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ds_trainer.data.loader import FillerBatch, PlannedLoader
+from ds_trainer.arguments.enums import TokenCount
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
-from ds_trainer.monitor.throughput import ThroughputMeter
-from ds_trainer.training.batches import number_of_samples
+from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.window_losses import WindowLosses
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -67,10 +69,10 @@ class TrainLoop:
         self.loader = loader
         self.ignore_keys = ignore_keys
         self.meter = ThroughputMeter()
-        device = trainer.device
+        self.work = trainer.begin_work(self.meter)
+        self._log_keywords = {"start_time": time.time()} if accepted_arguments(trainer.log, {"start_time"}) else {}
         # Kept on the device: reading them would make the host wait for it.
-        self._losses = WindowLosses(device, filtered=trainer.args.logging_nan_inf_filter)
-        self._window_items = torch.zeros((), dtype=torch.int64, device=device)
+        self._losses = WindowLosses(trainer.device, filtered=trainer.args.logging_nan_inf_filter)
         self._window_start = trainer.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
         self._rate: Any = 0.0
@@ -122,17 +124,17 @@ class TrainLoop:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
-        batches, items = trainer.begin_step(iterator, rounds)
+        data = TimedIterator(iterator)
+        batches, items = trainer.begin_step(data, rounds)
         if len(batches) != rounds:
             raise ConfigError(
                 f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {rounds} "
                 f"micro-batches of step {state.global_step + 1}, although its length is {self.plan.rounds_per_epoch}."
             )
-        samples = 0
         for index, batch in enumerate(batches):
             last = index == rounds - 1
             engine.begin_micro_batch(last)
-            samples += 0 if isinstance(batch, FillerBatch) else number_of_samples(batch)
+            self.work.add(batch)
             self._losses.add(trainer.call_training_step(batch, items))
             if not last:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
@@ -144,8 +146,7 @@ class TrainLoop:
             trainer.lr_scheduler.step()
         self._losses.end_step()
         self._empty_cache(state.global_step + 1)
-        self._window_items += items.exact().to(torch.int64)
-        self.meter.add(0, samples)
+        self.meter.add(waited=data.seconds)
 
     # -- after a step ---------------------------------------------------------------------------------------------
 
@@ -155,10 +156,12 @@ class TrainLoop:
             _agree(trainer.control)
         # A callback may put another control in place at any of these events, so it is looked up anew.
         if trainer.control.should_log and trainer.state.global_step > self._window_start:
-            trainer.log(self._close_window())
+            trainer.log(self._close_window(), **self._log_keywords)
         if trainer.control.should_evaluate:
+            trainer.store_flos()
             self._evaluate()
         if trainer.control.should_save:
+            trainer.store_flos()
             with self.meter.paused():
                 trainer.save_checkpoint()
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
@@ -174,19 +177,16 @@ class TrainLoop:
         steps = trainer.state.global_step - self._window_start
         if steps == 0:
             return {}
-        items = int(self._window_items)  # of the whole global batch already
         loss, counted = self._losses.close()
-        self._window_items.zero_()
         self._window_start = trainer.state.global_step
         self._loss_sum += loss * counted if counted else 0.0
         self._loss_steps += counted
-        trainer.state.num_input_tokens_seen += items
-        self.meter.add(items, 0, steps=0)
+        trainer.store_flos()
         logs = {
             "loss": loss,
             "grad_norm": trainer.engine.grad_norm(),
             "learning_rate": float(self._rate),
-            "tokens_per_second": self.meter.read().tokens_per_second,
+            **self.work.rates(),
             "memory_gb": memory_in_use_gb(trainer.device),
         }
         if counted < steps:
@@ -199,15 +199,19 @@ class TrainLoop:
             torch.cuda.empty_cache()
 
     def _output(self) -> TrainOutput:
-        state = self.trainer.state
+        trainer, state = self.trainer, self.trainer.state
         loss = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
         rates = self.meter.overall()
         metrics = {
             "train_runtime": rates.seconds,
-            "train_samples_per_second": rates.samples_per_second * self.trainer.layout.dp,
+            "train_samples_per_second": rates.samples_per_second,
             "train_steps_per_second": rates.steps_per_second,
-            "train_tokens_per_second": rates.tokens_per_second,
+            **({"train_tokens_per_second": rates.tokens_per_second} if self.work.has_tokens else {}),
+            "total_flos": state.total_flos,
             "train_loss": loss,
+            **trainer.stage.end(),
         }
-        self.trainer.log(metrics)
+        trainer.log(metrics)
+        if trainer.args.include_num_input_tokens_seen != TokenCount.NO:
+            metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         return TrainOutput(state.global_step, loss, {**metrics, "epoch": state.epoch or 0.0})

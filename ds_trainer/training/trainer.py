@@ -25,6 +25,7 @@ from ds_trainer.config.environment import Environment
 from ds_trainer.data.collators import default_data_collator
 from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout
+from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batch_size_search import find_batch_size
@@ -105,6 +106,8 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
         # Kept: asking for it looks for GPUs, which is too slow for every micro-batch.
         self.device = self.args.device
+        self._memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
+        self.stage = self._memory_tracker.stage("init")
         configure_process(self.args)
         self.model_init = model_init
         self.model: nn.Module = model if model is not None else self.call_model_init()
@@ -147,6 +150,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.state = self._new_state()
         self.control = TrainerControl()
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+        self.stage.end()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from ``model_init``, which may take the ``trial`` of a hyper-parameter search.
@@ -265,6 +269,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         elif not is_overridden(self, Trainer, "get_train_dataloader"):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
+        self.stage = self._memory_tracker.stage("train")
         self.is_in_train = True
         try:
             self._join_ranks()
@@ -285,6 +290,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
                 output = TrainLoop(self, plan, loader, ignore_keys_for_eval).run()
         finally:
             self.is_in_train = False
+            self.stage.end()
         self.save_state()
         return output
 

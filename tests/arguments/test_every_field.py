@@ -188,7 +188,9 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "logging_first_step": Effect(True, switches),
     "log_on_each_node": Shown("tests.arguments.test_places::test_who_speaks_and_writes"),
     "logging_nan_inf_filter": Shown(_RUN + "test_logging_nan_inf_filter"),
-    "include_num_input_tokens_seen": Refused("all", "not supported yet"),
+    "include_num_input_tokens_seen": Shown(
+        "tests.training.test_work::test_input_tokens_are_counted_as_transformers_does"
+    ),
     "log_level": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "log_level_replica": Shown(_RUN + "test_replicas_have_a_level_of_their_own"),
     "disable_tqdm": Effect(True, of_trainer(printer)),
@@ -252,7 +254,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "full_determinism": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "use_cpu": Effect(True, lambda args: (args.device_type, args.dataloader_pin_memory)),
     "debug": Refused("underflow_overflow", "not supported yet"),
-    "skip_memory_metrics": Refused(False, "not supported yet"),
+    "skip_memory_metrics": Shown("tests.training.test_work::test_memory_of_every_stage_is_reported"),
     "local_rank": Refused(5, "but the environment"),
     "do_train": ForScripts(),
     "do_eval": ForScripts(),

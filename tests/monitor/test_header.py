@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,16 @@ def test_values_stay_in_one_column() -> None:
     lines = header_lines(dataclasses.replace(SUMMARY, resumed_from="x"))[1:]
     columns = {text.index(text.split(maxsplit=1)[1], 2 + len(text.split()[0])) for text in lines}
     assert columns == {11}
+
+
+def compute_line(**changes: Any) -> str:
+    lines = header_lines(dataclasses.replace(SUMMARY, **changes))
+    return next((line.strip() for line in lines if line.strip().startswith("compute")), "")
+
+
+def test_what_a_token_costs_and_what_the_device_could_do() -> None:
+    assert compute_line() == ""
+    counted = {"flops_per_token": 4.2e9, "flops_source": "counted from the architecture"}
+    cost = "compute  4.2 GFLOP a token, attention aside (counted from the architecture)"
+    assert compute_line(**counted) == f"{cost}; peak of the device unknown, so no MFU"
+    assert compute_line(**counted, peak_flops=989.4e12, number_format="bf16") == f"{cost}; peak 989 TFLOP/s in bf16"

@@ -19,6 +19,13 @@ def test_a_training_line() -> None:
     )
 
 
+def test_speed_and_its_share_of_the_peak() -> None:
+    logs = {"samples_per_second": 51.5, "tflops_per_device": 412.34, "mfu": 0.4168, "data_wait": 0.0042}
+    assert phrases(logs) == ["51.5 samples/s", "412 TFLOP/s", "MFU 42 %", "data wait 0.4 %"]
+    assert phrases({"tflops_per_device": 0.01234, "mfu": 0.0}) == ["0.0123 TFLOP/s", "MFU 0.0 %"]
+    assert phrases({"tflops_per_device": 0.00032, "data_wait": 1.0}) == ["3.2e-04 TFLOP/s", "data wait 100 %"]
+
+
 def test_evaluation_and_summary() -> None:
     logs = {"eval_loss": 2.25, "eval_runtime": 3.21, "eval_samples_per_second": 51.5, "eval_steps_per_second": 6.4}
     assert phrases(logs) == ["eval loss 2.250", "eval time 3.21 s", "eval 51.5 samples/s", "eval 6.4 steps/s"]
@@ -41,7 +48,7 @@ def test_the_number_of_steps_may_be_unknown() -> None:
         ("loss", "broken", "loss broken"),  # a name of ours with a value that is no number
         ("auxloss", 1.23456, "auxloss 1.235"),  # ends like a known name, but is not one
         ("eval_accuracy", 0.912345, "eval accuracy 0.9123"),
-        ("num_input_tokens_seen", 123_456, "num input tokens seen 123456"),
+        ("num_input_tokens_seen", 123_456, "123k tokens seen"),
         ("flag", True, "flag True"),
         ("note", "x" * 12, "note xxxxxxxxxx... (12 characters)"),
     ],

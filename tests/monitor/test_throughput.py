@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.monitor.throughput import Rates, ThroughputMeter
+from ds_trainer.monitor.throughput import Rates, ThroughputMeter, TimedIterator
 
 
 class Clock:
@@ -100,3 +102,35 @@ def test_the_real_clock_moves() -> None:
     while meter.overall().seconds == 0.0:
         pass
     assert meter.read().tokens_per_second > 0.0
+
+
+def test_operations_and_waiting() -> None:
+    clock = Clock()
+    meter = ThroughputMeter(clock)
+    clock.seconds += 2.0
+    meter.add(waited=0.5)
+    meter.add(steps=0, flops=6e12)
+    rates = meter.read()
+    assert (rates.flops_per_second, rates.data_wait, rates.steps_per_second) == (3e12, 0.25, 0.5)
+    clock.seconds += 1.0
+    meter.add()
+    rates = meter.read()
+    assert (rates.flops_per_second, rates.data_wait) == (0.0, 0.0)
+    assert meter.overall().data_wait == pytest.approx(0.5 / 3)
+
+
+def test_an_iterator_notes_how_long_it_was_waited_for() -> None:
+    clock = Clock()
+
+    def source() -> Iterator[int]:
+        for number in range(2):
+            clock.seconds += 3.0
+            yield number
+        clock.seconds += 1.0
+
+    data = TimedIterator(source(), clock)
+    assert next(data) == 0
+    clock.seconds += 100.0  # the caller's own work
+    assert data.seconds == 3.0
+    assert list(data) == [1]
+    assert data.seconds == 7.0  # finding the end took time as well

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.monitor.units import human_count, human_duration
+from ds_trainer.monitor.units import human_count, human_duration, human_operations
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,11 @@ def test_human_count_is_within_half_a_percent(number: float) -> None:
 )  # fmt: skip
 def test_human_duration(seconds: float, text: str) -> None:
     assert human_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 FLOP"), (842, "842 FLOP"), (1500, "1.5 kFLOP"), (6.3e9, "6.3 GFLOP"), (989.4e12, "989 TFLOP")],
+)
+def test_human_operations(number: float, text: str) -> None:
+    assert human_operations(number) == text

@@ -31,20 +31,21 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             for name, part in dataset.items():
                 metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        self._join_ranks()
-        loader = self.get_eval_dataloader(dataset)
-        self.callback_handler.eval_dataloader = loader
-        if self._engine is None:
-            self.model.to(self.device)
-        with without_cache(self.model):
-            result = evaluate_loss(self, self.model_wrapped, loader)
-        values = {
-            "loss": result.loss,
-            "runtime": result.seconds,
-            "samples_per_second": result.samples / result.seconds,
-            "items": result.items,
-        }
-        logs = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
-        self.log(logs)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-        return {**logs, "epoch": float(self.state.epoch or 0.0)}
+        with self._memory_tracker.stage("eval") as stage:
+            self._join_ranks()
+            loader = self.get_eval_dataloader(dataset)
+            self.callback_handler.eval_dataloader = loader
+            if self._engine is None:
+                self.model.to(self.device)
+            with without_cache(self.model):
+                result = evaluate_loss(self, self.model_wrapped, loader)
+            values = {
+                "loss": result.loss,
+                "runtime": result.seconds,
+                "samples_per_second": result.samples / result.seconds,
+                "items": result.items,
+            }
+            logs = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+            self.log(logs)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
+            return {**logs, **stage.end(), "epoch": float(self.state.epoch or 0.0)}

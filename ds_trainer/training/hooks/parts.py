@@ -14,6 +14,7 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.training.loss import LossRule
@@ -48,6 +49,9 @@ class Parts:
     callback_handler: CallbackHandler
     is_in_train: bool
     current_gradient_accumulation_steps: int = 1
+    stage: Stage
+    """The stage of the run whose memory is being measured; an inert one without ``skip_memory_metrics=False``."""
+    _memory_tracker: MemoryTracker
     _engine: TrainingEngine | None
     # Class, arguments and origin of an optimizer that neither arguments nor file describe.
     _optimizer_class: tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None

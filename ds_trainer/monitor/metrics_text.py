@@ -1,0 +1,38 @@
+"""The metrics of a run as a table for people. Names and formats are those that users of transformers know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+_MEBIBYTE, _GIBI = 2**20, 2**30
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """``metrics`` with readable values.
+
+    Bytes (``_mem_`` in the name) become whole MB of 2**20 bytes, rounded down; seconds (``_runtime``) become
+    ``h:mm:ss.hundredths``; ``total_flos`` becomes whole GF of 2**30 operations; other floats have four decimals.
+    """
+    return {name: _formatted(name, value) for name, value in metrics.items()}
+
+
+def metrics_table(title: str, metrics: Mapping[str, Any]) -> str:
+    """:func:`format_metrics` as lines, sorted by name, under ``***** <title> metrics *****``."""
+    shown = {name: str(value) for name, value in format_metrics(metrics).items()}
+    names = max((len(name) for name in shown), default=0)
+    values = max((len(value) for value in shown.values()), default=0)
+    rows = [f"  {name:<{names}} = {shown[name]:>{values}}" for name in sorted(shown)]
+    return "\n".join([f"***** {title} metrics *****", *rows])
+
+
+def _formatted(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{int(value) // _MEBIBYTE}MB"
+    if "_runtime" in name:
+        whole = int(value)
+        return f"{timedelta(seconds=whole)}.{int(abs(value - whole) * 100):02d}"
+    if name == "total_flos":
+        return f"{int(value) // _GIBI}GF"
+    return round(value, 4) if isinstance(value, float) else value
