@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.data.loader import FillerBatch, PlannedLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.training.batches import number_of_samples
+from ds_trainer.training.best_model import judge
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.window_losses import WindowLosses
 from ds_trainer.utils import distributed
@@ -93,6 +95,7 @@ class TrainLoop:
                 break
         self._close_window()
         output = self._output()
+        trainer.load_best_model()
         trainer.control = handler.on_train_end(args, state, trainer.control)
         return output
 
@@ -157,16 +160,26 @@ class TrainLoop:
         if trainer.control.should_log and trainer.state.global_step > self._window_start:
             trainer.log(self._close_window())
         if trainer.control.should_evaluate:
-            self._evaluate()
+            self._compare(self._evaluate())
         if trainer.control.should_save:
             with self.meter.paused():
                 trainer.save_checkpoint()
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
         with self.meter.paused():
-            self.trainer.evaluate(ignore_keys=self.ignore_keys)
+            metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
             self.trainer.model_wrapped.train()
+        return metrics
+
+    def _compare(self, metrics: dict[str, float]) -> None:
+        """Is this model the best so far? That, and what callbacks made of the evaluation, holds for all ranks."""
+        trainer = self.trainer
+        is_best = judge(trainer.args, trainer.state, metrics)
+        if trainer.args.save_strategy == SaveStrategy.BEST:
+            trainer.control.should_save = is_best
+        if trainer.callbacks_may_differ:
+            _agree(trainer.control)
 
     def _close_window(self) -> dict[str, float]:
         """Logs of the steps since the last log; begins a new window. Waits for the device."""
