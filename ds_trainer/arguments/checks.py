@@ -192,7 +192,9 @@ def _evaluation_problems(args: TrainingArguments) -> list[str]:
             "save_strategy=best saves after evaluations, but eval_strategy=no. Set eval_strategy to steps or epoch."
         )
     if saving == "best" and args.metric_for_best_model is None and not args.load_best_model_at_end:
-        problems.append("save_strategy=best needs to know the metric: set metric_for_best_model, to 'loss' for instance.")
+        problems.append(
+            "save_strategy=best needs to know the metric: set metric_for_best_model, to 'loss' for instance."
+        )
     if args.load_best_model_at_end:
         problems += _best_model_problems(args, saving, evaluating)
     return problems

@@ -92,8 +92,6 @@ def _defaults_from_others(args: TrainingArguments) -> None:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
-    if isinstance(args.include_for_metrics, str):
-        args.include_for_metrics = [args.include_for_metrics]
     if args.disable_tqdm is None:
         quiet = args.log_level in (LogLevel.ERROR, LogLevel.CRITICAL)
         args.disable_tqdm = quiet or get_logger("ds_trainer").getEffectiveLevel() > logging.WARNING

@@ -75,9 +75,7 @@ class CheckpointManager:
         best: the checkpoint of the best evaluation; it stays, and so does the newest, also where ``keep`` is 1.
     """
 
-    def __init__(
-        self, output_dir: Path, engine: TrainingEngine, keep: int | None, best: Path | None = None
-    ) -> None:
+    def __init__(self, output_dir: Path, engine: TrainingEngine, keep: int | None, best: Path | None = None) -> None:
         self.output_dir = output_dir
         self.engine = engine
         self.keep = keep

@@ -78,7 +78,9 @@ def _describe(tree: Any, filler: bool) -> _Part:
     if wrong is not None:
         problem = f"An output, label or input of evaluation is a {wrong}, which cannot be gathered. {_REMEDY}"
         return _Part(filler, None, [], problem)
-    return _Part(filler, map_leaves(lambda leaf: leaf.dim(), tree), [(tuple(leaf.shape), leaf.dtype) for leaf in leaves], None)
+    return _Part(
+        filler, map_leaves(lambda leaf: leaf.dim(), tree), [(tuple(leaf.shape), leaf.dtype) for leaf in leaves], None
+    )
 
 
 def _exchange(leaves: list[torch.Tensor], parts: list[_Part]) -> list[list[torch.Tensor]]:

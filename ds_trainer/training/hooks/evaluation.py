@@ -154,6 +154,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
         with torch.no_grad(), self.compute_loss_context_manager():
+            loss: torch.Tensor | None
             if labels is not None or by_itself or self._loss_needs_no_labels():
                 items = self.loss_rule.count(inputs).clamp(min=1).to(self.device, torch.float32)
                 loss, outputs = self._loss_and_outputs(model, inputs, items, wanted=not prediction_loss_only)

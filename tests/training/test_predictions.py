@@ -1,0 +1,447 @@
+"""Predictions: those of transformers on one process, and the same ones for every number of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ds_trainer import EvalPrediction, PredictionOutput, Trainer, TrainerCallback
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.gathering import gather_rounds
+from ds_trainer.training.nested import joined
+from ds_trainer.utils.errors import ConfigError
+from tests.support.pool import pool
+from tests.support.predictions import (
+    KINDS,
+    Pair,
+    arguments,
+    class_rows,
+    describe,
+    flatten,
+    make,
+)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Equal structure, dtype, shape; values to float32."""
+    if wanted is None or isinstance(wanted, (tuple, list)):
+        assert type(found) is type(wanted)
+    if wanted is None:
+        return
+    if isinstance(wanted, (tuple, list)):
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            assert_same(a, b)
+        return
+    assert isinstance(found, np.ndarray) and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def theirs(kind: str, output_dir: Path, samples: int, **changes: Any) -> Any:
+    """transformers' Trainer over the same model and data."""
+    import transformers
+
+    model, rows, collate = KINDS[kind]
+    metrics, preprocess = changes.pop("metrics", None), changes.pop("preprocess", None)
+    values = dict(save_strategy="no", disable_tqdm=True, use_cpu=True, per_device_eval_batch_size=2, report_to="none")
+    args = transformers.TrainingArguments(str(output_dir), **{**values, **changes})
+    return transformers.Trainer(
+        model(),
+        args,
+        data_collator=collate,
+        eval_dataset=rows(samples) if samples else None,
+        compute_metrics=metrics,
+        preprocess_logits_for_metrics=preprocess,
+    )
+
+
+def close_metrics(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """The same names, and the same values but for times; ours count items too."""
+    assert {n for n in found if not n.endswith("_items")} == set(wanted)
+    for name, value in wanted.items():
+        if not name.endswith(("_runtime", "per_second", "_time")):
+            assert found[name] == pytest.approx(value, rel=1e-5), name
+            assert type(found[name]) is type(value)
+
+
+def argmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    assert logits.shape[: labels.dim()] == labels.shape
+    return logits.argmax(-1)
+
+
+# -- parity with transformers, one process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"eval_accumulation_steps": 2}, {"eval_do_concat_batches": False}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_predict_as_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    rows = KINDS[kind][1](7)
+    ignored = ["cache"] if kind == "nested" else None
+    wanted = theirs(kind, tmp_path, 0, **changes).predict(rows, ignore_keys=ignored, metric_key_prefix="x")
+    found = make(kind, tmp_path, 0, **changes).predict(rows, metric_key_prefix="x")
+    assert isinstance(found, PredictionOutput)
+    assert_same(found.predictions, wanted.predictions)
+    assert_same(found.label_ids, wanted.label_ids)
+    close = {k: v for k, v in wanted.metrics.items() if kind != "ragged tokens" or k != "x_loss"}
+    close_metrics({k: found.metrics[k] for k in found.metrics if k in close or k.endswith("items")}, close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predict_without_labels_as_transformers(kind: str, tmp_path: Path) -> None:
+    rows = [{k: v for k, v in row.items() if k != "labels"} for row in KINDS[kind][1](5)]
+    if kind == "ragged tokens":
+        rows = [{"ids": row["ids"][:2]} for row in rows]  # its collator pads labels too
+    ignored = ["cache"] if kind == "nested" else None
+    reference = theirs(kind, tmp_path, 0)
+    trainer = make(kind, tmp_path, 0)
+    if kind == "ragged tokens":
+        import transformers
+
+        reference.data_collator = trainer.data_collator = transformers.default_data_collator
+    wanted = reference.predict(rows, ignore_keys=ignored)
+    found = trainer.predict(rows)
+    assert_same(found.predictions, wanted.predictions)
+    assert found.label_ids is None and wanted.label_ids is None
+    close_metrics(found.metrics or {}, wanted.metrics)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"include_for_metrics": ["inputs", "loss"]},
+        {"prediction_loss_only": True},
+        {"eval_accumulation_steps": 1, "include_for_metrics": ["loss"]},
+    ],
+    ids=str,
+)
+def test_metrics_as_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    for samples in (1, 7):
+        wanted = theirs("tuple", tmp_path, samples, metrics=describe, **changes).evaluate()
+        found = make("tuple", tmp_path, samples, metrics=describe, **changes).evaluate()
+        assert found.pop("epoch") == 0.0  # transformers leaves it out before training
+        close_metrics(found, {k: v for k, v in wanted.items() if k != "epoch"})
+
+
+def test_preprocessed_logits_as_transformers(tmp_path: Path) -> None:
+    rows = KINDS["ragged tokens"][1](7)
+    wanted = theirs("ragged tokens", tmp_path, 0, preprocess=argmax).predict(rows)
+    found = make("ragged tokens", tmp_path, 0, preprocess=argmax).predict(rows)
+    assert_same(found.predictions, wanted.predictions)
+    assert found.predictions.ndim == 2 and (found.predictions == -100).any()
+
+
+class ByBatch:
+    """``compute_metrics`` that adds up batches, as ``batch_eval_metrics`` asks for."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.last: list[bool] = []
+
+    def __call__(self, found: Any, compute_result: bool = False) -> dict[str, Any]:
+        assert isinstance(found.predictions[0], torch.Tensor)
+        assert found.inputs is None or set(found.inputs) == {"x", "labels"}
+        self.rows.append(len(found.label_ids) * (1 if found.losses is None else len(found.losses)))
+        self.last.append(compute_result)
+        return {"rows": np.int64(sum(self.rows)), "batches": len(self.rows)} if compute_result else {}
+
+
+@pytest.mark.parametrize("include", [[], ["inputs"]])
+def test_batch_eval_metrics_as_transformers(include: list[str], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"batch_eval_metrics": True, "include_for_metrics": include}
+    mine, other = ByBatch(), ByBatch()
+    wanted = theirs("tuple", tmp_path, 7, metrics=other, **changes)
+    found = make("tuple", tmp_path, 7, metrics=mine, **changes)
+    expected, metrics = wanted.evaluate(), found.evaluate()
+    assert (mine.rows, mine.last) == (other.rows, other.last) == ([2, 2, 2, 1], [False, False, False, True])
+    assert metrics["eval_rows"] == expected["eval_rows"] == 7 and type(metrics["eval_rows"]) is int
+    again = found.predict(class_rows(3))
+    assert len(again.predictions[0]) == len(again.label_ids) == 3  # predictions are kept although metrics are by batch
+
+
+def test_eval_prediction_unpacks_like_transformers() -> None:
+    from transformers import EvalPrediction as Theirs
+
+    for given in ((1, 2), (1, 2, 3), (1, 2, None, 4), (1, 2, 3, 4)):
+        assert tuple(EvalPrediction(*given)) == tuple(Theirs(*given))
+        assert EvalPrediction(*given)[1] == 2
+    for index in (-1, 2):
+        with pytest.raises(IndexError):
+            EvalPrediction(1, 2)[index]
+
+
+# -- any number of ranks ---------------------------------------------------------------------------------------------
+
+
+def predict_here(kind: str, output_dir: str, samples: list[int], **changes: Any) -> list[Any]:
+    found = []
+    changes = {"include_for_metrics": ["inputs", "loss"], "metrics": describe, **changes}
+    trainer = make(kind, output_dir, 0, **changes)
+    for count in samples:
+        output = trainer.predict(KINDS[kind][1](count))
+        metrics = {k: v for k, v in output.metrics.items() if not k.endswith(("runtime", "second", "time"))}
+        found.append((output.predictions, output.label_ids, metrics))
+    return found
+
+
+SIZES = [1, 2, 7, 9]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 0), (2, 3), (4, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictions_do_not_depend_on_the_ranks(kind: str, world: int, stage: int, tmp_path: Path) -> None:
+    """Fewer samples than ranks, ragged last rounds: every sample once, in order, on all ranks; loss and metrics too."""
+    alone = predict_here(kind, str(tmp_path), SIZES, per_device_eval_batch_size=1)
+    for found in pool(world).run(partial(predict_here, kind, str(tmp_path), SIZES, zero_stage=stage)):
+        for (predictions, labels, metrics), (wanted, wanted_labels, wanted_metrics) in zip(found, alone, strict=True):
+            assert_same(predictions, wanted)
+            assert_same(labels, wanted_labels)
+            assert metrics["test_loss"] == pytest.approx(wanted_metrics["test_loss"], rel=1e-5)
+            assert metrics["test_rows"] == wanted_metrics["test_rows"]
+            assert metrics["test_items"] == wanted_metrics["test_items"]
+
+
+def predict_ungathered(output_dir: str) -> int:
+    """Negative control: fillers count."""
+    from ds_trainer.training import eval_loop
+
+    kept = eval_loop.gather_rounds
+    eval_loop.gather_rounds = lambda tree, filler, *rest: kept(tree, False, *rest)
+    try:
+        return len(predict_here("tuple", output_dir, [1])[0][1])
+    finally:
+        eval_loop.gather_rounds = kept
+
+
+def test_a_filler_that_counted_would_be_seen(tmp_path: Path) -> None:
+    assert pool(2).run(predict_ungathered, str(tmp_path)) == [2, 2]
+
+
+class OwnLoaders(Trainer):
+    """Every rank reads its own part of the data; the first one has more than the others."""
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        rank, ranks = self.args.process_index, self.args.world_size
+        part = [row for i, row in enumerate(test_dataset) if i % ranks == rank or (rank == 0 and i > 5)]
+        return DataLoader(part, batch_size=1, collate_fn=self.data_collator)
+
+
+def predict_with_own_loaders(output_dir: str, rows: int) -> Any:
+    trainer = OwnLoaders(Pair(), arguments(output_dir))
+    found = trainer.predict(class_rows(rows))
+    return found.label_ids.tolist()
+
+
+def test_loaders_of_unequal_length_end_together(tmp_path: Path) -> None:
+    labels = pool(2).run(predict_with_own_loaders, str(tmp_path), 8)
+    assert labels[0] == labels[1] == [0, 1, 2, 0, 1, 2, 0, 1, 1]
+    refused = pool(2).run(partial(refusal, predict_with_own_loaders, str(tmp_path), 1))
+    assert all("at least one rank gives no batch" in message for message in refused)
+
+
+def refusal(job: Any, *args: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        job(*args)
+    return str(error.value)
+
+
+# -- gathering and joining by themselves -----------------------------------------------------------------------------
+
+
+def gather_odd_things() -> list[Any]:
+    layout = ParallelLayout(2)
+    rank = torch.distributed.get_rank()
+    rows = torch.full((rank + 1, 2 + rank), rank)
+    tree = {"a": (rows, None), "b": [rows.bool(), rows.to(torch.bfloat16), torch.tensor(0.5 + rank)]}
+    whole = gather_rounds(tree, False, layout)
+    first = gather_rounds(tree, rank == 1, layout)
+    objects = gather_rounds([{"box": rows, "name": str(rank)}] * (rank + 1), False, layout, as_objects=True)
+    words = refusal(gather_rounds, (rows,) if rank else rows, False, layout)
+    wrong = refusal(gather_rounds, {"cache": "text" if rank else rows}, False, layout)
+    a, b = whole["a"][0].tolist(), [leaf.float().tolist() for leaf in whole["b"]]
+    return [a, whole["a"][1], b, first["a"][0].tolist(), [entry["name"] for entry in objects], words, wrong]
+
+
+def test_gathering_of_odd_things() -> None:
+    for a, nothing, b, first, names, words, wrong in pool(2).run(gather_odd_things):
+        assert a == [[0, 0, -100], [1, 1, 1], [1, 1, 1]]
+        assert nothing is None and b[2] == [0.5, 1.5]
+        assert b[1] == [[0, 0, -100], [1, 1, 1], [1, 1, 1]]
+        assert first == [[0, 0]]
+        assert names == ["0", "1", "1"]
+        assert "outputs of different structure" in words and "eval_use_gather_object=True" in words
+        assert "is a str, which cannot be gathered" in wrong
+
+
+def test_joining_refuses_what_does_not_fit() -> None:
+    rows = np.zeros((2, 3))
+    for pieces in ([rows, (rows,)], [(rows,), (rows, rows)], [{"a": rows}, {"b": rows}], ["x", "y"], [rows, rows[0]]):
+        with pytest.raises(TypeError):
+            joined(pieces)
+    assert joined(["x", "y"], samples_in_lists=True) == ["x", "y"]
+    assert joined([rows, np.ones((1, 5, 2))[..., 0]]).shape == (3, 5)
+
+
+class Boxes(nn.Module):
+    """Object detection: a dict for every image, with as many boxes as it has."""
+
+    main_input_name = "x"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, Any]:
+        loss = self.layer(x).mean()
+        return {"loss": loss, "boxes": [{"box": row[: 1 + int(row[0] > 0)]} for row in x]}
+
+
+def collate_boxes(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"x": torch.stack([row["x"] for row in rows]), "labels": [{"n": row["labels"]} for row in rows]}
+
+
+def predict_boxes(output_dir: str, concat: bool) -> list[Any]:
+    args = arguments(output_dir, eval_use_gather_object=True, eval_do_concat_batches=concat)
+    found = Trainer(Boxes(), args, data_collator=collate_boxes).predict(class_rows(5))
+    labels = found.label_ids if concat else [entry for batch in found.label_ids for entry in batch]
+    boxes = found.predictions if concat else [entry for batch in found.predictions for entry in batch]
+    assert all(isinstance(entry["box"], np.ndarray) for entry in boxes)
+    return [[entry["n"] for entry in labels], [len(entry["box"]) for entry in boxes]]
+
+
+@pytest.mark.parametrize("concat", [True, False])
+def test_objects_for_every_sample(concat: bool, tmp_path: Path) -> None:
+    """Lists of dicts with tensors of any shape, one for each sample: eval_use_gather_object."""
+    wanted = [[0, 1, 2, 0, 1], [1 + int(row["x"][0] > 0) for row in class_rows(5)]]
+    assert predict_boxes(str(tmp_path), concat) == wanted
+    assert pool(2).run(predict_boxes, str(tmp_path), concat) == [wanted, wanted]
+
+
+# -- hooks and events ------------------------------------------------------------------------------------------------
+
+
+class Notes(TrainerCallback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("step")
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("log")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.events.append(f"evaluate {sorted(n for n in metrics if 'second' not in n and 'time' not in n)}")
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.events.append(f"predict {'test_loss' in metrics}")
+
+
+class EveryHook(Trainer):
+    """Overrides each hook of evaluation with the reference's signature, and hands on."""
+
+    calls: list[str]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        self.calls = [*getattr(self, "calls", []), "get_eval_dataloader"]
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        self.calls.append("get_test_dataloader")
+        return super().get_test_dataloader(test_dataset)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        self.calls.append(f"evaluation_loop {description} {prediction_loss_only} {ignore_keys} {metric_key_prefix}")
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        self.calls.append(f"prediction_step {prediction_loss_only}")
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss, None if logits is None else logits[0] * 2, labels
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        self.calls.append(f"compute_loss {return_outputs}")
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_overridden_hooks_are_called_with_the_references_signature(tmp_path: Path) -> None:
+    notes = Notes()
+    trainer = make("tuple", tmp_path, 3, cls=EveryHook)
+    trainer.add_callback(notes)
+    metrics = trainer.evaluate(ignore_keys=["k"])
+    step = ["prediction_step True", "compute_loss False"]
+    assert trainer.calls == ["get_eval_dataloader", "evaluation_loop Evaluation True ['k'] eval", *step * 2]
+    assert notes.events == ["step", "step", "log", "evaluate ['epoch', 'eval_items', 'eval_loss']"]
+    assert "eval_loss" in metrics
+
+    trainer.calls, notes.events = [], []
+    found = trainer.predict(class_rows(3), metric_key_prefix="test")
+    step = ["prediction_step False", "compute_loss True"]
+    assert trainer.calls == ["get_test_dataloader", "evaluation_loop Prediction None None test", *step * 2]
+    assert notes.events == ["step", "step", "predict True"]
+    plain = make("tuple", tmp_path, 0).predict(class_rows(3))
+    np.testing.assert_allclose(found.predictions, 2 * plain.predictions[0], rtol=1e-6)
+
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+    assert output.num_samples == len(output.label_ids) == 3 and "eval_loss" in output.metrics
+
+
+class LossOfItsOwn(Trainer):
+    """A loss over a model that takes no labels: contrastive, say."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(inputs["x"])
+        loss = outputs.pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class OldStyle(Trainer):
+    def compute_loss(self, model: Any, inputs: Any) -> Any:  # type: ignore[override]
+        return model(**inputs)[0]
+
+
+def test_a_loss_without_labels_and_an_old_signature(tmp_path: Path) -> None:
+    data = [{"x": row["x"]} for row in class_rows(5)]
+    model = nn.Linear(5, 3)
+    found = LossOfItsOwn(model, arguments(tmp_path, remove_unused_columns=False)).predict(data)
+    wanted = model(torch.stack([row["x"] for row in data])).detach()
+    np.testing.assert_allclose(found.predictions, wanted.numpy(), rtol=1e-5)
+    assert found.metrics["test_loss"] == pytest.approx(float(wanted.pow(2).mean()), rel=1e-5)
+
+    old = make("tuple", tmp_path, 3, cls=OldStyle)
+    assert old.evaluate()["eval_loss"] == pytest.approx(make("tuple", tmp_path, 3).evaluate()["eval_loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="OldStyle.compute_loss takes no return_outputs"):
+        old.predict(class_rows(3))
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (lambda d: make("tuple", d, 3, metrics=lambda found: 0.5).evaluate(), "compute_metrics returned a float"),
+        (lambda d: make("tuple", d, 3, batch_eval_metrics=True), "there is no compute_metrics"),
+        (lambda d: make("tuple", d, 3, batch_eval_metrics=True, metrics=describe), "no such argument"),
+        (lambda d: make("tuple", d, 3, include_for_metrics=["loss"]), "there is no compute_metrics"),
+        (lambda d: make("tuple", d, 3, include_for_metrics=["logits"]), "'logits' is neither 'inputs' nor 'loss'"),
+        (lambda d: make("tuple", d, 3).evaluate("other"), "'other' is none of the Trainer's evaluation sets: none"),
+        (lambda d: make("tuple", d, 0).predict([]), "test_dataset is empty"),
+        (lambda d: make("nested", d, 0).predict(class_rows(2), ignore_keys=[]), "is a object, which cannot be"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(job: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        job(tmp_path)
