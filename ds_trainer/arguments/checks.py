@@ -195,9 +195,20 @@ def _evaluation_problems(args: TrainingArguments) -> list[str]:
         problems.append(
             "save_strategy=best needs to know the metric: set metric_for_best_model, to 'loss' for instance."
         )
+    if args.metric_for_best_model is None and args.greater_is_better is not None and not _has_default_metric(args):
+        problems.append(
+            f"greater_is_better={args.greater_is_better!r} compares metrics, but metric_for_best_model is not set. Set "
+            "it, or leave greater_is_better out."
+        )
     if args.load_best_model_at_end:
         problems += _best_model_problems(args, saving, evaluating)
     return problems
+
+
+def _has_default_metric(args: TrainingArguments) -> bool:
+    """Whether something asks for a metric, which is the loss then."""
+    plateau = str(args.lr_scheduler_type) in (SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value)
+    return args.load_best_model_at_end or plateau
 
 
 def _best_model_problems(args: TrainingArguments, saving: str, evaluating: str) -> list[str]:

@@ -24,7 +24,6 @@ from tests.support.predictions import (
     arguments,
     class_rows,
     describe,
-    flatten,
     make,
 )
 
@@ -199,7 +198,9 @@ SIZES = [1, 2, 7, 9]
 def test_predictions_do_not_depend_on_the_ranks(kind: str, world: int, stage: int, tmp_path: Path) -> None:
     """Fewer samples than ranks, ragged last rounds: every sample once, in order, on all ranks; loss and metrics too."""
     alone = predict_here(kind, str(tmp_path), SIZES, per_device_eval_batch_size=1)
-    for found in pool(world).run(partial(predict_here, kind, str(tmp_path), SIZES, zero_stage=stage)):
+    # Batches of several samples have predictions at padded positions, whose number depends on who shares the batch.
+    changes = {"zero_stage": stage, "per_device_eval_batch_size": 1 if kind == "ragged tokens" else 2}
+    for found in pool(world).run(partial(predict_here, kind, str(tmp_path), SIZES, **changes)):
         for (predictions, labels, metrics), (wanted, wanted_labels, wanted_metrics) in zip(found, alone, strict=True):
             assert_same(predictions, wanted)
             assert_same(labels, wanted_labels)
@@ -373,7 +374,9 @@ class EveryHook(Trainer):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return loss, None if logits is None else logits[0] * 2, labels
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         self.calls.append(f"compute_loss {return_outputs}")
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -425,7 +428,7 @@ def test_a_loss_without_labels_and_an_old_signature(tmp_path: Path) -> None:
 
     old = make("tuple", tmp_path, 3, cls=OldStyle)
     assert old.evaluate()["eval_loss"] == pytest.approx(make("tuple", tmp_path, 3).evaluate()["eval_loss"], rel=1e-5)
-    with pytest.raises(ConfigError, match="OldStyle.compute_loss takes no return_outputs"):
+    with pytest.raises(ConfigError, match=r"OldStyle\.compute_loss takes no return_outputs"):
         old.predict(class_rows(3))
 
 

@@ -115,7 +115,6 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         half = None if self.is_in_train else half_of(self.args)
         model = self._model_for_evaluation(half)
         self.callback_handler.eval_dataloader = dataloader
-        logger.info("%s: %s batches on each rank.", description, _length(dataloader))
         loop = EvalLoop(self, dataloader, loss_only, keep=description == "Prediction")
         with without_cache(self.model, unless=self.args.use_cache), weights_in(half, self.model, self.device):
             output = loop.run(model, ignore_keys, metric_key_prefix)
@@ -250,7 +249,3 @@ def check_metrics(args: Any, compute_metrics: Any) -> None:
         raise ConfigError(
             f"include_for_metrics={args.include_for_metrics!r}, but there is no compute_metrics that would get them."
         )
-
-
-def _length(loader: Any) -> str:
-    return str(len(loader)) if hasattr(loader, "__len__") else "an unknown number of"
