@@ -168,9 +168,7 @@ class CheckpointManager:
         }
 
     def load_best(self, path: Path) -> None:
-        """Put back the weights of ``path`` (with their optimizer state) when training has ended. Collective.
-
-        With ``keep=1`` all other checkpoints go: there was one more than that, to resume from.
+        """Put back the weights of ``path``, with their optimizer state, when training has ended. Collective.
 
         Raises:
             ConfigError: as :meth:`load`.
@@ -178,11 +176,14 @@ class CheckpointManager:
         self._check_facts(path)
         logger.info("Loading the best model from %s.", path)
         self.engine.load_state(path, _ENGINE_TAG)
-        if self.keep == 1 and distributed.rank() == 0:
-            for other in list_checkpoints(self.output_dir):
-                if other.resolve() != path.resolve():
-                    logger.info("Removing %s: save_total_limit=1, and %s is the best.", other, path.name)
-                    shutil.rmtree(other)
+
+    def finish(self) -> None:
+        """Training has ended: with ``keep=1`` only the best checkpoint stays, not the newest beside it. Collective."""
+        if self.keep == 1 and self.best is not None and self.best.is_dir() and distributed.rank() == 0:
+            for path in list_checkpoints(self.output_dir):
+                if path.resolve() != self.best.resolve():
+                    logger.info("Removing %s: save_total_limit=1, and %s is the best.", path, self.best.name)
+                    shutil.rmtree(path)
         distributed.barrier()
 
     def _remove_oldest(self) -> None:

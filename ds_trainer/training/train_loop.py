@@ -95,7 +95,7 @@ class TrainLoop:
                 break
         self._close_window()
         output = self._output()
-        trainer.load_best_model()
+        trainer.keep_best()
         trainer.control = handler.on_train_end(args, state, trainer.control)
         return output
 

@@ -373,8 +373,9 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         keep = self.args.save_total_limit
         return CheckpointManager(self._output_dir, self.engine, keep, Path(best) if best is not None else None)
 
-    def load_best_model(self) -> None:
-        """Load the checkpoint of the best evaluation, if ``load_best_model_at_end`` asks for it. Collective."""
+    def keep_best(self) -> None:
+        """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
         best = best_checkpoint(self.args, self.state)
         if best is not None:
             self._checkpoints.load_best(best)
+        self._checkpoints.finish()
