@@ -136,25 +136,23 @@ def train_and_compare(output_dir: str, load: bool, **changes: Any) -> tuple[bool
     assert best is not None
     trainer.save_model(f"{output_dir}/final")
     trainer.engine.close()
-    alike = [all(torch.equal(end[name], weights[step][name]) for name in end) for step in (best, 8)]
+    alike = [all(torch.equal(end[name], weights[step][name]) for name in end) for step in (best, 3)]
     return alike[0], alike[1], best
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"zero_stage": stage} for stage in (0, 1, 2, 3)] + [{"bf16": True, "zero_stage": 3}, {"bf16": True}],
+    [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"bf16": True}, {"bf16": True, "zero_stage": 3}],
     ids=str,
 )
 def test_the_best_weights_are_back_at_the_end(changes: dict[str, Any], tmp_path: Path) -> None:
-    scores = [*SCORES[:6], 0.0, 0.1]
-    for best, last, step in pool(2).run(
-        partial(train_and_compare, str(tmp_path / "a"), True, scores=scores, **changes)
-    ):
-        assert (best, last, step) == (True, False, 6)
+    changes = {"scores": [0.5, 0.8, 0.1], "max_steps": 3, **changes}
+    for best, last, step in pool(2).run(partial(train_and_compare, str(tmp_path / "a"), True, **changes)):
+        assert (best, last, step) == (True, False, 2)
     from safetensors.torch import load_file
 
     final = load_file(tmp_path / "a" / "final" / "model.safetensors")
-    for best, last, _ in pool(2).run(partial(train_and_compare, str(tmp_path / "b"), False, scores=scores, **changes)):
+    for best, last, _ in pool(2).run(partial(train_and_compare, str(tmp_path / "b"), False, **changes)):
         assert (best, last) == (False, True)
     other = load_file(tmp_path / "b" / "final" / "model.safetensors")
     assert not torch.equal(final["head.weight"], other["head.weight"])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ds_trainer import EvalPrediction, PredictionOutput, Trainer, TrainerCallback
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training import eval_loop
 from ds_trainer.training.gathering import gather_rounds
 from ds_trainer.training.nested import joined
 from ds_trainer.utils.errors import ConfigError
@@ -24,6 +25,7 @@ from tests.support.predictions import (
     arguments,
     class_rows,
     describe,
+    flatten,
     make,
 )
 
@@ -137,6 +139,23 @@ def test_preprocessed_logits_as_transformers(tmp_path: Path) -> None:
     assert found.predictions.ndim == 2 and (found.predictions == -100).any()
 
 
+@pytest.mark.parametrize(("every", "wanted"), [(None, [7]), (2, [4, 3]), (1, [2, 2, 2, 1])])
+def test_host_memory_in_chunks(every: int | None, wanted: list[int], tmp_path: Path, monkeypatch: Any) -> None:
+    """eval_accumulation_steps: after so many batches, what was kept leaves the device; else all of it at the end."""
+    chunks: list[int] = []
+
+    class Watched(eval_loop.Kept):
+        def to_host(self) -> None:
+            if self._on_device and isinstance(self._on_device[0], torch.Tensor):  # the labels
+                chunks.append(sum(len(piece) for piece in self._on_device))
+            super().to_host()
+            assert not self._on_device and all(isinstance(a, np.ndarray) for a in flatten(self._on_host))
+
+    monkeypatch.setattr(eval_loop, "Kept", Watched)
+    found = make("tuple", tmp_path, 0, eval_accumulation_steps=every).predict(class_rows(7))
+    assert chunks == wanted and found.label_ids.tolist() == [i % 3 for i in range(7)]
+
+
 class ByBatch:
     """``compute_metrics`` that adds up batches, as ``batch_eval_metrics`` asks for."""
 
@@ -211,8 +230,6 @@ def test_predictions_do_not_depend_on_the_ranks(kind: str, world: int, stage: in
 
 def predict_ungathered(output_dir: str) -> int:
     """Negative control: fillers count."""
-    from ds_trainer.training import eval_loop
-
     kept = eval_loop.gather_rounds
     eval_loop.gather_rounds = lambda tree, filler, *rest: kept(tree, False, *rest)
     try:
