@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.utils.errors import ConfigError
 
 WIDTH = 5
 
@@ -145,3 +146,12 @@ def make(kind: str, output_dir: Any, samples: int = 5, cls: type[Trainer] = Trai
         compute_metrics=metrics,
         preprocess_logits_for_metrics=preprocess,
     )
+
+
+def refusal_of(job: Any, *args: Any) -> str:
+    """The words of the ConfigError that ``job`` raises on this rank."""
+    try:
+        job(*args)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("was not refused")
