@@ -15,7 +15,10 @@ _PUBLIC = {
     "CompiledConfig": "ds_trainer.config.compiled",
     "ConfigError": "ds_trainer.utils.errors",
     "DefaultFlowCallback": "ds_trainer.callbacks.defaults",
+    "EarlyStoppingCallback": "ds_trainer.callbacks.early_stopping",
     "Environment": "ds_trainer.config.environment",
+    "EvalLoopOutput": "ds_trainer.training.outputs",
+    "EvalPrediction": "ds_trainer.training.outputs",
     "HfArg": "ds_trainer.arguments.parser",
     "HfArgumentParser": "ds_trainer.arguments.parser",
     "HubStrategy": "ds_trainer.arguments.enums",
@@ -23,6 +26,7 @@ _PUBLIC = {
     "ModelShape": "ds_trainer.planner.model_shape",
     "OptimizerNames": "ds_trainer.arguments.enums",
     "ParallelLayout": "ds_trainer.parallel.layout",
+    "PredictionOutput": "ds_trainer.training.outputs",
     "PrinterCallback": "ds_trainer.callbacks.defaults",
     "ProgressCallback": "ds_trainer.callbacks.defaults",
     "Recipe": "ds_trainer.arguments.recipe",
@@ -44,7 +48,10 @@ __all__ = [
     "CompiledConfig",
     "ConfigError",
     "DefaultFlowCallback",
+    "EarlyStoppingCallback",
     "Environment",
+    "EvalLoopOutput",
+    "EvalPrediction",
     "HfArg",
     "HfArgumentParser",
     "HubStrategy",
@@ -52,6 +59,7 @@ __all__ = [
     "ModelShape",
     "OptimizerNames",
     "ParallelLayout",
+    "PredictionOutput",
     "PrinterCallback",
     "ProgressCallback",
     "Recipe",
@@ -76,6 +84,7 @@ if TYPE_CHECKING:
     from ds_trainer.arguments.recipe import Recipe
     from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
     from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
+    from ds_trainer.callbacks.early_stopping import EarlyStoppingCallback
     from ds_trainer.callbacks.protocol import TrainerCallback
     from ds_trainer.callbacks.records import RecordsCallback
     from ds_trainer.callbacks.state import TrainerControl, TrainerState
@@ -85,6 +94,7 @@ if TYPE_CHECKING:
     from ds_trainer.data.collators import default_data_collator
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
+    from ds_trainer.training.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError

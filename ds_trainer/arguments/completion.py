@@ -88,6 +88,10 @@ def _defaults_from_others(args: TrainingArguments) -> None:
         args.eval_steps = args.logging_steps
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
+    if args.load_best_model_at_end and args.metric_for_best_model is None:
+        args.metric_for_best_model = "loss"
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
     if args.disable_tqdm is None:
         quiet = args.log_level in (LogLevel.ERROR, LogLevel.CRITICAL)
         args.disable_tqdm = quiet or get_logger("ds_trainer").getEffectiveLevel() > logging.WARNING

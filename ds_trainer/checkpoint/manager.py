@@ -72,12 +72,14 @@ class CheckpointManager:
         output_dir: where ``checkpoint-N`` directories live.
         engine: whose state is kept.
         keep: how many checkpoints stay; None keeps all.
+        best: the checkpoint of the best evaluation; it stays, and so does the newest, also where ``keep`` is 1.
     """
 
-    def __init__(self, output_dir: Path, engine: TrainingEngine, keep: int | None) -> None:
+    def __init__(self, output_dir: Path, engine: TrainingEngine, keep: int | None, best: Path | None = None) -> None:
         self.output_dir = output_dir
         self.engine = engine
         self.keep = keep
+        self.best = best
 
     def save(
         self,
@@ -126,6 +128,13 @@ class CheckpointManager:
         Raises:
             ConfigError: the checkpoint was written with another layout or ZeRO stage, or holds weights only.
         """
+        self._check_facts(path)
+        self.engine.load_state(path, _ENGINE_TAG)
+        schedule = torch.load(path / _SCHEDULE_FILE, weights_only=True)
+        restore_random_state(torch.load(path / self._random_file(), weights_only=True))
+        return dict(schedule)
+
+    def _check_facts(self, path: Path) -> None:
         written, present = read_json(path / _FACTS_FILE), self._facts()
         if written.get(_ONLY_MODEL):
             raise ConfigError(
@@ -142,10 +151,6 @@ class CheckpointManager:
                 f"{path} was written by another kind of run: {'; '.join(differing)}. Resume with the same number of "
                 "ranks, ZeRO stage and precision, or start anew from its weights."
             )
-        self.engine.load_state(path, _ENGINE_TAG)
-        schedule = torch.load(path / _SCHEDULE_FILE, weights_only=True)
-        restore_random_state(torch.load(path / self._random_file(), weights_only=True))
-        return dict(schedule)
 
     def _random_file(self) -> str:
         return f"random_state_rank{distributed.rank()}.pt"
@@ -162,8 +167,31 @@ class CheckpointManager:
             "precision": self.engine.precision,
         }
 
+    def load_best(self, path: Path) -> None:
+        """Put back the weights of ``path``, with their optimizer state, when training has ended. Collective.
+
+        Raises:
+            ConfigError: as :meth:`load`.
+        """
+        self._check_facts(path)
+        logger.info("Loading the best model from %s.", path)
+        self.engine.load_state(path, _ENGINE_TAG)
+
+    def finish(self) -> None:
+        """Training has ended: with ``keep=1`` only the best checkpoint stays, not the newest beside it. Collective."""
+        if self.keep == 1 and self.best is not None and self.best.is_dir() and distributed.rank() == 0:
+            for path in list_checkpoints(self.output_dir):
+                if path.resolve() != self.best.resolve():
+                    logger.info("Removing %s: save_total_limit=1, and %s is the best.", path, self.best.name)
+                    shutil.rmtree(path)
+        distributed.barrier()
+
     def _remove_oldest(self) -> None:
-        if self.keep is not None:
-            for path in list_checkpoints(self.output_dir)[: -self.keep]:
-                logger.info("Removing %s: save_total_limit=%d.", path, self.keep)
-                shutil.rmtree(path)
+        if self.keep is None:
+            return
+        found = list_checkpoints(self.output_dir)
+        staying = {found[-1].resolve(), *([self.best.resolve()] if self.best is not None else [])}
+        too_many = len(found) - max(self.keep, len(staying))
+        for path in [path for path in found if path.resolve() not in staying][: max(0, too_many)]:
+            logger.info("Removing %s: save_total_limit=%d.", path, self.keep)
+            shutil.rmtree(path)

@@ -43,7 +43,7 @@ TRAINER: dict[str, str] = {
     "num_examples": "",
     "pop_callback": "",
     "predict": "Predictions come in the order of the data, without duplicates, for every number of ranks.",
-    "prediction_step": "",
+    "prediction_step": "The loop weighs the batch's mean loss with its items: the mean over the set is exact.",
     "push_to_hub": "",
     "remove_callback": "",
     "save_metrics": "",

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ds_trainer.arguments.enums import TokenCount
+from ds_trainer.arguments.enums import SaveStrategy, TokenCount
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
+from ds_trainer.training.best_model import judge
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.window_losses import WindowLosses
@@ -95,6 +96,7 @@ class TrainLoop:
                 break
         self._close_window()
         output = self._output()
+        trainer.keep_best()
         trainer.control = handler.on_train_end(args, state, trainer.control)
         return output
 
@@ -159,17 +161,27 @@ class TrainLoop:
             trainer.log(self._close_window(), **self._log_keywords)
         if trainer.control.should_evaluate:
             trainer.store_flos()
-            self._evaluate()
+            self._compare(self._evaluate())
         if trainer.control.should_save:
             trainer.store_flos()
             with self.meter.paused():
                 trainer.save_checkpoint()
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
         with self.meter.paused():
-            self.trainer.evaluate(ignore_keys=self.ignore_keys)
+            metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
             self.trainer.model_wrapped.train()
+        return metrics
+
+    def _compare(self, metrics: dict[str, float]) -> None:
+        """Is this model the best so far? That, and what callbacks made of the evaluation, holds for all ranks."""
+        trainer = self.trainer
+        is_best = judge(trainer.args, trainer.state, metrics)
+        if trainer.args.save_strategy == SaveStrategy.BEST:
+            trainer.control.should_save = is_best
+        if trainer.callbacks_may_differ:
+            _agree(trainer.control)
 
     def _close_window(self) -> dict[str, float]:
         """Logs of the steps since the last log; begins a new window. Waits for the device."""

@@ -30,9 +30,10 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batch_size_search import find_batch_size
 from ds_trainer.training.batches import check_dataset
+from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
-from ds_trainer.training.hooks.evaluation import EvaluationHooks
+from ds_trainer.training.hooks.evaluation import EvaluationHooks, check_metrics
 from ds_trainer.training.hooks.optimizer import OptimizerHooks, members_of
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, shifts_labels
 from ds_trainer.training.model_habits import enable_activation_checkpointing, without_cache
@@ -133,6 +134,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             raise ConfigError(
                 f"eval_strategy={self.args.eval_strategy}, but there is no eval_dataset: pass one, or set it to no."
             )
+        check_metrics(self.args, compute_metrics)
         self.layout = ParallelLayout.of(self.args, self.args.world_size)
         check_layout(self.layout)
         self.compiled = self._compile()
@@ -252,7 +254,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         Args:
             resume_from_checkpoint: path of a checkpoint, or True for the newest one in ``args.output_dir``.
             trial: accepted for the reference's signature; hyper-parameter search is not there yet.
-            ignore_keys_for_eval: accepted for the reference's signature; evaluation returns the loss only.
+            ignore_keys_for_eval: keys of the model's output that are no predictions in evaluations meanwhile.
 
         Returns:
             Steps done, mean training loss, metrics.
@@ -297,6 +299,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
     def _begin_anew(self) -> None:
         """A second training begins like the first: the same seed, a new model where there is a ``model_init``."""
         set_seed(self.args.seed)
+        self._end_evaluation_engine()
         if self._engine is None:
             return
         self._engine.close()
@@ -366,6 +369,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
     def save_checkpoint(self) -> Path:
         """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
         self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)
+        note_checkpoint(self.state, self._output_dir)
         return self._checkpoints.save(
             self.state.global_step,
             self.state.save_to_json,
@@ -375,4 +379,13 @@ class Trainer(OptimizerHooks, EvaluationHooks):
 
     @property
     def _checkpoints(self) -> CheckpointManager:
-        return CheckpointManager(self._output_dir, self.engine, self.args.save_total_limit)
+        best = self.state.best_model_checkpoint
+        keep = self.args.save_total_limit
+        return CheckpointManager(self._output_dir, self.engine, keep, Path(best) if best is not None else None)
+
+    def keep_best(self) -> None:
+        """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
+        best = best_checkpoint(self.args, self.state)
+        if best is not None:
+            self._checkpoints.load_best(best)
+        self._checkpoints.finish()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.support import ENGINE, LATER
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback
@@ -22,6 +23,7 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.best_model import judge
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils.errors import ConfigError
@@ -126,6 +128,16 @@ def columns(args: Arguments) -> list[str]:
     return sorted(next(iter(job.get_train_dataloader())))
 
 
+def best(args: Arguments) -> tuple[Any, Any]:
+    """The best value and its step, of a loss and an accuracy that both fall and rise."""
+    args.save_strategy = SaveStrategy.EPOCH
+    state = TrainerState()
+    for step, (loss, accuracy) in enumerate([(0.5, 0.1), (0.3, 0.4), (0.4, 0.2)], start=1):
+        state.global_step = step
+        judge(args, state, {"eval_loss": loss, "eval_accuracy": accuracy})
+    return state.best_metric, state.best_global_step
+
+
 def printer(job: Trainer) -> bool:
     return any(isinstance(callback, PrinterCallback) for callback in job.callback_handler.callbacks)
 
@@ -157,8 +169,8 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "bf16": Effect(True, in_config("bf16.enabled")),
     "fp16": Effect(True, in_config("fp16.enabled")),
     "torch_autocast": Effect("bf16", in_config("torch_autocast.dtype")),
-    "bf16_full_eval": Refused(True, "not supported yet"),
-    "fp16_full_eval": Refused(True, "not supported yet"),
+    "bf16_full_eval": Shown("tests.training.test_evaluation::test_half_precision_evaluation"),
+    "fp16_full_eval": Shown("tests.training.test_evaluation::test_half_precision_evaluation"),
     "tf32": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "activation_checkpointing": Shown(_RUN + "test_activation_checkpointing"),
     "activation_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
@@ -206,14 +218,14 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "per_device_eval_batch_size": Effect(2, of_trainer(lambda job: len(job.get_eval_dataloader()))),
     "prediction_loss_only": Shown(_RUN + "test_evaluation_keeps_the_loss_only"),
     "eval_on_start": Shown(_RUN + "test_eval_on_start"),
-    "eval_do_concat_batches": Refused(False, "not supported yet"),
-    "eval_use_gather_object": Refused(True, "not supported yet"),
-    "eval_accumulation_steps": Refused(2, "not supported yet"),
-    "include_for_metrics": Refused(["inputs"], "not supported yet"),
-    "batch_eval_metrics": Refused(True, "not supported yet"),
-    "load_best_model_at_end": Refused(True, "not supported yet"),
-    "metric_for_best_model": Refused("accuracy", "not supported yet"),
-    "greater_is_better": Refused(True, "not supported yet"),
+    "eval_do_concat_batches": Shown("tests.training.test_predictions::test_predict_as_transformers"),
+    "eval_use_gather_object": Shown("tests.training.test_predictions::test_objects_for_every_sample"),
+    "eval_accumulation_steps": Shown("tests.training.test_predictions::test_host_memory_in_chunks"),
+    "include_for_metrics": Shown("tests.training.test_predictions::test_metrics_as_transformers"),
+    "batch_eval_metrics": Shown("tests.training.test_predictions::test_batch_eval_metrics_as_transformers"),
+    "load_best_model_at_end": Shown("tests.training.test_best_model::test_the_best_weights_are_back_at_the_end"),
+    "metric_for_best_model": Effect("accuracy", best),
+    "greater_is_better": Effect(True, best, {"metric_for_best_model": "loss"}),
     "save_strategy": Effect("no", switches, {"save_steps": 2}),
     "save_steps": Effect(2, switches),
     "save_only_model": Shown(_RUN + "test_save_only_model"),
@@ -280,7 +292,7 @@ def test_the_walk_is_complete() -> None:
     assert list(FIELDS.keys() - {f.name for f in dataclasses.fields(Arguments)}) == []
     assert [f.name for f in dataclasses.fields(Arguments) if f.name not in FIELDS] == []
     limited = {limit.field for limit in (*ENGINE, *LATER)}
-    partly = {"optim", "lr_scheduler_type", "save_strategy", "train_sampling_strategy"}  # some of their values
+    partly = {"optim", "lr_scheduler_type", "train_sampling_strategy"}  # some of their values
     assert {n for n, kind in FIELDS.items() if isinstance(kind, Refused)} - limited == {
         "accelerator_config",
         "local_rank",

@@ -93,11 +93,23 @@ class DataHooks(Parts):
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if dataset not in known:
+                raise ConfigError(
+                    f"eval_dataset={dataset!r} is none of the Trainer's evaluation sets: {', '.join(known) or 'none'}."
+                )
+            dataset = known[dataset]
         if dataset is None:
             raise ConfigError("evaluate() needs an eval_dataset: pass one to the Trainer or to evaluate().")
+        return self._loader_in_order(dataset, "eval_dataset")
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Micro-batches of this replica for :meth:`predict`, in the dataset's order."""
+        return self._loader_in_order(test_dataset, "test_dataset")
+
+    def _loader_in_order(self, dataset: Any, name: str) -> Any:
         plan = BatchPlan(self.layout, self.args.per_device_eval_batch_size)
-        check_dataset(dataset, "eval_dataset", plan)
+        check_dataset(dataset, name, plan)
         dataset = self._without_unused_columns(dataset)
         loader = planned_loader(dataset, plan, self.args, self.data_collator, seed=0, shuffle=False)
         loader.during = self.accelerator.batch

@@ -1,51 +1,253 @@
-"""Evaluation: the exact mean loss over a dataset."""
+"""Evaluation and prediction: the exact mean loss over a dataset, its predictions, and metrics of them."""
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
-from ds_trainer.training.eval_loop import evaluate_loss
+import torch
+from torch import nn
+
+from ds_trainer.engine.evaluation_engine import EvaluationEngine
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.training.eval_loop import EvalLoop
+from ds_trainer.training.eval_precision import half_of, weights_in
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
+from ds_trainer.training.labels import label_arguments, labels_of, loss_if_any, returns_loss_by_itself, without_loss
 from ds_trainer.training.model_habits import without_cache
+from ds_trainer.training.nested import detached
+from ds_trainer.training.outputs import EvalLoopOutput, PredictionOutput
+from ds_trainer.training.signatures import accepted_arguments, is_overridden
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     """Evaluation of the model as it is now."""
 
+    _evaluation_engine: EvaluationEngine | None = None
+    _preparation_time: float | None = None
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss per item over a dataset, exact and equal for every layout.
+        """Mean loss per item over a dataset, exact and equal for every layout, and the metrics of its predictions.
 
         Args:
             eval_dataset: a dataset, a dict of them (evaluated one after the other, names in the metric keys), or the
                 name of one; default: the Trainer's.
-            ignore_keys: accepted for the reference's signature; only the loss is computed.
+            ignore_keys: keys of the model's output that are no predictions; default: what its configuration says.
             metric_key_prefix: first part of the metric names.
+
+        Returns:
+            ``eval_loss``, ``eval_items`` (terms of that mean), what ``compute_metrics`` gives, ``eval_runtime`` (s),
+            ``eval_samples_per_second``, ``eval_steps_per_second`` (rounds of all replicas), and ``epoch``.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}
             for name, part in dataset.items():
-                metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
+                # By name where the Trainer knows it: an overridden get_eval_dataloader may look at it.
+                chosen = name if eval_dataset is None else part
+                metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
         with self._memory_tracker.stage("eval") as stage:
             self._join_ranks()
             loader = self.get_eval_dataloader(dataset)
-            self.callback_handler.eval_dataloader = loader
-            if self._engine is None:
-                self.model.to(self.device)
-            with without_cache(self.model):
-                result = evaluate_loss(self, self.model_wrapped, loader)
-            values = {
-                "loss": result.loss,
-                "runtime": result.seconds,
-                "samples_per_second": result.samples / result.seconds,
-                "items": result.items,
-            }
-            logs = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
-            self.log(logs)
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-            return {**logs, **stage.end(), "epoch": float(self.state.epoch or 0.0)}
+            start = time.perf_counter()
+            # Without metrics nobody asks for predictions.
+            loss_only = True if self.compute_metrics is None else None
+            output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
+            found = self._with_speed(output, metric_key_prefix, start)
+            if f"{metric_key_prefix}_loss" not in found:
+                names = ", ".join(self._names_of_labels())
+                logger.warning("No batch of the evaluation had labels (%s), so that there is no loss.", names)
+            self.log(found)
+            found["epoch"] = float(self.state.epoch or 0.0)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+            return {**found, **stage.end()}
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The model's predictions for a dataset, in its order, and loss and metrics where it has labels.
+
+        Rows of unequal length are filled up with -100. Every rank gets everything.
+
+        Args:
+            test_dataset: a dataset, with or without labels.
+            ignore_keys: keys of the model's output that are no predictions.
+            metric_key_prefix: first part of the metric names.
+        """
+        with self._memory_tracker.stage("test") as stage:
+            self._join_ranks()
+            loader = self.get_test_dataloader(test_dataset)
+            start = time.perf_counter()
+            output = self.evaluation_loop(
+                loader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+            )
+            found = self._with_speed(output, metric_key_prefix, start)
+            self.control = self.callback_handler.on_predict(self.args, self.state, self.control, found)
+            return PredictionOutput(output.predictions, output.label_ids, {**found, **stage.end()})
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """One pass over ``dataloader``: what :meth:`evaluate` and :meth:`predict` share. Collective.
+
+        Args:
+            dataloader: batches of this replica.
+            description: ``"Prediction"`` keeps predictions also where metrics are computed batch by batch.
+            prediction_loss_only: keep nothing but the loss; default: the argument of this name.
+            ignore_keys: keys of the model's output that are no predictions.
+            metric_key_prefix: first part of the metric names.
+        """
+        self._join_ranks()
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        half = None if self.is_in_train else half_of(self.args)
+        model = self._model_for_evaluation(half)
+        self.callback_handler.eval_dataloader = dataloader
+        loop = EvalLoop(self, dataloader, loss_only, keep=description == "Prediction")
+        with without_cache(self.model, unless=self.args.use_cache), weights_in(half, self.model, self.device):
+            output = loop.run(model, ignore_keys, metric_key_prefix)
+        if self._preparation_time is not None and output.metrics is not None:
+            output.metrics[f"{metric_key_prefix}_model_preparation_time"] = self._preparation_time
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Forward pass of one batch of an evaluation.
+
+        Args:
+            model: the model, or the engine around it.
+            inputs: the batch.
+            prediction_loss_only: return the loss alone.
+            ignore_keys: keys of the model's output that are no predictions.
+
+        Returns:
+            The mean loss over the batch's own items (None without labels), the model's outputs but the loss, and the
+            labels. The loop weighs the loss with the number of items, so that the mean over the dataset is exact.
+
+        Raises:
+            ConfigError: ``compute_loss`` cannot return outputs, but they are asked for.
+        """
+        inputs = self._prepare_inputs(inputs)
+        # Labels may be taken out of the batch when the loss is computed.
+        labels = detached(labels_of(inputs, self._names_of_labels()))
+        by_itself = inputs.get("return_loss")
+        by_itself = returns_loss_by_itself(self.model) if by_itself is None else by_itself
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss: torch.Tensor | None
+            if labels is not None or by_itself or self._loss_needs_no_labels():
+                items = self.loss_rule.count(inputs).clamp(min=1).to(self.device, torch.float32)
+                loss, outputs = self._loss_and_outputs(model, inputs, items, wanted=not prediction_loss_only)
+            else:
+                outputs = model(**inputs)
+                loss = loss_if_any(outputs)
+        loss = None if loss is None else loss.detach().mean()
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, detached(without_loss(outputs, ignore_keys)), labels
+
+    # -- details ---------------------------------------------------------------------------------------------------
+
+    def _loss_and_outputs(
+        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor, wanted: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """:meth:`compute_loss` with the arguments that it takes; outputs are None where they are not ``wanted``."""
+        if not wanted:
+            return self.loss_of(model, inputs, items), None
+        taken = accepted_arguments(self.compute_loss, {"num_items_in_batch", "return_outputs"})
+        if "return_outputs" not in taken:
+            raise ConfigError(
+                f"{type(self).__name__}.compute_loss takes no return_outputs, but predictions are asked for. Give it "
+                "`return_outputs=False` and return (loss, outputs) where it is true, or set prediction_loss_only=True."
+            )
+        keywords = {"num_items_in_batch": items} if "num_items_in_batch" in taken else {}
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **keywords)
+        return loss, outputs
+
+    def _names_of_labels(self) -> list[str]:
+        """Keys of a batch that are labels: as asked for, else as the model's signature says, else the usual names."""
+        if self.args.label_names is not None:
+            return list(self.args.label_names)
+        return label_arguments(self.model) or self.label_names
+
+    def _loss_needs_no_labels(self) -> bool:
+        """Whether a batch without labels has a loss: a loss of the user's own over a model that takes no labels."""
+        if self.args.label_names is not None:
+            return not self.args.label_names
+        own = self.compute_loss_func is not None or is_overridden(self, StepHooks, "compute_loss")
+        return own and not label_arguments(self.model)
+
+    def _model_for_evaluation(self, half: str | None) -> nn.Module:
+        """The engine of the training; before one, an engine of its own (ZeRO-3), or the model on the device."""
+        if self._engine is not None:
+            return self.model_wrapped
+        start = time.perf_counter()
+        if self.compiled.get("zero_optimization.stage") == 3:
+            if self._evaluation_engine is None:
+                self._evaluation_engine = EvaluationEngine(self.model, self.compiled, half)
+                self._preparation_time = round(time.perf_counter() - start, 4)
+            return self._evaluation_engine.deepspeed
+        if half is None:
+            self.model.to(self.device)
+        if self._preparation_time is None:
+            self._preparation_time = round(time.perf_counter() - start, 4)
+        return self.model
+
+    def _end_evaluation_engine(self) -> None:
+        """Training begins: its engine takes the place of the one that evaluated before."""
+        if self._evaluation_engine is not None:
+            self._evaluation_engine.close()
+        self._evaluation_engine = self._preparation_time = None
+
+    def _with_speed(self, output: EvalLoopOutput, prefix: str, start: float) -> dict[str, float]:
+        """The metrics of ``output`` with its speed; the time to prepare the model is left out."""
+        metrics = dict(output.metrics or {})
+        seconds = time.perf_counter() - start - metrics.get(f"{prefix}_model_preparation_time", 0.0)
+        plan = BatchPlan(self.layout, self.args.per_device_eval_batch_size)
+        samples = output.num_samples or 0
+        metrics[f"{prefix}_runtime"] = round(seconds, 4)
+        metrics[f"{prefix}_samples_per_second"] = round(samples / seconds, 3)
+        metrics[f"{prefix}_steps_per_second"] = round(math.ceil(samples / plan.round_size) / seconds, 3)
+        return metrics
+
+
+def check_metrics(args: Any, compute_metrics: Any) -> None:
+    """Refuse metrics that cannot be computed as asked.
+
+    Raises:
+        ConfigError: names the argument and what is missing.
+    """
+    if args.batch_eval_metrics and compute_metrics is None:
+        raise ConfigError(
+            "batch_eval_metrics=True, but there is no compute_metrics. Pass one, or set batch_eval_metrics=False."
+        )
+    if args.batch_eval_metrics and not accepted_arguments(compute_metrics, {"compute_result"}):
+        raise ConfigError(
+            "batch_eval_metrics=True calls compute_metrics for every batch, with compute_result=True for the last one, "
+            "but it has no such argument. Add it: return the metrics of all batches where it is true."
+        )
+    if args.include_for_metrics and compute_metrics is None:
+        raise ConfigError(
+            f"include_for_metrics={args.include_for_metrics!r}, but there is no compute_metrics that would get them."
+        )
