@@ -45,6 +45,7 @@ class EvaluationEngine:
         if half is not None:
             settings = {key: value for key, value in settings.items() if key not in (*_HALVES, "torch_autocast")}
             settings[half] = {"enabled": True}
+        self.precision = half or next((name for name in _HALVES if config.get(f"{name}.enabled")), "fp32")
         self.deepspeed: DeepSpeedEngine
         self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings)
 

@@ -91,12 +91,24 @@ def number_of_samples(inputs: Mapping[str, Any]) -> int:
     return 0
 
 
-def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """``inputs`` with its tensors on ``device``; copies from page-locked memory do not wait."""
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in inputs.items()
-    }
+def on_device(value: Any, device: torch.device, float_type: torch.dtype | None = None) -> Any:
+    """``value`` (tensors, also inside dicts, lists and tuples) on ``device``; copies from pinned memory do not wait.
+
+    Args:
+        value: a batch or a part of it; what is no tensor stays.
+        device: where to.
+        float_type: what floating-point tensors become; None leaves them.
+    """
+    if isinstance(value, torch.Tensor):
+        dtype = float_type if value.is_floating_point() else None
+        return value.to(device, dtype, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: on_device(part, device, float_type) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(on_device(part, device, float_type) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_device(part, device, float_type) for part in value)
+    return value
 
 
 def labels_in(inputs: Mapping[str, Any], label_names: Sequence[str]) -> str | None:

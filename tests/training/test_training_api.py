@@ -277,3 +277,28 @@ def test_the_weights_of_train_and_report_are_whole(tmp_path: Path) -> None:
     assert trainer.is_in_train is False
     assert trainer.is_local_process_zero() and trainer.is_world_process_zero()
     assert train_and_report(Regression, lambda: regression_rows(20), str(tmp_path / "again")).weights
+
+
+def in_half_precision(directory: str) -> list[float]:
+    """Losses of a model that is fed floats, in bf16."""
+    trainer = job(
+        directory, changes={"bf16": True, "zero_stage": 1, "eval_strategy": "epoch"}, eval_dataset=regression_rows(6)
+    )
+    trainer.train()
+    trainer.engine.close()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_floats_are_fed_in_the_engines_precision(tmp_path: Path) -> None:
+    """A model of bf16 weights cannot multiply float32 inputs."""
+    trainer = job(tmp_path / "fp32")
+    trainer.train()
+    wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert pool(1).run(in_half_precision, str(tmp_path / "bf16"))[0] == pytest.approx(wanted, rel=0.03)
+
+
+def test_a_batch_may_be_nested(tmp_path: Path) -> None:
+    nested = {"a": [torch.ones(2), {"b": (torch.ones(2, dtype=torch.int64), "text")}], "c": 3}
+    prepared = job(tmp_path)._prepare_inputs(nested)
+    assert prepared["a"][1]["b"][1] == "text" and prepared["c"] == 3
+    assert prepared["a"][0].equal(torch.ones(2)) and prepared["a"][1]["b"][0].dtype == torch.int64

@@ -30,7 +30,6 @@ logger = get_logger(__name__)
 class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     """Evaluation of the model as it is now."""
 
-    _evaluation_engine: EvaluationEngine | None = None
     _preparation_time: float | None = None
 
     def evaluate(

@@ -12,6 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
@@ -53,6 +54,7 @@ class Parts:
     """The stage of the run whose memory is being measured; an inert one without ``skip_memory_metrics=False``."""
     _memory_tracker: MemoryTracker
     _engine: TrainingEngine | None
+    _evaluation_engine: EvaluationEngine | None = None
     # Class, arguments and origin of an optimizer that neither arguments nor file describe.
     _optimizer_class: tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None
     _group_members: list[list[Any]] | None = None

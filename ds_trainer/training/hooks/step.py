@@ -15,6 +15,8 @@ from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
 
+_FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class StepHooks(Parts):
     """What happens to the micro-batches of one optimizer step."""
@@ -158,5 +160,8 @@ class StepHooks(Parts):
         return loss
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch on this rank's device."""
-        return on_device(inputs, self.device)
+        """The batch on this rank's device, floating-point tensors in the engine's precision (bf16, fp16)."""
+        engine = self._engine or self._evaluation_engine
+        precision = None if engine is None else _FLOATS.get(engine.precision)
+        prepared: dict[str, Any] = on_device(inputs, self.device, precision)
+        return prepared
