@@ -70,14 +70,6 @@ def build_schedule(
     return LambdaLR(optimizer, partial(_FACTORS[kind], warmup=warmup, total=total, peak=peak, **given))
 
 
-def steps_on_metric(schedule: Any) -> bool:
-    """Whether ``schedule`` is stepped with a metric after an evaluation, and not after each optimizer step.
-
-    True for both of ours and for any other whose ``step`` takes ``metrics``, as torch's ReduceLROnPlateau does.
-    """
-    return "metrics" in inspect.signature(schedule.step).parameters
-
-
 def check_schedule(name: SchedulerType | str, arguments: Mapping[str, Any] | None, peak: float) -> dict[str, Any]:
     """The arguments as the schedule ``name`` takes them. Needs no optimizer, so it can be asked early.
 

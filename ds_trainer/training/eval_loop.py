@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils import distributed
 
@@ -36,6 +37,7 @@ def evaluate_loss(trainer: StepHooks, model: nn.Module, loader: Any) -> EvalResu
     """
     start = time.perf_counter()
     model.eval()
+    weights_of_evaluation(trainer.optimizer)
     device = trainer.device
     # Sums run in float64 where the device has it: thousands of batches must not cost digits.
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -22,6 +22,8 @@ import torch
 from ds_trainer.data.loader import FillerBatch, PlannedLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.optim.stepping import rate_of, step_on_metric, steps_on_metric
+from ds_trainer.optim.swapping import weights_of_training
 from ds_trainer.training.batches import number_of_samples
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.window_losses import WindowLosses
@@ -73,8 +75,9 @@ class TrainLoop:
         self._window_items = torch.zeros((), dtype=torch.int64, device=device)
         self._window_start = trainer.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
-        self._rate: Any = 0.0
         self._first_step = trainer.state.global_step
+        self._learning_rate: Any = math.nan  # of the last step
+        self._schedule_follows_metric = steps_on_metric(trainer.lr_scheduler)
 
     def run(self) -> TrainOutput:
         """Train until the plan is done or a callback stops it."""
@@ -122,6 +125,7 @@ class TrainLoop:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
+        weights_of_training(trainer.optimizer)
         batches, items = trainer.begin_step(iterator, rounds)
         if len(batches) != rounds:
             raise ConfigError(
@@ -137,10 +141,10 @@ class TrainLoop:
             if not last:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
         trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
-        self._rate = trainer.optimizer.param_groups[0]["lr"]  # the one that this step uses
+        self._learning_rate = rate_of(trainer.optimizer)
         applied = engine.step()
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
-        if applied and engine.own_schedule is None:
+        if applied and engine.own_schedule is None and not self._schedule_follows_metric:
             trainer.lr_scheduler.step()
         self._losses.end_step()
         self._empty_cache(state.global_step + 1)
@@ -165,8 +169,10 @@ class TrainLoop:
 
     def _evaluate(self) -> None:
         with self.meter.paused():
-            self.trainer.evaluate(ignore_keys=self.ignore_keys)
+            metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
             self.trainer.model_wrapped.train()
+            if self._schedule_follows_metric:
+                step_on_metric(self.trainer.lr_scheduler, metrics, self.trainer.args)
 
     def _close_window(self) -> dict[str, float]:
         """Logs of the steps since the last log; begins a new window. Waits for the device."""
@@ -185,7 +191,7 @@ class TrainLoop:
         logs = {
             "loss": loss,
             "grad_norm": trainer.engine.grad_norm(),
-            "learning_rate": float(self._rate),
+            "learning_rate": float(self._learning_rate),
             "tokens_per_second": self.meter.read().tokens_per_second,
             "memory_gb": memory_in_use_gb(trainer.device),
         }

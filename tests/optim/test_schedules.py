@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ds_trainer.arguments.enums import SchedulerType
-from ds_trainer.optim.schedules import build_schedule, check_schedule, schedule_arguments, steps_on_metric
+from ds_trainer.optim.schedules import build_schedule, check_schedule, schedule_arguments
+from ds_trainer.optim.stepping import steps_on_metric
 from ds_trainer.utils.errors import ConfigError
 
 RATES = (0.3, 0.02)
