@@ -161,18 +161,19 @@ class TrainLoop:
         if trainer.control.should_log and trainer.state.global_step > self._window_start:
             trainer.log(self._close_window())
         if trainer.control.should_evaluate:
-            self._evaluate()
+            metrics = self._evaluate()
+            if self._schedule_follows_metric:  # not at the start: nothing has been learned yet
+                step_on_metric(trainer.lr_scheduler, metrics, trainer.args)
         if trainer.control.should_save:
             with self.meter.paused():
                 trainer.save_checkpoint()
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
         with self.meter.paused():
             metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
             self.trainer.model_wrapped.train()
-            if self._schedule_follows_metric:
-                step_on_metric(self.trainer.lr_scheduler, metrics, self.trainer.args)
+        return metrics
 
     def _close_window(self) -> dict[str, float]:
         """Logs of the steps since the last log; begins a new window. Waits for the device."""
