@@ -328,6 +328,11 @@ def _combination_problems(args: TrainingArguments) -> list[str]:
                     f"{name}={getattr(args, name)!r} is about loading processes, but dataloader_num_workers=0 starts "
                     "none. Set dataloader_num_workers to 1 or more."
                 )
+    if str(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy") and str(args.eval_strategy) == "no":
+        problems.append(
+            f"lr_scheduler_type={args.lr_scheduler_type} follows a metric, but eval_strategy=no: there would be none. "
+            "Set eval_strategy to steps or epoch."
+        )
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
         values = getattr(args, old), getattr(args, new)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.arguments.enums import OptimizerNames, SchedulerType
 from ds_trainer.arguments.serialize import is_secret, masked
 
 _NEVER = "makes no sense under a DeepSpeed engine"
@@ -101,41 +100,28 @@ ENGINE: tuple[Limit, ...] = (
         "Use optim=adamw_torch_fused.",
         "is for other accelerators",
     ),
+    _engine(
+        "optim",
+        lambda value: str(value) != "adamw_anyprecision",
+        "Use optim=adamw_torch with bf16=True, which keeps float32 master weights.",
+        "needs torchdistx, which does not install with the versions of torch that this package needs",
+    ),
+    _engine(
+        "optim",
+        lambda value: str(value) not in ("lomo", "adalomo"),
+        "Use optim=adamw_torch with offload_optimizer=cpu where memory is short.",
+        "updates weights in a backward pass of its own, which a DeepSpeed engine replaces",
+    ),
+    _engine(
+        "optim",
+        lambda value: not str(value).endswith("_layerwise"),
+        "Use the name without _layerwise.",
+        "updates each weight in the middle of the backward pass, before gradients are summed over micro-batches and "
+        "ranks",
+    ),
 )
-
-# Optimizers that the compiler knows how to write; the others come with their libraries.
-OPTIMIZERS = (
-    OptimizerNames.ADAMW_TORCH,
-    OptimizerNames.ADAMW_TORCH_FUSED,
-    OptimizerNames.SGD,
-    OptimizerNames.ADAGRAD,
-    OptimizerNames.RMSPROP,
-    OptimizerNames.LION,
-    OptimizerNames.LAMB,
-    OptimizerNames.MUON,
-)
-SCHEDULES = (
-    SchedulerType.LINEAR,
-    SchedulerType.COSINE,
-    SchedulerType.CONSTANT,
-    SchedulerType.CONSTANT_WITH_WARMUP,
-)
-_NAMED_OPTIMIZERS = ", ".join(str(name) for name in OPTIMIZERS)
 
 LATER: tuple[Limit, ...] = (
-    Limit(
-        "optim",
-        lambda value: str(value) in (*map(str, OPTIMIZERS), "adamw_torch_xla", "adamw_torch_npu_fused"),
-        _NOT_YET,
-        f"Use one of {_NAMED_OPTIMIZERS}, or hand an optimizer to the Trainer (optimizers=...).",
-    ),
-    Limit(
-        "lr_scheduler_type",
-        lambda value: str(value) in tuple(map(str, SCHEDULES)),
-        _NOT_YET,
-        f"Use one of {', '.join(map(str, SCHEDULES))}, or hand a schedule to the Trainer (optimizers=...).",
-    ),
-    _later("optim_target_modules", (None,)),
     _later("label_smoothing_factor", (0.0,), "Leave it at 0 and smooth in compute_loss_func."),
     _later("torch_compile", (False,)),
     _later("torch_compile_backend", (None,)),

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 
 from ds_trainer.arguments.support import ACCELERATOR, ENGINE, LATER, Limit
+from ds_trainer.config.library_optimizers import LIBRARY
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES
 from ds_trainer.config.rules import RULES
 from ds_trainer.config.schema import load_schema
@@ -44,6 +45,10 @@ def support_matrix() -> str:
         "## Optimizers",
         "`optim`, or `optimizer.type` in the DeepSpeed file. Offloaded: DeepSpeed has a version for host memory.",
         table(("optim", "optimizer.type", "on a CPU", "offloaded", "package"), _optimizers()),
+        "### From libraries",
+        "Built here from the library's class; `optim_args` are those of transformers. Stage 0 only: ZeRO would change "
+        "the numbers, so that stage is the default for them.",
+        table(("optim", "class", "pip install", "ZeRO", "on a CPU", "optim_args", "note"), _library()),
         "## Arguments of other engines",
         "Accepted at their defaults, so that scripts run unchanged; any other value is refused.",
         table(("argument", "instead"), _limits(limit for limit in ENGINE if limit.field != "debug")),
@@ -71,6 +76,21 @@ def _optimizers() -> list[tuple[str, ...]]:
             kind.package or "",
         )
         for kind in TYPES.values()
+    ]
+
+
+def _library() -> list[tuple[str, ...]]:
+    return [
+        (
+            f"`{name}`",
+            f"`{row.cls.replace(':', '.')}`",
+            row.package,
+            "stage 0 only" if row.stage_0_only else "all stages",
+            "yes" if row.on_cpu else "no",
+            ", ".join(row.own) or "none",
+            "; ".join(text for text in (row.shape, row.note) if text),
+        )
+        for name, row in LIBRARY.items()
     ]
 
 

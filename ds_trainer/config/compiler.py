@@ -18,6 +18,7 @@ from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.draft import Draft, flatten
 from ds_trainer.config.environment import Environment
+from ds_trainer.config.library_optimizers import LibraryOptimizer, library_optimizer
 from ds_trainer.config.optimizer_block import write_optimizer
 from ds_trainer.config.rules import Case, broken_rules
 from ds_trainer.config.schema import load_schema
@@ -71,7 +72,7 @@ def compile_config(
     wrong = args.problems()
     if wrong:
         raise ConfigError(wrong)
-    schema = load_schema()
+    schema, library = load_schema(), library_optimizer(args)
     user, problems = _user_settings(args)
     findings = schema.findings(user)
 
@@ -80,7 +81,7 @@ def compile_config(
     _layout(draft, args, layout)
     _batch(draft, args, layout)
     _precision(draft, args)
-    _zero(draft, args, layout, shape or ModelShape())
+    _zero(draft, args, layout, shape or ModelShape(), library if client_optimizer is None else None)
     write_optimizer(draft, args, device, client_optimizer)
     _scheduler(draft, args, total_steps)
     _engine(draft, args)
@@ -88,7 +89,7 @@ def compile_config(
     problems += [sentence for _, sentence in findings] + draft.problems
     if problems:  # rules would blame values that are in doubt
         raise ConfigError(problems)
-    broken = broken_rules(Case(draft.config, args, layout, device, environment))
+    broken = broken_rules(Case(draft.config, args, layout, device, environment, client_optimizer))
     if broken:
         raise ConfigError(broken)
     return draft.config
@@ -188,7 +189,9 @@ def _precision(draft: Draft, args: TrainingArguments) -> None:
 # -- ZeRO ------------------------------------------------------------------------------------------------------------
 
 
-def _zero(draft: Draft, args: TrainingArguments, layout: ParallelLayout, shape: ModelShape) -> None:
+def _zero(
+    draft: Draft, args: TrainingArguments, layout: ParallelLayout, shape: ModelShape, library: LibraryOptimizer | None
+) -> None:
     for what in ("offload_optimizer", "offload_param"):
         _offload(draft, args, what)
     devices = [draft.config.get(f"zero_optimization.{what}.device") for what in ("offload_optimizer", "offload_param")]
@@ -201,7 +204,7 @@ def _zero(draft: Draft, args: TrainingArguments, layout: ParallelLayout, shape: 
     if args.zero_stage is not None:
         draft.argument(path, args.zero_stage, "zero_stage")
     else:
-        draft.derive(path, *_lowest_stage(draft.config, layout))
+        draft.derive(path, *_lowest_stage(draft.config, layout, args.optim if library and library.stage_0_only else ""))
     stage = draft.config.get(path)
     if stage == 0 or shape.hidden_size is None:
         return  # with an unknown width: DeepSpeed's own sizes
@@ -219,7 +222,7 @@ def _zero(draft: Draft, args: TrainingArguments, layout: ParallelLayout, shape: 
         draft.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
 
 
-def _lowest_stage(config: CompiledConfig, layout: ParallelLayout) -> tuple[int, str]:
+def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, whole: str) -> tuple[int, str]:
     for what, stage in (("offload_param", 3), ("offload_optimizer", 1)):
         device = config.get(f"zero_optimization.{what}.device", "none")
         if device == "nvme":
@@ -227,6 +230,8 @@ def _lowest_stage(config: CompiledConfig, layout: ParallelLayout) -> tuple[int, 
         if device != "none":
             said = config.said(f"zero_optimization.{what}.device")
             return stage, f"the lowest stage that can do {said}"
+    if whole:
+        return 0, f"optim={whole} needs weights that ZeRO has not cut"
     if layout.gradient_ranks == 1:
         return 0, "one gradient rank, nothing to shard"
     return 1, f"{layout.gradient_ranks} gradient ranks: the same numbers as stage 0 in less memory"

@@ -6,8 +6,11 @@ import json
 
 from ds_trainer.arguments.enums import OptimizerNames
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.arguments.typed import WrongType, read_as
+from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import Origin
 from ds_trainer.config.draft import Draft
+from ds_trainer.config.library_optimizers import LibraryOptimizer, library_optimizer
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES, OptimizerType
 from ds_trainer.config.schema_values import AUTO, complaint
 from ds_trainer.utils.errors import did_you_mean
@@ -24,6 +27,10 @@ def write_optimizer(draft: Draft, args: TrainingArguments, device: str, client_o
         device: ``"cpu"`` or ``"cuda"``.
         client_optimizer: where the optimizer comes from when not from here.
     """
+    library = library_optimizer(args) if client_optimizer is None else None
+    if library is not None:
+        client_optimizer = f"optim={args.optim} ({args.where('optim')})"
+        _library_arguments(draft, args, library)
     if client_optimizer is not None:
         if draft.mentions("optimizer"):
             draft.problems.append(
@@ -45,6 +52,21 @@ def write_optimizer(draft: Draft, args: TrainingArguments, device: str, client_o
     if _offloaded(draft) and own_adam:
         why = "torch's optimizer on host memory: as good as DeepSpeed's there, and needs no compiler"
         draft.derive("zero_force_ds_cpu_optimizer", False, why)
+
+
+def _library_arguments(draft: Draft, args: TrainingArguments, library: LibraryOptimizer) -> None:
+    said = f"optim_args={args.optim_args} ({args.where('optim_args')})"
+    for name, value in args.optimizer_arguments().items():
+        if name not in library.own:
+            known = f"Known are {', '.join(sorted(library.own))}." if library.own else "It takes none."
+            draft.problems.append(
+                f"{said}: '{name}' is not an argument of optim={args.optim}.{did_you_mean(name, library.own)} {known}"
+            )
+            continue
+        try:
+            read_as(Located(value, ""), library.own[name][0])
+        except WrongType as error:
+            draft.problems.append(f"{said}: {name} of optim={args.optim}: {error}.")
 
 
 def _offloaded(draft: Draft) -> bool:

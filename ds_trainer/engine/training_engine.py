@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
 
@@ -35,6 +36,11 @@ def check_layout(layout: ParallelLayout) -> None:
             f"{', '.join(asked)}: the engine runs data parallelism with ZeRO only so far. Set "
             f"{' and '.join(name.split('=')[0] for name in asked)} to 1."
         )
+
+
+def precision_of(config: CompiledConfig) -> str:
+    """Type of the model's weights: bf16, fp16 or fp32."""
+    return next((name for name in ("bf16", "fp16") if config.get(f"{name}.enabled")), "fp32")
 
 
 class TrainingEngine:
@@ -72,10 +78,11 @@ class TrainingEngine:
         self._clipping: float = config.get("gradient_clipping")
         self.deepspeed: DeepSpeedEngine
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
-        self.deepspeed, *_ = deepspeed.initialize(model=model, config=config.to_dict(), **{given: optimizer})
+        with no_step_before_the_first():
+            self.deepspeed, *_ = deepspeed.initialize(model=model, config=config.to_dict(), **{given: optimizer})
         if config.get("compile.deepcompile") or config.get("compile.autoep_non_moe"):
             self.deepspeed.compile()  # the configuration alone compiles nothing
-        self.precision = next((name for name in ("bf16", "fp16") if config.get(f"{name}.enabled")), "fp32")
+        self.precision = precision_of(config)
         self._averaged_over = layout.gradient_ranks
         # DeepSpeed computes no gradient norm where it neither shards nor scales (float32 at stage 0): we do.
         self._own_norm = self.stage == 0 and self.precision == "fp32"

@@ -64,21 +64,21 @@ def build_optimizer(config: CompiledConfig, groups: list[dict[str, Any]]) -> tor
         ConfigError: torch refuses the arguments.
     """
     cls, arguments = optimizer_class(config)
-    source = "the arguments (optim_args) and the deepspeed file (optimizer.params); see `ds-trainer config --explain`"
-    return build_class(cls, groups, arguments, source)
+    said = "optim_args and optimizer.params of the deepspeed file (see `ds-trainer config --explain`)"
+    return construct(cls, groups, arguments, said)
 
 
-def build_class(
-    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: dict[str, Any], source: str
-) -> torch.optim.Optimizer:
-    """``cls(groups, **arguments)``.
+def construct(cls: Any, parameters: Any, arguments: dict[str, Any], said: str) -> torch.optim.Optimizer:
+    """``cls(parameters, **arguments)``.
 
     Raises:
-        ConfigError: the class refuses the arguments; the message says that they come from ``source``.
+        ConfigError: the class refuses them, or makes no optimizer.
     """
+    name = f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
     try:
-        return cls(groups, **arguments)
+        made = cls(parameters, **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{cls.__module__}.{cls.__name__} refuses the arguments {arguments}: {error}. They come from {source}."
-        ) from error
+        raise ConfigError(f"{said}: {name} refuses the arguments {arguments}: {error}.") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"{said}: {name} makes a {type(made).__name__}, which is no torch.optim.Optimizer.")
+    return made

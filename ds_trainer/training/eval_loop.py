@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch, PlannedLoader
+from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.batches import number_of_samples, on_device
 from ds_trainer.training.eval_loss import Loss, LossMean
 from ds_trainer.training.eval_rounds import rounds_in_step, with_last_marked
@@ -109,6 +110,7 @@ class EvalLoop:
         """Evaluate ``model``; metrics have ``prefix`` before their names. The model is left in evaluation mode."""
         trainer, every = self.trainer, self.trainer.args.eval_accumulation_steps
         model.eval()
+        weights_of_evaluation(trainer.optimizer)
         for index, (inputs, last) in enumerate(with_last_marked(rounds_in_step(self.loader)), start=1):
             found = self._round(model, inputs, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)

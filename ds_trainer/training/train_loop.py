@@ -24,6 +24,8 @@ from ds_trainer.arguments.enums import SaveStrategy, TokenCount
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
+from ds_trainer.optim.stepping import rate_of, step_on_metric, steps_on_metric
+from ds_trainer.optim.swapping import weights_of_training
 from ds_trainer.training.best_model import judge
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments
@@ -76,8 +78,9 @@ class TrainLoop:
         self._losses = WindowLosses(trainer.device, filtered=trainer.args.logging_nan_inf_filter)
         self._window_start = trainer.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
-        self._rate: Any = 0.0
         self._first_step = trainer.state.global_step
+        self._learning_rate: Any = math.nan  # of the last step
+        self._schedule_follows_metric = steps_on_metric(trainer.lr_scheduler)
 
     def run(self) -> TrainOutput:
         """Train until the plan is done or a callback stops it."""
@@ -126,6 +129,7 @@ class TrainLoop:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
+        weights_of_training(trainer.optimizer)
         data = TimedIterator(iterator)
         batches, items = trainer.begin_step(data, rounds)
         if len(batches) != rounds:
@@ -141,10 +145,10 @@ class TrainLoop:
             if not last:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
         trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
-        self._rate = trainer.optimizer.param_groups[0]["lr"]  # the one that this step uses
+        self._learning_rate = rate_of(trainer.optimizer)
         applied = engine.step()
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
-        if applied and engine.own_schedule is None:
+        if applied and engine.own_schedule is None and not self._schedule_follows_metric:
             trainer.lr_scheduler.step()
         self._losses.end_step()
         self._empty_cache(state.global_step + 1)
@@ -161,7 +165,10 @@ class TrainLoop:
             trainer.log(self._close_window(), **self._log_keywords)
         if trainer.control.should_evaluate:
             trainer.store_flos()
-            self._compare(self._evaluate())
+            metrics = self._evaluate()
+            if self._schedule_follows_metric:  # not at the start: nothing has been learned yet
+                step_on_metric(trainer.lr_scheduler, metrics, trainer.args)
+            self._compare(metrics)
         if trainer.control.should_save:
             trainer.store_flos()
             with self.meter.paused():
@@ -197,7 +204,7 @@ class TrainLoop:
         logs = {
             "loss": loss,
             "grad_norm": trainer.engine.grad_norm(),
-            "learning_rate": float(self._rate),
+            "learning_rate": float(self._learning_rate),
             **self.work.rates(),
             "memory_gb": memory_in_use_gb(trainer.device),
         }

@@ -24,8 +24,9 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
 from ds_trainer.data.collators import default_data_collator
 from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
-from ds_trainer.engine.training_engine import TrainingEngine, check_layout
+from ds_trainer.engine.training_engine import TrainingEngine, check_layout, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
+from ds_trainer.optim.swapping import check_swapping, weights_of_evaluation
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batch_size_search import find_batch_size
@@ -138,6 +139,8 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.layout = ParallelLayout.of(self.args, self.args.world_size)
         check_layout(self.layout)
         self.compiled = self._compile()
+        by_arguments = self.lr_scheduler is None and not is_overridden(self, Trainer, "create_scheduler")
+        self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
         self._engine: TrainingEngine | None = None
         self.create_accelerator_and_postprocess()
         self.loss_rule = self._loss_rule()
@@ -317,6 +320,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
                 checkpoint_with_deepspeed(self.model, self.compiled)
         self.create_optimizer_and_scheduler(num_training_steps)
         self._check_optimizer_and_schedule()
+        check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
         self._group_members = members_of(optimizer)
         self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout)
@@ -362,6 +366,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._join_ranks()
+        weights_of_evaluation(self.optimizer)
         if self.is_world_process_zero():
             save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))

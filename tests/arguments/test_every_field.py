@@ -161,7 +161,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "adam_beta1": Effect(0.5, in_config("optimizer.params.betas")),
     "adam_beta2": Effect(0.5, in_config("optimizer.params.betas")),
     "adam_epsilon": Effect(0.5, in_config("optimizer.params.eps")),
-    "optim_target_modules": Refused("all-linear", "not supported yet"),
+    "optim_target_modules": Shown("tests.optim.test_library_optimizers::test_matrices_are_a_group_of_their_own"),
     "gradient_accumulation_steps": Effect(3, in_config("gradient_accumulation_steps")),
     "average_tokens_across_devices": Refused(False, "would make the gradient depend on the number of ranks"),
     "max_grad_norm": Effect(0.0, in_config("gradient_clipping")),
@@ -292,7 +292,7 @@ def test_the_walk_is_complete() -> None:
     assert list(FIELDS.keys() - {f.name for f in dataclasses.fields(Arguments)}) == []
     assert [f.name for f in dataclasses.fields(Arguments) if f.name not in FIELDS] == []
     limited = {limit.field for limit in (*ENGINE, *LATER)}
-    partly = {"optim", "lr_scheduler_type", "train_sampling_strategy"}  # some of their values
+    partly = {"optim", "train_sampling_strategy"}  # some of their values
     assert {n for n, kind in FIELDS.items() if isinstance(kind, Refused)} - limited == {
         "accelerator_config",
         "local_rank",

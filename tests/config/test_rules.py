@@ -38,6 +38,50 @@ _ZENFLOW: dict[str, Any] = {
 }
 
 EXAMPLES: dict[str, Example] = {
+    **{
+        f"optimizer-needs-{package}": Example(
+            {"optim": optim, "device": "cuda", "environment": machine(package), "optim_target_modules": modules},
+            {"environment": machine()},
+            (f"optim={optim} (argument)", f"pip install {package}"),
+        )
+        for package, optim, modules in (
+            ("transformers", "adafactor", None),
+            ("bitsandbytes", "adamw_8bit", None),
+            ("torchao", "adamw_torch_8bit", None),
+            ("galore-torch", "galore_adamw", "all-linear"),
+            ("apollo-torch", "apollo_adamw", "all-linear"),
+            ("grokadamw", "grokadamw", None),
+            ("schedulefree", "schedule_free_sgd", None),
+            ("torch-optimi", "stable_adamw", None),
+        )
+    },
+    "library-optimizer-needs-gpu": Example(
+        {"optim": "galore_adamw_8bit", "optim_target_modules": "all-linear"}, {"device": "cuda"}
+    ),
+    "optimizer-needs-whole-tensors": Example(
+        {"optim": "adafactor", "zero_stage": 1},
+        {"zero_stage": 0},
+        ("optim=adafactor (argument) and zero_stage=1 (argument)", "Set zero_stage=0"),
+    ),
+    "optimizer-needs-uncut-matrices": Example(
+        {"optim": "adafactor", "zero_stage": 0, "tensor_parallel_size": 2, "world": 2}, {"tensor_parallel_size": 1}
+    ),
+    "schedule-free-needs-uncut-weights": Example(
+        {"optim": "schedule_free_adamw", "zero_stage": 2}, {"zero_stage": 0}, ("zero_stage=2",)
+    ),
+    "schedule-free-needs-float32": Example(
+        {"optim": "schedule_free_adamw", "bf16": True}, {"bf16": False, "torch_autocast": "bf16"}
+    ),
+    "schedule-free-counts-warm-up": Example(
+        {"optim": "schedule_free_adamw", "warmup_steps": 0.1}, {"warmup_steps": 10}, ("warmup_steps=0.1 (argument)",)
+    ),
+    "low-rank-needs-modules": Example({"optim": "galore_adamw"}, {"optim_target_modules": ["q_proj"]}),
+    "modules-need-low-rank": Example(
+        {"optim_target_modules": "all-linear"},
+        {"optim": "apollo_adamw"},
+        ("optim_target_modules=all-linear (argument)", "optim=adamw_torch_fused (default)"),
+    ),
+    "lamb-needs-whole-tensors": Example({"optim": "lamb", "zero_stage": 1, "device": "cuda"}, {"zero_stage": 0}),
     "fp16-needs-gpu": Example({"fp16": True}, {"device": "cuda"}, ("fp16=True (argument)", "bf16=True")),
     "fp16-autocast-needs-gpu": Example({"torch_autocast": "fp16"}, {"device": "cuda"}),
     "autocast-on-float32": Example(

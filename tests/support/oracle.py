@@ -49,7 +49,7 @@ def train_plainly(
     data: Any,
     *,
     loss: Any = token_loss,
-    optimizer: str = "adamw",
+    optimizer: Any = "adamw",
     learning_rate: float = 1e-2,
     weight_decay: float = 0.1,
     clip: float = 0.0,
@@ -58,13 +58,18 @@ def train_plainly(
     seed: int = 42,
     autocast: bool = False,
 ) -> Trajectory:
-    """Train ``model`` in place and record what happened. The learning rate falls linearly to zero."""
+    """Train ``model`` in place and record what happened. The learning rate falls linearly to zero.
+
+    ``optimizer`` is adamw, sgd, or ``f(model, groups)`` that makes one.
+    """
     decayed = [p for n, p in model.named_parameters() if "norm" not in n and "bias" not in n]
     rest = [p for n, p in model.named_parameters() if "norm" in n or "bias" in n]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    if optimizer == "adamw":
-        updater: Any = torch.optim.AdamW(groups, lr=learning_rate)
+    if callable(optimizer):
+        updater: Any = optimizer(model, groups)
+    elif optimizer == "adamw":
+        updater = torch.optim.AdamW(groups, lr=learning_rate)
     else:
         updater = torch.optim.SGD(groups, lr=learning_rate)
     record = Trajectory([], [], [], {})

@@ -6,6 +6,7 @@ The rows are input of tests and printed as the support matrix in the documentati
 from __future__ import annotations
 
 from ds_trainer.config.rules.case import Case, Rule
+from ds_trainer.config.rules.library_optimizers import LIBRARY_OPTIMIZERS
 from ds_trainer.config.rules.offload_engines import OFFLOAD_ENGINES
 from ds_trainer.config.rules.optimizers import OPTIMIZERS
 from ds_trainer.config.rules.precision import PRECISION
@@ -14,7 +15,7 @@ from ds_trainer.config.rules.zero import ZERO
 
 __all__ = ["RULES", "Case", "Rule", "broken_rules"]
 
-RULES: tuple[Rule, ...] = (*PRECISION, *ZERO, *OFFLOAD_ENGINES, *OPTIMIZERS, *TRAINER)
+RULES: tuple[Rule, ...] = (*PRECISION, *ZERO, *OFFLOAD_ENGINES, *OPTIMIZERS, *LIBRARY_OPTIMIZERS, *TRAINER)
 
 
 def broken_rules(case: Case) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.environment import Environment
+from ds_trainer.config.library_optimizers import LibraryOptimizer, library_optimizer
 from ds_trainer.parallel.layout import ParallelLayout
 
 _SHORT_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
@@ -30,6 +31,7 @@ class Case:
     layout: ParallelLayout
     device: str
     environment: Environment | None
+    client_optimizer: str | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
         """A value of the configuration."""
@@ -52,6 +54,19 @@ class Case:
     def optimizer(self) -> str:
         """Name of the optimizer, lower case; empty for one that is handed in."""
         return str(self.get("optimizer.type", "")).lower()
+
+    @property
+    def library(self) -> LibraryOptimizer | None:
+        """The optimizer of a library that the arguments ask for; None for any other."""
+        return library_optimizer(self.args) if self.client_optimizer is None else None
+
+    def said(self, name: str) -> str | None:
+        """A value of the configuration or an argument as somebody said it; None where there is none."""
+        if name in self.config:
+            return self.config.said(name)
+        if hasattr(self.args, name):
+            return f"{name}={getattr(self.args, name)} ({self.args.where(name)})"
+        return None
 
     def offloads(self, what: str, *devices: str) -> bool:
         """Whether ``optimizer`` or ``param`` is offloaded (to one of ``devices``, default any)."""
@@ -95,7 +110,7 @@ class Rule:
     Attributes:
         name: short and unique, for tests and documentation.
         topic: heading in the support matrix.
-        culprits: paths whose values are named in the sentence; those that are set.
+        culprits: paths (or arguments) whose values are named in the sentence; those that are set.
         broken: whether a case breaks the rule.
         needs: what is needed, a clause: "fp16 needs a GPU".
         remedy: what to change, a sentence.
@@ -110,5 +125,5 @@ class Rule:
 
     def sentence(self, case: Case) -> str:
         """The refusal."""
-        named = [case.config.said(path) for path in self.culprits if path in case.config]
+        named = [said for name in self.culprits if (said := case.said(name)) is not None]
         return f"{' and '.join(dict.fromkeys(named))}{': ' if named else ''}{self.needs}. {self.remedy}"

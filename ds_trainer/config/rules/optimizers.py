@@ -85,6 +85,15 @@ OPTIMIZERS = (
         "Run pip install mup, or use optim=adamw_torch.",
     ),
     Rule(
+        "lamb-needs-whole-tensors",
+        "Optimizers",
+        ("optimizer.type", _STAGE),
+        lambda c: c.optimizer == "lamb" and c.stage > 0,
+        "Lamb scales the update of each tensor by its norm, and ZeRO cuts all of them into one flat piece a rank: it "
+        "would compute other numbers",
+        "Set zero_stage=0, or use optim=adamw_torch.",
+    ),
+    Rule(
         "lamb-needs-dynamic-loss-scale",
         "Optimizers",
         ("optimizer.type", "fp16.loss_scale"),

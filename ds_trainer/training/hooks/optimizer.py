@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from ds_trainer.arguments.completion import as_mapping
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.library_optimizers import library_optimizer
 from ds_trainer.engine.weights import full_numel
-from ds_trainer.optim.optimizers import (
-    build_class,
-    build_optimizer,
-    decay_parameter_names,
-    is_built_here,
-    parameter_groups,
-)
-from ds_trainer.optim.schedules import build_schedule
+from ds_trainer.optim.choice import build_given_optimizer, optimizer_class_and_arguments
+from ds_trainer.optim.library_optimizers import build_library_optimizer
+from ds_trainer.optim.optimizers import build_optimizer, decay_parameter_names, is_built_here, parameter_groups
+from ds_trainer.optim.schedules import build_schedule, check_schedule
+from ds_trainer.optim.stepping import check_stepping
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.utils.errors import ConfigError
 
@@ -45,12 +44,23 @@ class OptimizerHooks(Parts):
         """
         if self.optimizer is not None:
             return self.optimizer
+        over = self.model if model is None else model
+        library = library_optimizer(self.args)
         if self._optimizer_class is not None:
-            cls, arguments, source = self._optimizer_class
-            self.optimizer = build_class(cls, self.parameter_groups(model), arguments, source)
+            cls, arguments, _ = self._optimizer_class
+            self.optimizer = build_given_optimizer(cls, arguments, over, self.parameter_groups(over))
+        elif library is not None:
+            self.optimizer = build_library_optimizer(self.args, library, over, self.parameter_groups(over))
         elif is_built_here(self.compiled):
-            self.optimizer = build_optimizer(self.compiled, self.parameter_groups(model))
+            self.optimizer = build_optimizer(self.compiled, self.parameter_groups(over))
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Class and keyword arguments of ``args.optim``, without weight decay: that is in the parameter groups."""
+        return optimizer_class_and_arguments(args, model)
 
     def parameter_groups(self, model: nn.Module | None = None) -> list[dict[str, Any]]:
         """Trainable parameters with and without weight decay."""
@@ -79,6 +89,22 @@ class OptimizerHooks(Parts):
                 as_mapping(self.args.lr_scheduler_kwargs),
             )
         return self.lr_scheduler
+
+    def check_scheduler(self, given: Any, *, made_by_arguments: bool) -> None:
+        """Refuse a schedule that cannot run, before anything starts.
+
+        Args:
+            given: the one handed to the Trainer, or None.
+            made_by_arguments: whether ``lr_scheduler_type`` decides.
+
+        Raises:
+            ConfigError: wrong ``lr_scheduler_kwargs``, or no metric to follow.
+        """
+        if made_by_arguments:
+            kwargs = as_mapping(self.args.lr_scheduler_kwargs)
+            check_schedule(self.args.lr_scheduler_type, kwargs, self.args.learning_rate)
+        if made_by_arguments or given is not None:
+            check_stepping(given, self.args, self.eval_dataset if isinstance(self.eval_dataset, dict) else ())
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to: all but biases and norms."""

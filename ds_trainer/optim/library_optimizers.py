@@ -1,0 +1,153 @@
+"""Builds the optimizers that come with a library, as :mod:`ds_trainer.config.library_optimizers` describes them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.arguments.typed import WrongType, read_as
+from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.config.library_optimizers import LibraryOptimizer
+from ds_trainer.optim.optimizers import construct
+from ds_trainer.utils.errors import ConfigError
+
+Groups = list[dict[str, Any]]
+
+
+def library_class(args: TrainingArguments, library: LibraryOptimizer) -> Any:
+    """The class itself.
+
+    Raises:
+        ConfigError: the library is not installed, or cannot be imported.
+    """
+    module, _, name = library.cls.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"optim={args.optim} ({args.where('optim')}) needs {library.package}, which cannot be imported: {error}. "
+            f"Run pip install {library.package}, or use optim=adamw_torch."
+        ) from error
+
+
+def library_arguments(args: TrainingArguments, library: LibraryOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the class, and those that belong to the matrices of a low-rank optimizer.
+
+    Raises:
+        ConfigError: ``optim_args`` has a value of the wrong type.
+    """
+    own = dict(_own_arguments(args, library))
+    betas = [args.adam_beta1, args.adam_beta2]
+    if "beta3" in library.own:
+        betas = [own.pop("beta1", betas[0]), own.pop("beta2", betas[1]), own.pop("beta3")]
+    from_arguments = {
+        "betas": tuple(betas),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "warmup_steps": args.warmup_steps,
+    }
+    arguments = {"lr": args.learning_rate, **{name: from_arguments[name] for name in library.takes}, **library.fixed}
+    if library.cls.endswith("APOLLOAdamW"):  # the reference gives Adam's to the matrices only
+        own |= {"betas": from_arguments["betas"], "eps": from_arguments["eps"]}
+    return (arguments, own) if library.low_rank else ({**arguments, **own}, {})
+
+
+def _own_arguments(args: TrainingArguments, library: LibraryOptimizer) -> Iterator[tuple[str, Any]]:
+    given = args.optimizer_arguments()
+    for name, (kind, *default) in library.own.items():
+        if name in given:
+            try:
+                yield name, read_as(Located(given[name], ""), kind)
+            except WrongType as error:
+                raise ConfigError(f"optim_args={args.optim_args}: {name} of optim={args.optim}: {error}.") from error
+        elif default:
+            yield name, default[0]
+
+
+def target_parameters(args: TrainingArguments, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights of the linear layers that ``optim_target_modules`` names: by a part of the name, or a whole match of a
+    regular expression; ``all-linear`` is all of them.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    asked = args.optim_target_modules
+    words = [asked] if isinstance(asked, str) else list(asked or ())
+    everything = isinstance(asked, str) and asked.replace("_", "-") == "all-linear"
+
+    def is_target(name: str) -> bool:
+        if not isinstance(asked, str) and any(word in name for word in words):
+            return True
+        return any(re.fullmatch(word, name) for word in words)
+
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    try:
+        found = {f"{name}.weight": linear[name].weight for name in linear if everything or is_target(name)}
+    except re.error as error:
+        raise ConfigError(
+            f"optim_target_modules={asked!r} ({args.where('optim_target_modules')}) is no regular expression: {error}."
+        ) from error
+    if not found:
+        raise ConfigError(
+            f"optim_target_modules={asked!r} ({args.where('optim_target_modules')}) is no linear layer of the model. "
+            f"There are {', '.join(list(linear)[:8]) or 'none'}{' ...' if len(linear) > 8 else ''}."
+        )
+    return found
+
+
+def build_library_optimizer(
+    args: TrainingArguments, library: LibraryOptimizer, model: nn.Module, groups: Groups
+) -> torch.optim.Optimizer:
+    """The optimizer over ``groups`` of the parameters of ``model``.
+
+    Raises:
+        ConfigError: the library is missing or refuses its arguments, or no matrix is found to work on.
+    """
+    cls = library_class(args, library)
+    arguments, of_matrices = library_arguments(args, library)
+    if library.low_rank:
+        groups = _with_matrices_apart(groups, target_parameters(args, model), of_matrices)
+    optimizer = construct(cls, groups, arguments, f"optim={args.optim} with optim_args={args.optim_args}")
+    if library.package == "bitsandbytes" and library.fixed["optim_bits"] == 8:
+        _keep_embeddings_in_32_bits(model)
+    if library.package == "grokadamw":
+        _keep_state_where_torch_saves_it(optimizer)
+    return optimizer
+
+
+def _with_matrices_apart(groups: Groups, targets: dict[str, torch.Tensor], arguments: dict[str, Any]) -> Groups:
+    """Every group in two: all that is no target first, since the order decides APOLLO's random numbers."""
+    chosen = {id(parameter) for parameter in targets.values()}
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
+    matrices = [{**group, "params": [p for p in group["params"] if id(p) in chosen], **arguments} for group in groups]
+    return [group for group in (*rest, *matrices) if group["params"]]
+
+
+def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
+    """As the reference does. The library knows tensors by identity, so it has no effect on what ZeRO cuts."""
+    manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+
+
+def _keep_state_where_torch_saves_it(optimizer: torch.optim.Optimizer) -> None:
+    """GrokAdamW keeps its moments in the groups, by tensor, where a checkpoint would lose them."""
+
+    def share(one: torch.optim.Optimizer) -> None:
+        for group in one.param_groups:
+            group["state"] = one.state
+
+    def leave_out(one: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        for group in saved["param_groups"]:
+            group.pop("state", None)
+
+    share(optimizer)
+    optimizer.register_state_dict_post_hook(leave_out)
+    optimizer.register_load_state_dict_post_hook(share)
