@@ -14,6 +14,12 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "CompiledConfig": "ds_trainer.config.compiled",
     "ConfigError": "ds_trainer.utils.errors",
+    "DataCollatorForLanguageModeling": "ds_trainer.data.collators",
+    "DataCollatorForSeq2Seq": "ds_trainer.data.collators",
+    "DataCollatorForTokenClassification": "ds_trainer.data.collators",
+    "DataCollatorWithFlattening": "ds_trainer.data.collators",
+    "DataCollatorWithPadding": "ds_trainer.data.collators",
+    "DefaultDataCollator": "ds_trainer.data.collators",
     "DefaultFlowCallback": "ds_trainer.callbacks.defaults",
     "Environment": "ds_trainer.config.environment",
     "HfArg": "ds_trainer.arguments.parser",
@@ -22,6 +28,7 @@ _PUBLIC = {
     "IntervalStrategy": "ds_trainer.arguments.enums",
     "ModelShape": "ds_trainer.planner.model_shape",
     "OptimizerNames": "ds_trainer.arguments.enums",
+    "PeerFailure": "ds_trainer.utils.failures",
     "ParallelLayout": "ds_trainer.parallel.layout",
     "PrinterCallback": "ds_trainer.callbacks.defaults",
     "ProgressCallback": "ds_trainer.callbacks.defaults",
@@ -43,6 +50,12 @@ _PUBLIC = {
 __all__ = [
     "CompiledConfig",
     "ConfigError",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForTokenClassification",
+    "DataCollatorWithFlattening",
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
     "DefaultFlowCallback",
     "Environment",
     "HfArg",
@@ -52,6 +65,7 @@ __all__ = [
     "ModelShape",
     "OptimizerNames",
     "ParallelLayout",
+    "PeerFailure",
     "PrinterCallback",
     "ProgressCallback",
     "Recipe",
@@ -71,6 +85,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+        DataCollatorWithFlattening,
+        DataCollatorWithPadding,
+        DefaultDataCollator,
+    )
+
     from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
     from ds_trainer.arguments.parser import HfArg, HfArgumentParser
     from ds_trainer.arguments.recipe import Recipe
@@ -88,6 +111,7 @@ if TYPE_CHECKING:
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError
+    from ds_trainer.utils.failures import PeerFailure
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.data.stream import length_of
+from ds_trainer.training.batches import number_of_samples
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils import distributed
 
@@ -41,6 +43,7 @@ def evaluate_loss(trainer: StepHooks, model: nn.Module, loader: Any) -> EvalResu
     total = torch.zeros((), dtype=torch.float64, device=device)
     items = torch.zeros((), dtype=torch.int64, device=device)
     one = torch.ones((), device=device)
+    samples = 0
     with torch.no_grad():
         for inputs in loader:
             own = trainer.loss_rule.count(inputs).to(device)
@@ -53,10 +56,11 @@ def evaluate_loss(trainer: StepHooks, model: nn.Module, loader: Any) -> EvalResu
             share = trainer.loss_rule.contribution(loss, own, ItemCount(one))
             total += torch.zeros_like(total) if filler else share.double()
             items += own
+            samples += 0 if filler else number_of_samples(inputs)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
-    sums = torch.stack([total, items.double()])
+    sums = torch.stack([total, items.double(), torch.tensor(samples, dtype=torch.float64, device=device)])
     distributed.all_reduce_sum(sums)
-    all_loss, all_items = sums.tolist()
-    samples = len(loader.dataset) if hasattr(loader, "dataset") else 0
+    all_loss, all_items, all_samples = sums.tolist()
+    known = length_of(getattr(loader, "dataset", None))  # a collator may have joined samples
     mean = all_loss / all_items if all_items else float("nan")
-    return EvalResult(mean, int(all_items), samples, time.perf_counter() - start)
+    return EvalResult(mean, int(all_items), int(all_samples) if known is None else known, time.perf_counter() - start)

@@ -9,11 +9,13 @@ from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
 from ds_trainer.training.model_habits import without_cache
+from ds_trainer.utils.failures import fails_together
 
 
 class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     """Evaluation of the model as it is now."""
 
+    @fails_together
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:

@@ -17,6 +17,7 @@ from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loss import LossRule
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import watch_peers
 
 
 class Parts:
@@ -67,3 +68,4 @@ class Parts:
 
     def _join_ranks(self) -> None:
         start_process_group(self.args.device_type, self.args.ddp_timeout_delta)
+        watch_peers()
