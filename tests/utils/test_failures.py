@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
-from ds_trainer import ConfigError, PeerFailure, Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.utils import distributed, failures
+from ds_trainer import PeerFailure, Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.utils import failures
 from ds_trainer.utils.ranks import free_port
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import RankFailure, pool
@@ -56,7 +56,9 @@ class BreakingCallback(TrainerCallback):
 class BreakingLoss(Trainer):
     """Raises in the loss of the second step of the failing rank."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         if breaks(self.args.process_index) and self.state.global_step == 2:
             due()
             raise Breaks("loss is broken")
