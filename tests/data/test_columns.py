@@ -147,7 +147,7 @@ def test_a_collator_that_misses_a_key_is_explained(tmp_path: Path) -> None:
         return {"x": torch.stack([s["x"] for s in samples]), "labels": torch.tensor([s["weight"] for s in samples])}
 
     trainer = Trainer(Regression(), arguments(tmp_path), data_collator=collate, train_dataset=rows)
-    with pytest.raises(ConfigError, match="asks for 'weight'.*Set remove_unused_columns=False"):
+    with pytest.raises(ConfigError, match=r"asks for 'weight'.*Set remove_unused_columns=False"):
         trainer.train()
     trainer.args.remove_unused_columns = False
     assert trainer.train().global_step == 1

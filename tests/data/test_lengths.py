@@ -110,7 +110,7 @@ def test_lengths_come_from_the_column_or_from_the_samples() -> None:
     assert sample_lengths(rows, "long") == [3, 1, 2]
     assert sample_lengths(datasets.Dataset.from_list(rows), "long") == [30, 10, 20]
     assert sample_lengths(datasets.Dataset.from_list(rows), "length") == [3, 1, 2]
-    with pytest.raises(ConfigError, match="sample 0 has no 'input_ids'.*length_column_name"):
+    with pytest.raises(ConfigError, match=r"sample 0 has no 'input_ids'.*length_column_name"):
         sample_lengths([{"x": 1}], "length")
 
 

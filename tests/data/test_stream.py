@@ -88,6 +88,18 @@ def test_loading_processes_keep_the_order(samples: int, workers: int) -> None:
     assert content(loader(Counting(samples), 2, 1, workers=workers)) == alone
 
 
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_loading_processes_started_in_any_way(start: str) -> None:
+    one = loader(Plain(), 1, 0, workers=1, multiprocessing_context=start)
+    one.start(1, first_round=1)
+    assert [batch["x"].tolist() for batch in one] == [[2, 3], [4]]
+
+
+class Plain:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
 def test_a_stream_that_splits_itself_among_loading_processes_is_read_whole() -> None:
     assert content(loader(KeepsToItsWorker(13), 1, 0, workers=2)) == content(loader(Counting(13), 1, 0))
 

@@ -62,7 +62,7 @@ class BreakingLoss(Trainer):
         if breaks(self.args.process_index) and self.state.global_step == 2:
             due()
             raise Breaks("loss is broken")
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, **keywords)
 
 
 def breaks(rank: int) -> bool:
