@@ -14,15 +14,15 @@ import psutil
 import pytest
 import torch
 
-from ds_trainer import PeerFailure, Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.utils import failures
+from ds_trainer import ConfigError, PeerFailure, Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.utils import distributed, failures
 from ds_trainer.utils.ranks import free_port
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import RankFailure, pool
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-STARTED_WITHIN = 60.0  # a busy machine; the clock of the test begins when the failure is due
+STARTED_WITHIN = 300.0  # on a busy machine; the clock that counts begins with the failure
 ENDED_WITHIN = 30.0
 
 
@@ -56,9 +56,7 @@ class BreakingCallback(TrainerCallback):
 class BreakingLoss(Trainer):
     """Raises in the loss of the second step of the failing rank."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
         if breaks(self.args.process_index) and self.state.global_step == 2:
             due()
             raise Breaks("loss is broken")
@@ -166,6 +164,27 @@ def test_a_launched_job_ends(launcher: str, where: str, stage: int, failing_rank
     assert left_over(tmp_path) == []
 
 
+def fails_alike(output_dir: str) -> tuple[list[str], float]:
+    errors, start = [], time.monotonic()
+    for _ in range(2):
+        try:
+            values = {"use_cpu": True, "max_steps": 1, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+            args = TrainingArguments(output_dir, **values)
+            Trainer(tiny_llama(), args, train_dataset=[{"input_ids": [1]}, {"input_ids": [1, 2]}] * 2).train()
+        except ConfigError as error:
+            errors.append(str(error))
+    votes = torch.tensor([distributed.rank()])
+    return [*errors, str(distributed.agree(votes))], time.monotonic() - start
+
+
+def test_ranks_that_fail_alike_go_on_together(tmp_path: Path) -> None:
+    """Each raises its own error at once, and the process group is as good as before."""
+    for (first, second, vote), seconds in pool(2).run(fails_alike, str(tmp_path)):
+        assert "The samples of a batch differ in 'input_ids'" in first and first == second
+        assert vote == "[1]"
+        assert seconds < failures.GRACE_SECONDS
+
+
 def run_in_pool(where: str, stage: int, output_dir: str) -> str:
     os.environ["FAILING_RANK"] = "1"
     # The same course in a shorter time: a world that dies with every case is costly enough.
@@ -182,9 +201,7 @@ def run_in_pool(where: str, stage: int, output_dir: str) -> str:
 @pytest.mark.parametrize("where", ["dataset", "callback", "loss"])
 def test_ranks_without_a_launcher_end(where: str, stage: int, tmp_path: Path) -> None:
     """The failing process lives on; the other is told by its own thread and ends with exit code 1."""
-    start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        results = pool(2).run(run_in_pool, where, stage, str(tmp_path), timeout=60.0)
+        results = pool(2).run(run_in_pool, where, stage, str(tmp_path), timeout=STARTED_WITHIN)
         raise RankFailure("\n".join(results))  # both could even go on: then their words are looked at
-    assert time.monotonic() - start < STARTED_WITHIN
     assert "no answer" not in str(failure.value) and "ended well" not in str(failure.value)
