@@ -22,7 +22,7 @@ from tests.support.pool import RankFailure, pool
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-STARTED_WITHIN = 300.0  # on a busy machine; the clock that counts begins with the failure
+STARTED_WITHIN = 150.0  # on a busy machine; the clock that counts begins with the failure
 ENDED_WITHIN = 30.0
 
 
@@ -45,10 +45,10 @@ class BreakingData(RaggedTokens):
 
 
 class BreakingCallback(TrainerCallback):
-    """Raises at the end of step 2."""
+    """Raises at the end of step 2 on the failing rank."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
+        if breaks(args.process_index) and state.global_step == 2:
             due()
             raise Breaks("callback is broken")
 
@@ -87,7 +87,7 @@ def broken_run(where: str, stage: int, output_dir: str) -> None:
     )
     failing = breaks(args.process_index)
     kind = BreakingLoss if where == "loss" else Trainer
-    callbacks = [BreakingCallback()] if where == "callback" and failing else []
+    callbacks = [BreakingCallback()] if where == "callback" else []
     data = BreakingData(64, where == "dataset" and failing)
     kind(tiny_llama(), args, train_dataset=data, callbacks=callbacks).train()
 
