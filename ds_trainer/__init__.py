@@ -14,6 +14,12 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "CompiledConfig": "ds_trainer.config.compiled",
     "ConfigError": "ds_trainer.utils.errors",
+    "DataCollatorForLanguageModeling": "ds_trainer.data.collators",
+    "DataCollatorForSeq2Seq": "ds_trainer.data.collators",
+    "DataCollatorForTokenClassification": "ds_trainer.data.collators",
+    "DataCollatorWithFlattening": "ds_trainer.data.collators",
+    "DataCollatorWithPadding": "ds_trainer.data.collators",
+    "DefaultDataCollator": "ds_trainer.data.collators",
     "DefaultFlowCallback": "ds_trainer.callbacks.defaults",
     "EarlyStoppingCallback": "ds_trainer.callbacks.early_stopping",
     "Environment": "ds_trainer.config.environment",
@@ -25,6 +31,7 @@ _PUBLIC = {
     "IntervalStrategy": "ds_trainer.arguments.enums",
     "ModelShape": "ds_trainer.planner.model_shape",
     "OptimizerNames": "ds_trainer.arguments.enums",
+    "PeerFailure": "ds_trainer.utils.failures",
     "ParallelLayout": "ds_trainer.parallel.layout",
     "PredictionOutput": "ds_trainer.training.outputs",
     "PrinterCallback": "ds_trainer.callbacks.defaults",
@@ -47,6 +54,12 @@ _PUBLIC = {
 __all__ = [
     "CompiledConfig",
     "ConfigError",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForTokenClassification",
+    "DataCollatorWithFlattening",
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "Environment",
@@ -59,6 +72,7 @@ __all__ = [
     "ModelShape",
     "OptimizerNames",
     "ParallelLayout",
+    "PeerFailure",
     "PredictionOutput",
     "PrinterCallback",
     "ProgressCallback",
@@ -79,6 +93,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+        DataCollatorWithFlattening,
+        DataCollatorWithPadding,
+        DefaultDataCollator,
+    )
+
     from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
     from ds_trainer.arguments.parser import HfArg, HfArgumentParser
     from ds_trainer.arguments.recipe import Recipe
@@ -98,6 +121,7 @@ if TYPE_CHECKING:
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError
+    from ds_trainer.utils.failures import PeerFailure
 
 
 def __getattr__(name: str) -> Any:

@@ -143,13 +143,6 @@ LATER: tuple[Limit, ...] = (
     _later("hub_private_repo", (None,)),
     _later("hub_always_push", (False,)),
     _later("hub_revision", (None,)),
-    Limit(
-        "train_sampling_strategy",
-        lambda value: str(value) in ("random", "sequential"),
-        _NOT_YET,
-        "Use random or sequential.",
-    ),
-    _later("length_column_name", ("length",)),
     Limit("debug", lambda value: "underflow_overflow" not in str(value), _NOT_YET, "Leave it empty."),
     _later("sortish_sampler", (False,)),
     _later("predict_with_generate", (False,)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,3 +66,44 @@ def _as_64_bit_integers(array: np.ndarray) -> np.ndarray:
     if array.dtype == np.float64:
         return array.astype(np.float32)
     return array
+
+
+def collator_for(processing_class: Any) -> Callable[[list[Any]], Any]:
+    """The collator of a run that names none: padding for a tokenizer or feature extractor, stacking otherwise.
+
+    Only their classes are looked at, so nothing is imported that the user has not imported already.
+    """
+    kinds = {base.__name__ for base in type(processing_class).__mro__}
+    if kinds & {"PreTrainedTokenizerBase", "SequenceFeatureExtractor"}:
+        from transformers import DataCollatorWithPadding
+
+        return DataCollatorWithPadding(processing_class)
+    return default_data_collator
+
+
+_OF_TRANSFORMERS = (
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForTokenClassification",
+    "DataCollatorWithFlattening",
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Collators of transformers, under their names: they know every tokenizer, and scripts change one import only.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
+    if name not in _OF_TRANSFORMERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} comes from transformers, which is not installed: pip install 'ds-trainer[hf]', or pass a "
+            "data_collator of your own."
+        ) from error
+    return getattr(transformers, name)

@@ -1,9 +1,9 @@
-"""Which columns of a dataset a model can take."""
+"""Which columns of a dataset a model can take, and which of them are labels."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,49 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+# The collators of Hugging Face turn the first two into the third.
 _LABEL_COLUMNS = ("label", "label_ids", "labels")
+_SPAN_LABELS = ("start_positions", "end_positions")
+_NO_NAMES = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model that a user would know, inside of what wraps it: PEFT, torch.compile, an engine."""
+    while True:
+        unwrap = getattr(model, "get_base_model", None)  # PEFT
+        inner = unwrap() if callable(unwrap) else getattr(model, "_orig_mod", None)  # torch.compile
+        if inner is None and not _has_own_names(model):
+            inner = getattr(model, "module", None)  # DeepSpeed, DataParallel: their forward takes anything
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def forward_names(model: nn.Module) -> list[str]:
+    """Names of the arguments of ``forward``, without ``*args`` and ``**kwargs``."""
+    parameters = inspect.signature(base_model(model).forward).parameters.values()
+    return [p.name for p in parameters if p.kind not in _NO_NAMES]
+
+
+def takes_any_name(model: nn.Module) -> bool:
+    """Whether ``forward`` has ``**kwargs``."""
+    parameters = inspect.signature(base_model(model).forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def find_label_names(model: nn.Module) -> list[str]:
+    """The arguments of ``model.forward`` that are labels: those with "label" in their name; of models for question
+    answering the start and end positions too. Empty where there are none.
+    """
+    core = base_model(model)
+    spans = _SPAN_LABELS if any("QuestionAnswering" in base.__name__ for base in type(core).__mro__) else ()
+    return [name for name in forward_names(core) if "label" in name or name in spans]
+
+
+def wanted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] | None:
+    """Columns that ``model`` can use; None where its ``forward`` names nothing, so that nobody can tell."""
+    names = forward_names(model)
+    return {*names, *label_names, *_LABEL_COLUMNS} if names else None
 
 
 def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[str]) -> Any:
@@ -22,18 +64,82 @@ def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[st
     Raises:
         ConfigError: no column would remain.
     """
-    if not hasattr(dataset, "column_names") or not hasattr(dataset, "remove_columns"):
+    wanted = wanted_columns(model, label_names)
+    if wanted is None or not has_columns(dataset):
         return dataset
-    signature = inspect.signature(model.forward)
-    wanted = {*signature.parameters, *label_names, *_LABEL_COLUMNS}
     unused = [name for name in dataset.column_names if name not in wanted]
     if not unused:
         return dataset
     if len(unused) == len(dataset.column_names):
-        raise ConfigError(
-            f"The dataset's columns ({', '.join(dataset.column_names)}) are none that {type(model).__name__}.forward "
-            f"takes ({', '.join(signature.parameters)}). Tokenize the dataset first, or set "
-            "remove_unused_columns=False and pass a data_collator that makes the model's inputs."
-        )
-    logger.info("Columns that %s.forward does not take are left out: %s.", type(model).__name__, ", ".join(unused))
+        core = base_model(model)
+        raise _nothing_left("The dataset's columns", unused, type(core).__name__, forward_names(core))
+    name = type(base_model(model)).__name__
+    logger.info("Columns that %s.forward does not take are left out: %s.", name, ", ".join(unused))
     return dataset.remove_columns(unused)
+
+
+def has_columns(dataset: Any) -> bool:
+    """Whether this is a table like ``datasets.Dataset``: columns with names that can be removed, rows with numbers."""
+    return (
+        hasattr(dataset, "remove_columns")
+        and hasattr(dataset, "__getitem__")
+        and isinstance(getattr(dataset, "column_names", None), (list, tuple))
+    )
+
+
+class CollatorOfWantedColumns:
+    """A collator that gets samples without the keys that the model does not take.
+
+    For data that is no table with columns: the keys are only known when samples are read.
+
+    Args:
+        collate: the collator proper; given the samples as they are where they are no dicts.
+        model: whose ``forward`` says what is wanted.
+        label_names: wanted besides.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, label_names: Sequence[str]) -> None:
+        self.collate = collate
+        self._wanted = wanted_columns(model, label_names)
+        self._model_name = type(base_model(model)).__name__
+        self._names = forward_names(model)
+        self._told = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch of ``samples``.
+
+        Raises:
+            ConfigError: nothing of a sample is wanted, or the collator misses a key that was left out.
+        """
+        wanted = self._wanted
+        if wanted is None or not all(isinstance(sample, Mapping) for sample in samples):
+            return self.collate(samples)
+        unused = sorted({str(key) for sample in samples for key in sample if key not in wanted})
+        kept = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
+        if unused and not all(kept):
+            raise _nothing_left("A sample's keys", unused, self._model_name, self._names)
+        if unused and not self._told:
+            self._told = True
+            names = ", ".join(unused)
+            logger.info("Keys of samples that %s.forward does not take are left out: %s.", self._model_name, names)
+        try:
+            return self.collate(kept)
+        except KeyError as error:
+            if error.args and str(error.args[0]) in unused:
+                raise ConfigError(
+                    f"The data_collator asks for '{error.args[0]}', which was left out of the samples because "
+                    f"{self._model_name}.forward does not take it. Set remove_unused_columns=False."
+                ) from error
+            raise
+
+
+def _nothing_left(what: str, names: Sequence[str], model_name: str, taken: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{what} ({', '.join(names)}) are none that {model_name}.forward takes ({', '.join(taken)}). Tokenize the "
+        "dataset first, or set remove_unused_columns=False and pass a data_collator that makes the model's inputs."
+    )
+
+
+def _has_own_names(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.kind not in _NO_NAMES for p in parameters)

@@ -61,6 +61,9 @@ class PlannedLoader(DataLoader[Any]):
         """Choose what the next iteration gives: the order of ``epoch``, from round ``first_round`` on."""
         self._share.epoch = epoch
         self._share.first_round = first_round
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator serves as DataLoader's iterator
         self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)

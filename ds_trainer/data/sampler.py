@@ -6,7 +6,7 @@ constant time, so resuming costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import Sampler
@@ -37,14 +37,24 @@ class ShareSampler(Sampler[list[int]]):
         dp_rank: the replica.
         seed: seed of the order.
         shuffle: False keeps the dataset's order (evaluation).
+        order: the order of an epoch, int64 ``[samples]``; default: :func:`epoch_order`.
     """
 
-    def __init__(self, plan: BatchPlan, samples: int, dp_rank: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        plan: BatchPlan,
+        samples: int,
+        dp_rank: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self.plan = plan
         self.samples = samples
         self.dp_rank = dp_rank
         self.seed = seed
         self.shuffle = shuffle
+        self.order = order
         self.epoch = 0
         self.first_round = 0
 
@@ -56,7 +66,10 @@ class ShareSampler(Sampler[list[int]]):
         return not self.plan.share(round_index, self.dp_rank, self.samples)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
+        if self.order is None:
+            order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
+        else:
+            order = self.order(self.epoch)
         for index in range(self.first_round, len(self)):
             share = self.plan.share(index, self.dp_rank, self.samples)
             first = index * self.plan.round_size

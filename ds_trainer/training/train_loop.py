@@ -22,10 +22,13 @@ import torch
 
 from ds_trainer.arguments.enums import SaveStrategy, TokenCount
 from ds_trainer.data.loader import PlannedLoader
+from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.stream import StreamLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
 from ds_trainer.optim.stepping import rate_of, step_on_metric, steps_on_metric
 from ds_trainer.optim.swapping import weights_of_training
+from ds_trainer.training.batches import tell_epoch
 from ds_trainer.training.best_model import judge
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments
@@ -46,6 +49,16 @@ def _agree(control: TrainerControl) -> None:
     votes = distributed.agree(torch.tensor([int(getattr(control, name)) for name in _DECISIONS]))
     for name, vote in zip(_DECISIONS, votes, strict=True):
         setattr(control, name, bool(vote))
+
+
+_NOTHING_IN_IT = (
+    "The training data is empty: its iterator ended before the first batch (with dataloader_drop_last, before the "
+    "first whole round)."
+)
+_READ_ONCE = (
+    "The training data ended after {0} steps and gave nothing when it was read again, as a generator does. Pass an "
+    "object whose __iter__ begins anew each time, or set max_steps={0}."
+)
 
 
 class TrainOutput(NamedTuple):
@@ -81,16 +94,19 @@ class TrainLoop:
         self._first_step = trainer.state.global_step
         self._learning_rate: Any = math.nan  # of the last step
         self._schedule_follows_metric = steps_on_metric(trainer.lr_scheduler)
+        self._first_place = (0, 0)
 
     def run(self) -> TrainOutput:
         """Train until the plan is done or a callback stops it."""
         trainer, state, args = self.trainer, self.trainer.state, self.trainer.args
         handler = trainer.callback_handler
-        first_epoch, first_step = divmod(state.global_step, self.plan.steps_per_epoch)
+        first_epoch, first_step = self._first_place = self.plan.position(state.global_step, state.epoch)
         trainer.control = handler.on_train_begin(args, state, trainer.control)
         if args.eval_on_start:
             self._evaluate()
         for epoch in range(first_epoch, self.plan.epochs):
+            if self._is_done():
+                break
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
             self._run_epoch(epoch, first_step if epoch == first_epoch else 0)
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
@@ -108,8 +124,13 @@ class TrainLoop:
     def _run_epoch(self, epoch: int, first_step: int) -> None:
         trainer, state = self.trainer, self.trainer.state
         batches = self._iterate(epoch, first_step * self.plan.accumulation)
-        for step in range(first_step, self.plan.steps_per_epoch):
-            self._run_step(batches, self.plan.rounds_of_step(step))
+        for step in itertools.count(first_step):
+            rounds = self._rounds_ahead(batches, step)
+            if rounds == 0:
+                if step == 0 and not self._is_done():
+                    raise ConfigError(_NOTHING_IN_IT if epoch == 0 else _READ_ONCE.format(state.global_step))
+                break
+            self._run_step(batches, rounds)
             state.global_step += 1
             state.epoch = self.plan.epoch_after(epoch, step)
             trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
@@ -117,13 +138,28 @@ class TrainLoop:
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
 
+    def _is_done(self) -> bool:
+        """Whether a run over data of unknown length has done its steps: no number of epochs ends it."""
+        return self.plan.rounds_per_epoch is None and self.trainer.state.global_step >= self.plan.max_steps
+
+    def _rounds_ahead(self, batches: Iterator[Any], step: int) -> int:
+        """Micro-batches of the next step; 0 at the end of the epoch."""
+        if self.plan.rounds_per_epoch is not None:
+            return self.plan.rounds_of_step(step)
+        assert isinstance(batches, Lockstep)  # _iterate made it
+        return 0 if self._is_done() else batches.ahead()
+
     def _iterate(self, epoch: int, first_round: int) -> Iterator[Any]:
-        if self.trainer.args.ignore_data_skip and epoch == self._first_step // self.plan.steps_per_epoch:
+        if self.trainer.args.ignore_data_skip and epoch == self._first_place[0]:
             first_round = 0
-        if isinstance(self.loader, PlannedLoader):
+        if isinstance(self.loader, (PlannedLoader, StreamLoader)):
             self.loader.start(epoch, first_round)
             return iter(self.loader)
-        return itertools.islice(iter(self.loader), first_round, None)
+        tell_epoch(self.loader, epoch)
+        batches = itertools.islice(iter(self.loader), first_round, None)
+        if self.plan.rounds_per_epoch is not None:
+            return batches
+        return Lockstep(((batch, 0) for batch in batches), self.plan.accumulation)
 
     def _run_step(self, iterator: Iterator[Any], rounds: int) -> None:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state

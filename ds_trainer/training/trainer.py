@@ -22,7 +22,9 @@ from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
-from ds_trainer.data.collators import default_data_collator
+from ds_trainer.data.collators import collator_for
+from ds_trainer.data.columns import find_label_names
+from ds_trainer.data.stream import length_of
 from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
@@ -30,7 +32,7 @@ from ds_trainer.optim.swapping import check_swapping, weights_of_evaluation
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batch_size_search import find_batch_size
-from ds_trainer.training.batches import check_dataset
+from ds_trainer.training.batches import check_dataset, check_run_length
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
@@ -43,6 +45,7 @@ from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 from ds_trainer.utils.sizes import parse_size
@@ -58,8 +61,10 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             element of a tuple, or under ``"loss"``); or none, and ``model_init``.
         args: what is asked for; default: ``TrainingArguments("tmp_trainer")``.
         data_collator: makes a batch (a dict of tensors) of a list of samples; default:
-            :func:`ds_trainer.data.collators.default_data_collator`.
-        train_dataset: map-style dataset (``__len__`` and ``__getitem__``).
+            :func:`ds_trainer.data.collators.default_data_collator`, or padding where ``processing_class`` is a
+            tokenizer or feature extractor.
+        train_dataset: an object with ``__len__`` and ``__getitem__``, or one that can only be iterated
+            (:mod:`ds_trainer.data.stream`).
         eval_dataset: the same for evaluation, or a dict of several.
         processing_class: tokenizer or processor, saved beside the weights.
         model_init: makes the model, so that every :meth:`train` starts from a new one.
@@ -119,7 +124,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         if self.place_model_on_device:
             self.model.to(self.device)
         self.processing_class = processing_class
-        self.data_collator = data_collator or default_data_collator
+        self.data_collator = data_collator or collator_for(processing_class)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.compute_loss_func = compute_loss_func
@@ -128,7 +133,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = optimizers
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
-        self.label_names = self.args.label_names or list(_DEFAULT_LABEL_NAMES)
+        self.label_names = self.args.label_names or find_label_names(self.model) or list(_DEFAULT_LABEL_NAMES)
         self.is_in_train = False
 
         if self.args.eval_strategy != IntervalStrategy.NO and eval_dataset is None:
@@ -136,6 +141,8 @@ class Trainer(OptimizerHooks, EvaluationHooks):
                 f"eval_strategy={self.args.eval_strategy}, but there is no eval_dataset: pass one, or set it to no."
             )
         check_metrics(self.args, compute_metrics)
+        if not is_overridden(self, Trainer, "get_train_dataloader"):
+            check_run_length(train_dataset, self.args)
         self.layout = ParallelLayout.of(self.args, self.args.world_size)
         check_layout(self.layout)
         self.compiled = self._compile()
@@ -184,7 +191,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         elif is_overridden(self, Trainer, "create_optimizer"):
             client_optimizer = f"{type(self).__name__}.create_optimizer"
         total_steps = None
-        if hasattr(self.train_dataset, "__len__") and not is_overridden(self, Trainer, "get_train_dataloader"):
+        if length_of(self.train_dataset) is not None and not is_overridden(self, Trainer, "get_train_dataloader"):
             total_steps = RunPlan.of(self.args, self.batch_plan.rounds(len(self.train_dataset))).max_steps
         compiled = compile_config(
             self.args,
@@ -246,6 +253,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
 
     # -- train ----------------------------------------------------------------------------------------------------
 
+    @fails_together
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -288,7 +296,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             self._build(plan.max_steps)
             self.state = self._new_state(plan)
             if checkpoint is not None:
-                self._resume(checkpoint)
+                self._resume(checkpoint, plan)
             self.callback_handler.train_dataloader = loader
             print_header(self, plan, checkpoint)
             with without_cache(self.model, unless=self.args.use_cache):
@@ -334,12 +342,13 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         if self.is_world_process_zero():
             write_text_atomic(self._output_dir / "ds_config.json", self.compiled.to_json() + "\n")
 
-    def _resume(self, checkpoint: Path) -> None:
+    def _resume(self, checkpoint: Path, plan: RunPlan) -> None:
         schedule = self._checkpoints.load(checkpoint)
         self.lr_scheduler.load_state_dict(schedule)
         resumed = TrainerState.load_from_json(checkpoint / STATE_FILE)
         fresh = self.state
         self.state = resumed
+        self.state.epoch = plan.same_position(resumed.epoch, resumed.max_steps)
         for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
             setattr(self.state, name, getattr(fresh, name))
         restore_states(

@@ -260,7 +260,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "remove_unused_columns": Effect(False, columns),
     "label_names": Effect(["y"], of_trainer(lambda job: job.label_names)),
     "train_sampling_strategy": Effect("sequential", order),
-    "length_column_name": Refused("n", "not supported yet"),
+    "length_column_name": Shown("tests.data.test_lengths::test_a_length_column_orders_the_batches"),
     "seed": Effect(7, order),
     "data_seed": Effect(7, order),
     "full_determinism": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
@@ -292,7 +292,7 @@ def test_the_walk_is_complete() -> None:
     assert list(FIELDS.keys() - {f.name for f in dataclasses.fields(Arguments)}) == []
     assert [f.name for f in dataclasses.fields(Arguments) if f.name not in FIELDS] == []
     limited = {limit.field for limit in (*ENGINE, *LATER)}
-    partly = {"optim", "train_sampling_strategy"}  # some of their values
+    partly = {"optim"}  # some of its values
     assert {n for n, kind in FIELDS.items() if isinstance(kind, Refused)} - limited == {
         "accelerator_config",
         "local_rank",

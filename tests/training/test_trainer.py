@@ -345,7 +345,7 @@ def test_total_batch_size_is_the_plans(tmp_path: Path) -> None:
     [
         (lambda args: Trainer(tiny_llama(), args), "train() needs a train_dataset"),
         (lambda args: Trainer(tiny_llama(), args, train_dataset=[]), "train_dataset is empty: it has 0 samples"),
-        (lambda args: Trainer(tiny_llama(), args, train_dataset=iter([])), "has no length or no items"),
+        (lambda args: Trainer(tiny_llama(), args, train_dataset=object()), "has no length or no items"),
         (lambda args: Trainer(tiny_llama(), args, train_dataset=[(1, 2)]), "a sample of the dataset is a tuple"),
         (
             lambda args: Trainer(tiny_llama(), args, train_dataset=[{"input_ids": [1]}, {"input_ids": [1, 2]}]),

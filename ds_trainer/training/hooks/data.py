@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.columns import drop_unused_columns
+from ds_trainer.data.columns import CollatorOfWantedColumns, drop_unused_columns, has_columns
+from ds_trainer.data.stream import length_of
 from ds_trainer.parallel.batch_plan import BatchPlan
-from ds_trainer.training.batches import check_dataset, planned_loader, rounds_of
+from ds_trainer.training.batches import Sampling, check_dataset, planned_loader, rounds_of
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.utils.errors import ConfigError
@@ -48,27 +49,28 @@ class DataHooks(Parts):
     def num_examples(self, dataloader: Any) -> int:
         """Samples that ``dataloader`` gives in one epoch, over all replicas.
 
-        Where its dataset has no length: an estimate from the number of its batches and the batch size.
+        Where its dataset has no length: an estimate from the number of its batches and the batch size; a TypeError
+        where that is not known either.
         """
-        dataset = getattr(dataloader, "dataset", None)
-        if hasattr(dataset, "__len__"):
-            return len(dataset)  # type: ignore[arg-type]
-        return len(dataloader) * self.batch_plan.round_size
+        samples = length_of(getattr(dataloader, "dataset", None))
+        return len(dataloader) * self.batch_plan.round_size if samples is None else samples
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
-    ) -> tuple[int, int, int, int, int, int, int]:
+    ) -> tuple[int, int, int, int, int, int | None, int]:
         """How long the run is. The loop takes these numbers, so a subclass may change them. Collective.
 
         Returns:
             Epochs (the last may be partial), optimizer steps of an epoch, samples of an epoch, samples of the whole
-            run, samples of an optimizer step, micro-batches of each replica in an epoch, optimizer steps of the run.
+            run, samples of an optimizer step, micro-batches of each replica in an epoch (None where the data has no
+            length: then an epoch counts as long as the run), optimizer steps of the run.
 
         Raises:
-            ConfigError: the loaders of the ranks differ in length, or have none.
+            ConfigError: the loaders of the ranks differ in length, or have none and there is no ``max_steps``.
         """
         plan = RunPlan.of(args, rounds_of(dataloader))
-        examples, step_size = self.num_examples(dataloader), self.get_total_train_batch_size(args)
+        step_size = self.get_total_train_batch_size(args)
+        examples = plan.max_steps * step_size if plan.rounds_per_epoch is None else self.num_examples(dataloader)
         samples = plan.max_steps * step_size if args.max_steps > 0 else math.ceil(examples * args.num_train_epochs)
         return (
             *(plan.epochs, plan.steps_per_epoch, examples, samples),
@@ -77,10 +79,9 @@ class DataHooks(Parts):
 
     def get_train_dataloader(self) -> Any:
         """Micro-batches of this replica: the order follows from seed and epoch, the plan decides who holds what."""
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        dataset = self._without_unused_columns(self.train_dataset)
-        shuffle = self.args.train_sampling_strategy != SamplingStrategy.SEQUENTIAL
-        return planned_loader(dataset, self.batch_plan, self.args, self.data_collator, seed=seed, shuffle=shuffle)
+        sampling = Sampling(self.args, self.train_dataset, self.processing_class)
+        dataset, collate = self._wanted_columns(self.train_dataset)
+        return planned_loader(dataset, self.batch_plan, self.args, collate, sampling)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Micro-batches of this replica for evaluation, in the dataset's order.
@@ -110,12 +111,15 @@ class DataHooks(Parts):
     def _loader_in_order(self, dataset: Any, name: str) -> Any:
         plan = BatchPlan(self.layout, self.args.per_device_eval_batch_size)
         check_dataset(dataset, name, plan)
-        dataset = self._without_unused_columns(dataset)
-        loader = planned_loader(dataset, plan, self.args, self.data_collator, seed=0, shuffle=False)
+        dataset, collate = self._wanted_columns(dataset)
+        loader = planned_loader(dataset, plan, self.args, collate)
         loader.during = self.accelerator.batch
         return loader
 
-    def _without_unused_columns(self, dataset: Any) -> Any:
+    def _wanted_columns(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """Dataset and collator so that only what the model takes reaches the collator."""
         if not self.args.remove_unused_columns:
-            return dataset
-        return drop_unused_columns(dataset, self.model, self.label_names)
+            return dataset, self.data_collator
+        if has_columns(dataset):
+            return drop_unused_columns(dataset, self.model, self.label_names), self.data_collator
+        return dataset, CollatorOfWantedColumns(self.data_collator, self.model, self.label_names)

@@ -22,6 +22,7 @@ from ds_trainer.training.nested import detached
 from ds_trainer.training.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -32,6 +33,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
 
     _preparation_time: float | None = None
 
+    @fails_together
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:

@@ -21,6 +21,7 @@ from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerat
 from ds_trainer.training.loss import LossRule
 from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import watch_peers
 
 
 class Parts:
@@ -85,3 +86,4 @@ class Parts:
     def _join_ranks(self) -> None:
         start_process_group(self.args.device_type, self.args.ddp_timeout_delta)
         attach_accelerate(self.args.device_type)  # for the functions of accelerate that scripts call
+        watch_peers()

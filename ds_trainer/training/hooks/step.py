@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
-from ds_trainer.training.batches import checked_batch, labels_in, on_device
+from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
@@ -26,6 +26,7 @@ class StepHooks(Parts):
     _nobody_looks_at_counts: bool
     _items: ItemCount | None = None
     _loop_asks = False
+    _names_checked: bool = False
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -47,6 +48,9 @@ class StepHooks(Parts):
         """:meth:`get_batch_samples` for the loop, which wants the count as the loss rule does."""
         batches, items = self.get_batch_samples(iterator, rounds, self.device)
         self.current_gradient_accumulation_steps = max(1, len(batches))
+        if batches and self._nobody_looks_at_counts and not self._names_checked:
+            check_names(batches[0], self.model)
+            self._names_checked = True
         if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
             self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
         return batches, self._items

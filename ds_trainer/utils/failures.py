@@ -1,0 +1,184 @@
+"""When one rank fails, all ranks end: with one clear error each, within seconds, instead of waiting for ever.
+
+A rank that raises leaves the others in a collective that it never enters. Asking everybody before every step would cost
+a wait for the slowest rank, and forward passes under ZeRO-3 are collectives themselves. So nothing is asked while all
+goes well. A rank that fails writes that down in the store which the process group was made with, a channel besides the
+collectives, and waits a moment:
+
+* All ranks have failed likewise (a setting that every rank refuses, say): each raises its own error, and the process
+  group stays as good as it was.
+* Only some have: each of them gives up its process group and raises its own error. The others get a
+  :class:`PeerFailure` that names the rank and its error: at once where the broken connection ends their collective
+  (gloo), after an abort where it does not (NCCL). What is stuck even then is ended with exit code 1.
+
+A thread of each rank looks into the store once a second; that is all it costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from ds_trainer.utils import distributed
+
+POLL_SECONDS = 1.0
+# How long a failed rank waits for the others to fail likewise; ranks that do the same thing are seldom further apart.
+GRACE_SECONDS = 5.0
+ABORT_SECONDS = 3.0
+EXIT_SECONDS = 12.0
+
+_PREFIX = "ds_trainer/failures"
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_MAX_TEXT = 4000
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PeerFailure(RuntimeError):
+    """Another rank failed, and this one cannot go on without it. The text names the rank and its error."""
+
+
+class _Watch:
+    """Failures of this process group: what this rank tells and hears."""
+
+    def __init__(self) -> None:
+        # A connection of its own: that of the process group may be busy waiting for a rank that is gone.
+        default: Any = dist.distributed_c10d._get_default_store()
+        self.store = default.clone()
+        self.group = dist.group.WORLD
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.generation = 0  # of failures that all ranks had alike: everybody counts the same
+        self.aborted = False
+        self.lock = threading.Lock()
+        threading.Thread(target=self._look, name="ds_trainer-failures", daemon=True).start()
+
+    def _key(self, name: str) -> str:
+        return f"{_PREFIX}/{self.generation}/{name}"
+
+    def tell(self, error: BaseException) -> bool:
+        """Tell the others of this rank's own failure; True if all ranks have failed likewise."""
+        said = {"rank": self.rank, "error": _described(error)}
+        self.store.compare_set(self._key("first"), "", json.dumps(said))
+        failed = self.store.add(self._key("count"), 1)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while failed < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            failed = self.store.add(self._key("count"), 0)
+        if failed < self.world_size:
+            return False
+        self.generation += 1
+        return True
+
+    def heard(self, wait: float = 0.0) -> str | None:
+        """What another rank said of its failure."""
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                said = (
+                    json.loads(self.store.get(self._key("first"))) if self.store.check([self._key("first")]) else None
+                )
+            except (RuntimeError, OSError) as error:
+                return f"the rank that holds the rendezvous store is gone ({error})"
+            if said is not None and said["rank"] != self.rank:
+                return f"rank {said['rank']} failed with {said['error']}"
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+
+    def give_up(self) -> None:
+        """Leave the process group without asking the others; collectives of this rank that hang are ended (NCCL)."""
+        with self.lock:
+            if not self.aborted and dist.is_initialized() and dist.group.WORLD is self.group:
+                self.aborted = True
+                dist.distributed_c10d._abort_process_group()
+
+    def _look(self) -> None:
+        while not self.aborted:
+            time.sleep(POLL_SECONDS)
+            if _depth == 0:
+                continue  # no rank can wait for another outside of a section
+            generation = self.generation
+            said = self.heard()
+            if said is not None and self._still_inside(generation, ABORT_SECONDS):
+                if dist.is_initialized() and dist.get_backend() == "nccl":
+                    self.give_up()
+                if self._still_inside(generation, EXIT_SECONDS - ABORT_SECONDS):
+                    print(f"ds_trainer: rank {self.rank} ends: {said}.", file=sys.stderr, flush=True)
+                    os._exit(1)
+
+    def _still_inside(self, generation: int, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if _depth == 0 or self.generation != generation:
+                return False
+            time.sleep(0.1)
+        return True
+
+
+_watch: _Watch | None = None
+_depth = 0  # sections that this process is in, one inside the other
+
+
+def watch_peers() -> None:
+    """Begin to look out for failures of other ranks; to be called when the process group exists. In one: nothing."""
+    global _watch
+    if distributed.world_size() > 1 and (_watch is None or _watch.group is not dist.group.WORLD):
+        _watch = _Watch()
+
+
+def fails_together(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of what all ranks do together: an exception on one of them ends it on all of them.
+
+    Raises:
+        PeerFailure: another rank failed.
+    """
+
+    @functools.wraps(function)
+    def section(*args: P.args, **kwargs: P.kwargs) -> R:
+        global _depth
+        _depth += 1
+        try:
+            return function(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            if _watch is not None and _depth == 1:
+                _share(_watch, error)
+            raise
+        finally:
+            _depth -= 1
+
+    return section
+
+
+def _share(watch: _Watch, error: BaseException) -> None:
+    """Settle with the other ranks what ``error`` means; returns where this rank's own error is to be raised."""
+    if watch.aborted or _is_broken_connection(error):
+        said = watch.heard(wait=2 * POLL_SECONDS)
+        if said is not None:
+            watch.give_up()
+            raise PeerFailure(
+                f"{said}. Rank {watch.rank} was waiting for it and ends too; its traceback is in that rank's output."
+            ) from error
+    if not watch.tell(error):
+        watch.give_up()
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+
+
+def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:_MAX_TEXT] + place

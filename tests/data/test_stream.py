@@ -1,0 +1,217 @@
+"""Data that can only be iterated: shares, ragged ends, loading processes, epochs, and ranks that read differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ds_trainer import ConfigError
+from ds_trainer.data.loader import FillerBatch
+from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.sampler import ShareSampler
+from ds_trainer.data.stream import ShareOfStream, StreamLoader, fingerprint, is_stream, length_of
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils import distributed
+from tests.support.pool import pool
+
+
+class Counting(IterableDataset[Any]):
+    """0, 1, 2, ... shuffled anew in every epoch by a generator that the trainer seeds."""
+
+    def __init__(self, samples: int, shuffled: bool = False) -> None:
+        self.samples = samples
+        self.generator = torch.Generator() if shuffled else None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            return iter(range(self.samples))
+        return iter(torch.randperm(self.samples, generator=self.generator).tolist())
+
+
+class Epochs:
+    """A reader of no known class that is told the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + 6))
+
+
+class KeepsToItsWorker(Counting):
+    """Splits itself among loading processes, as torch's documentation shows; here nothing may be left out by it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(self.samples)) if info is None else iter(range(info.id, self.samples, info.num_workers))
+
+
+def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+    return {"x": torch.tensor(rows)}
+
+
+def loader(
+    stream: Any, dp: int, rank: int, micro: int = 2, workers: int = 0, drop_last: bool = False, **options: Any
+) -> StreamLoader:
+    plan = BatchPlan(ParallelLayout(dp), micro, drop_last=drop_last)
+    return StreamLoader(ShareOfStream(stream, plan, rank, collate, seed=3), 3, workers, **options)
+
+
+def content(batches: Any) -> list[Any]:
+    return [("filler" if isinstance(batch, FillerBatch) else "own", batch["x"].tolist()) for batch in batches]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_shares_are_those_of_data_with_positions(n: int, dp: int, micro: int, drop_last: bool) -> None:
+    plan = BatchPlan(ParallelLayout(dp), micro, drop_last=drop_last)
+    for rank in range(dp):
+        sampler = ShareSampler(plan, n, rank, shuffle=False)
+        wanted = [("filler" if sampler.is_filler(i) else "own", rows) for i, rows in enumerate(sampler)]
+        assert content(loader(Counting(n), dp, rank, micro, drop_last=drop_last)) == wanted
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("samples", [0, 1, 12, 13, 21])
+def test_loading_processes_keep_the_order(samples: int, workers: int) -> None:
+    alone = content(loader(Counting(samples), 2, 1))
+    assert content(loader(Counting(samples), 2, 1, workers=workers)) == alone
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_loading_processes_started_in_any_way(start: str) -> None:
+    one = loader(Plain(), 1, 0, workers=1, multiprocessing_context=start)
+    one.start(1, first_round=1)
+    assert [batch["x"].tolist() for batch in one] == [[2, 3], [4]]
+
+
+class Plain:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_a_stream_that_splits_itself_among_loading_processes_is_read_whole() -> None:
+    assert content(loader(KeepsToItsWorker(13), 1, 0, workers=2)) == content(loader(Counting(13), 1, 0))
+
+
+@pytest.mark.parametrize(("workers", "stay"), [(0, False), (2, False), (2, True)])
+def test_any_round_of_any_epoch_can_be_entered(workers: int, stay: bool) -> None:
+    options = {"persistent_workers": True} if stay else {}
+    one = loader(Counting(21, shuffled=True), 2, 1, workers=workers, **options)
+    one.start(3)
+    whole = content(one)
+    one.start(3, first_round=4)
+    assert content(one) == whole[4:]
+    one.start(4)
+    assert content(one) != whole
+    told = loader(Epochs(), 1, 0, workers=workers, **options)
+    for epoch in (0, 1, 2):
+        told.start(epoch)
+        assert content(told)[0] == ("own", [100 * epoch, 100 * epoch + 1])
+
+
+def test_loading_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert content(loader(Counting(9, shuffled=True), 1, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_a_stream() -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list([{"a": 1}] * 4)
+    assert is_stream(Counting(3)) and is_stream(Epochs()) and is_stream(iter([1])) and is_stream({1, 2})
+    assert is_stream(table.to_iterable_dataset())
+    assert not is_stream([1, 2]) and not is_stream(table) and not is_stream(object())
+    assert (length_of([1, 2]), length_of(Counting(3)), length_of(iter([]))) == (2, None, None)
+
+
+def test_length_of_the_loader() -> None:
+    class Sized(Counting):
+        def __len__(self) -> int:
+            return self.samples
+
+    assert len(loader(Sized(9), 2, 0)) == 3
+    with pytest.raises(TypeError):
+        len(loader(Counting(9), 2, 0))
+
+
+def test_datasets_streams_with_shards() -> None:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"x": list(range(13))})
+    stream = table.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=4)
+
+    def read(workers: int, epoch: int) -> list[int]:
+        plan = BatchPlan(ParallelLayout(1), 2)
+        one = StreamLoader(ShareOfStream(stream, plan, 0, lambda rows: collate([r["x"] for r in rows])), 3, workers)
+        one.start(epoch)
+        return [x for batch in one for x in batch["x"].tolist()]
+
+    assert sorted(read(0, 0)) == list(range(13))
+    assert read(2, 0) == read(0, 0)
+    assert read(0, 1) != read(0, 0)
+
+
+def test_fingerprints_see_numbers_and_strings() -> None:
+    sample = {"a": torch.arange(4), "b": "text", "c": [1, 2], "d": np.ones(3), "e": None, "f": [{"g": 1.5}]}
+    assert fingerprint(sample) == fingerprint({key: sample[key] for key in reversed(sample)})
+    assert fingerprint(sample) == fingerprint({**sample, "a": torch.arange(8)[:4]})
+    changes = {"a": torch.arange(1, 5), "b": "texts", "c": [2, 1], "d": np.zeros(3), "e": 0, "f": [{"g": 1.25}]}
+    for key, value in changes.items():
+        assert fingerprint({**sample, key: value}) != fingerprint(sample)
+
+
+# -- ranks that do not read the same ---------------------------------------------------------------------------------
+
+
+def read_on_this_rank(kind: str) -> str:
+    rank = distributed.rank()
+    source = {
+        "alike": lambda: Counting(14),
+        "longer on rank 1": lambda: Counting(14 + 8 * rank),
+        "ends a window later": lambda: Counting(12 + 4 * rank),
+        "other data on rank 1": lambda: [7 + rank, *range(13)],
+    }[kind]()
+    stream = source if isinstance(source, Counting) else iter(source)
+    try:
+        return str(content(loader(stream, 2, rank)))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_that_read_the_same() -> None:
+    assert pool(2).run(read_on_this_rank, "alike") == [str(content(loader(Counting(14), 2, rank))) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("longer on rank 1", "batches read over the ranks are [4, 6]"),
+        ("ends a window later", "batches read over the ranks are [3, 4]"),
+        ("other data on rank 1", "The ranks read different data after batch 0"),
+    ],
+)
+def test_ranks_that_read_differently_are_told_on_all_ranks(kind: str, words: str) -> None:
+    for message in pool(2).run(read_on_this_rank, kind):
+        assert words in message
+
+
+def test_items_ahead_are_those_of_the_window() -> None:
+    steps = Lockstep(iter([(item, 0) for item in "abcde"]), 2)
+    seen = []
+    while ahead := steps.ahead():
+        seen.append([next(steps) for _ in range(ahead)])
+    assert seen == [["a", "b"], ["c", "d"], ["e"]]
+    assert list(steps) == []
