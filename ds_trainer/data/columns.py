@@ -55,7 +55,8 @@ def find_label_names(model: nn.Module) -> list[str]:
 def wanted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] | None:
     """Columns that ``model`` can use; None where its ``forward`` names nothing, so that nobody can tell."""
     names = forward_names(model)
-    return {*names, *label_names, *_LABEL_COLUMNS} if names else None
+    from_data = [name for name in names if name != "num_items_in_batch"]  # that one comes from the Trainer
+    return {*names, *label_names, *_LABEL_COLUMNS} if from_data else None
 
 
 def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[str]) -> Any:

@@ -103,7 +103,9 @@ def rehearse(engine: TrainingEngine, passes: Sequence[Callable[[], Any]], device
             for parameter in module.parameters():
                 parameter.grad = None
             offload = getattr(engine.deepspeed.optimizer, "parameter_offload", None)
-            if offload is not None:  # stage 3: no parameter may stay gathered
+            if offload is not None:  # stage 3: no parameter may stay gathered, none be gathered by a look at it
+                for part in module.modules():
+                    part._parameters._in_forward = False  # type: ignore[attr-defined]  # of DeepSpeed's dictionary
                 offload.partition_all_parameters()
 
 
