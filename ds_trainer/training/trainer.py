@@ -14,6 +14,7 @@ from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.enums import IntervalStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from ds_trainer.callbacks.integrations import reporting_callbacks
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.records import RecordsCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState, export_states, restore_states
@@ -155,9 +156,15 @@ class Trainer(OptimizerHooks, EvaluationHooks):
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         defaults: list[Any] = [DefaultFlowCallback, RecordsCallback, progress]
+        trackers = reporting_callbacks(
+            self.args.report_to,
+            lambda: self.compiled.to_dict(),
+            main_process=self.is_world_process_zero(),
+            first_of_machine=self.is_local_process_zero(),
+        )
         self._own_callbacks = bool(callbacks)
         self.callback_handler = CallbackHandler(
-            [*defaults, *(callbacks or ())], self.model, processing_class, self.optimizer, self.lr_scheduler
+            [*defaults, *trackers, *(callbacks or ())], self.model, processing_class, self.optimizer, self.lr_scheduler
         )
         self.state = self._new_state()
         self.control = TrainerControl()

@@ -143,6 +143,7 @@ def printer(job: Trainer) -> bool:
 
 
 _RUN = "tests.training.test_argument_behaviour::"
+_TRACKERS = "tests.callbacks.integrations."
 _STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 _WORKERS: dict[str, Any] = {"dataloader_num_workers": 1}
 
@@ -206,12 +207,12 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "log_level": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "log_level_replica": Shown(_RUN + "test_replicas_have_a_level_of_their_own"),
     "disable_tqdm": Effect(True, of_trainer(printer)),
-    "report_to": Refused("wandb", "not supported yet"),
+    "report_to": Effect("tensorboard", of_trainer(lambda job: len(job.callback_handler.callbacks))),
     "run_name": Shown(_RUN + "test_run_name"),
-    "project": Refused("mine", "not supported yet"),
-    "trackio_space_id": Refused("me/space", "not supported yet"),
-    "trackio_bucket_id": Refused("me/bucket", "not supported yet"),
-    "trackio_static_space_id": Refused("me/space", "not supported yet"),
+    "project": Shown(_TRACKERS + "test_wandb::test_environment_and_project"),
+    "trackio_space_id": Shown(_TRACKERS + "test_trackio::test_trackio_space_id"),
+    "trackio_bucket_id": Shown(_TRACKERS + "test_trackio::test_trackio_bucket_id"),
+    "trackio_static_space_id": Shown(_TRACKERS + "test_trackio::test_trackio_static_space_id"),
     "eval_strategy": Effect("epoch", switches),
     "eval_steps": Effect(3, switches, {"eval_strategy": "steps", "logging_steps": 2}),
     "eval_delay": Effect(5, switches, _STEPS),

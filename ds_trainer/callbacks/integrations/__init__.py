@@ -1,0 +1,150 @@
+"""Experiment trackers: ``report_to`` as callbacks. Nothing here imports a tracker before it is asked for.
+
+Four have a file of their own; for the others transformers' callback is used as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger("callbacks.integrations")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tracker.
+
+    Attributes:
+        name: as in ``report_to``.
+        package: what is imported.
+        install: what to tell pip.
+        callback: name of the callback's class.
+        own: module of this package that holds it; empty for one of transformers.
+        each_machine: one process of each machine reports, not only the main one.
+        in_all: part of ``report_to="all"``.
+    """
+
+    name: str
+    package: str
+    install: str
+    callback: str
+    own: str = ""
+    each_machine: bool = False
+    in_all: bool = True
+
+    @property
+    def missing(self) -> str:
+        """Why it cannot be used here, as a sentence with the remedy; empty when it can."""
+        remedy = f"or take {self.name} out of report_to."
+        switch = "DISABLE_MLFLOW_INTEGRATION"
+        if self.name == "mlflow" and os.environ.get(switch, "").upper() == "TRUE":
+            return f"report_to={self.name}, but {switch}=TRUE (environment). Unset it, {remedy}"
+        needed = [(self.package, self.install), *([] if self.own else [("transformers", "transformers")])]
+        if self.name == "dagshub":
+            needed.append(("mlflow", "mlflow"))
+        absent = [(package, install) for package, install in needed if not _is_installed(package)]
+        if not absent:
+            return ""
+        packages = " and ".join(package for package, _ in absent)
+        pip = " ".join(f"'{i}'" if "[" in i or "<" in i else i for _, i in absent)
+        verb = "are" if len(absent) > 1 else "is"
+        return f"report_to={self.name}: {packages} {verb} not installed. Run `pip install {pip}`, {remedy}"
+
+    def make(self, deepspeed_config: Callable[[], Mapping[str, Any]] | None) -> Any:
+        """The callback."""
+        if self.own:
+            made = getattr(import_module(f"{__name__}.{self.own}"), self.callback)
+            return made(deepspeed_config=deepspeed_config)
+        from ds_trainer.callbacks.integrations.reused import reused_callback
+
+        return reused_callback(self.name, self.callback, self.package, self.install)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("tensorboard", "tensorboard", "tensorboard", "TensorBoardCallback", own="tensorboard"),
+    Row("wandb", "wandb", "wandb", "WandbCallback", own="wandb"),
+    Row("mlflow", "mlflow", "mlflow", "MLflowCallback", own="mlflow"),
+    Row("trackio", "trackio", "trackio", "TrackioCallback", own="trackio"),
+    Row("azure_ml", "azureml.core", "azureml-core", "AzureMLCallback"),
+    Row("clearml", "clearml", "clearml", "ClearMLCallback"),
+    Row("codecarbon", "codecarbon", "codecarbon", "CodeCarbonCallback", each_machine=True),
+    Row("comet_ml", "comet_ml", "comet-ml", "CometCallback"),
+    Row("dagshub", "dagshub", "dagshub", "DagsHubCallback"),
+    Row("dvclive", "dvclive", "dvclive", "DVCLiveCallback"),
+    Row("flyte", "flytekit", "flytekit", "FlyteCallback", in_all=False),  # works inside a Flyte task only
+    Row("swanlab", "swanlab", "swanlab", "SwanLabCallback"),
+)
+TRACKERS: dict[str, Row] = {row.name: row for row in ROWS}
+
+
+def reporting_callbacks(
+    report_to: str | Iterable[str] | None,
+    deepspeed_config: Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    main_process: bool = True,
+    first_of_machine: bool = True,
+) -> list[Any]:
+    """One callback for each tracker in ``report_to``.
+
+    Args:
+        report_to: a name, several, ``"none"``, or ``"all"`` for those that are installed.
+        deepspeed_config: gives the compiled DeepSpeed configuration, to be recorded.
+        main_process: whether this is the main process of the job; other ones get no callback and import nothing.
+        first_of_machine: the same for this machine, for what is measured on each (codecarbon).
+
+    Raises:
+        ConfigError: an unknown name, or a tracker that is not installed; on every process alike, all at once.
+    """
+    rows, problems = _rows(report_to)
+    problems += [row.missing for row in rows if row.missing]
+    if problems:
+        raise ConfigError(problems)
+    here = [row for row in rows if main_process or (row.each_machine and first_of_machine)]
+    made = []
+    for row in here:
+        try:
+            made.append(row.make(deepspeed_config))
+        except ConfigError as error:  # installed, but not configured
+            if not _wants_all(report_to):
+                raise
+            logger.warning("report_to=all goes on without %s: %s", row.name, error)
+    return made
+
+
+def _wants_all(report_to: str | Iterable[str] | None) -> bool:
+    return report_to == "all" or report_to == ["all"]
+
+
+def _rows(report_to: str | Iterable[str] | None) -> tuple[list[Row], list[str]]:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    if names in ([], ["none"]):
+        return [], []
+    if _wants_all(names):
+        found = [row for row in ROWS if row.in_all and not row.missing]
+        if any(row.name == "mlflow" for row in found):  # Azure takes what MLflow sends
+            found = [row for row in found if row.name != "azure_ml"]
+        logger.info("report_to=all: %s", ", ".join(row.name for row in found) or "no tracker is installed")
+        return found, []
+    alone = [f"report_to={names}: '{word}' stands alone." for word in ("all", "none") if word in names]
+    known = f"Known are {', '.join(TRACKERS)}, all and none."
+    unknown = [
+        f"report_to={name} is not a tracker.{did_you_mean(name, TRACKERS)} {known}"
+        for name in names
+        if name not in (*TRACKERS, "all", "none")
+    ]
+    return [TRACKERS[name] for name in dict.fromkeys(names) if name in TRACKERS], alone + unknown
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the parent of a dotted name
+        return False

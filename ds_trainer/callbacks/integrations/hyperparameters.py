@@ -1,0 +1,76 @@
+"""What a tracker records of a run before its first step: arguments, model configuration, DeepSpeed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_trainer.arguments.serialize import masked, plain
+
+_SECRET_ENDINGS = ("_token", "api_key", "password", "secret")
+
+
+def hyperparameters(args: Any, model: Any, deepspeed_config: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
+    """One mapping for a tracker's table of hyper-parameters, plain data, without secrets.
+
+    The training arguments stand under their own names, over keys of the model's configuration of the same name, as in
+    transformers; ``peft_config`` holds the adapters' settings, ``ds_config`` the compiled DeepSpeed configuration.
+    """
+    values: dict[str, Any] = {}
+    adapters = getattr(model, "peft_config", None)
+    if adapters is not None:
+        values["peft_config"] = plain(adapters)
+    values.update(model_configuration(model))
+    values.update(arguments(args))
+    if deepspeed_config is not None:
+        values["ds_config"] = without_secrets(deepspeed_config())
+    return values
+
+
+def arguments(args: Any) -> dict[str, Any]:
+    """The training arguments as plain data, without secrets."""
+    found: dict[str, Any] = without_secrets(args.to_dict())
+    return found
+
+
+def model_configuration(model: Any) -> dict[str, Any]:
+    """``model.config`` as plain data; empty for a model that has none."""
+    config = getattr(model, "config", None)
+    values = plain(config) if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
+    return dict(values) if isinstance(values, Mapping) else {}
+
+
+def parameter_count(model: Any) -> int | None:
+    """Number of the model's parameters, those of other ranks included; None without a model."""
+    if model is None:
+        return None
+    # Under ZeRO-3 a parameter is empty between its uses; DeepSpeed keeps its true size in ds_numel.
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
+
+
+def without_secrets(value: Any) -> Any:
+    """``value`` with every text masked whose name says that it is a token, key or password, at any depth."""
+    if isinstance(value, Mapping):
+        return {
+            name: masked(str(name)) if isinstance(entry, str) and _is_secret(str(name)) else without_secrets(entry)
+            for name, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_secrets(entry) for entry in value]
+    return value
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def _is_secret(name: str) -> bool:
+    return name.lower().endswith(_SECRET_ENDINGS)

@@ -1,0 +1,183 @@
+"""``Tracker``: what the callbacks of all experiment trackers have in common.
+
+Who writes: the main process alone, and no other one imports a tracker's library. When: the run is opened when training
+begins (or at the first log of a process that only evaluates), gets every log event, and is finished when training ends;
+what is logged later still arrives in the same run.
+
+Failures: a run that cannot be opened when training begins stops the training before its first step. Once it goes on, a
+tracker's error must not cost the run: one warning names tracker and error, and the tracker is off until the next
+training begins.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from ds_trainer.callbacks.protocol import TrainerCallback
+from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger("callbacks.integrations")
+
+# Measured once for the whole training: a value of the run, not a point of a curve.
+SUMMARY = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+
+
+class Tracker(TrainerCallback):
+    """Base class: :meth:`start`, :meth:`write` and :meth:`finish` are a tracker's own.
+
+    Args:
+        deepspeed_config: gives the compiled DeepSpeed configuration, recorded beside the hyper-parameters.
+    """
+
+    name: str
+    """As in ``report_to``."""
+    package: str
+    """What is imported."""
+    install: str
+    """What to tell pip."""
+
+    def __init__(self, deepspeed_config: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        self.deepspeed_config = deepspeed_config
+        self._running = False
+        self._off = False
+        self._left_out: set[str] = set()
+
+    # -- a tracker's own part: called on the main process only; may raise ---------------------------------------------
+
+    def start(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Open the run and record what it was asked to do."""
+        raise NotImplementedError
+
+    def write(self, logs: dict[str, Any], state: TrainerState) -> None:
+        """Record one log event."""
+        raise NotImplementedError
+
+    def finish(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Training has ended. A later :meth:`write` must still work."""
+
+    def check(self, args: Any) -> None:
+        """Refuse settings that cannot work, with ConfigError, when the trainer is made."""
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.library()
+            self.check(args)
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self._off = False
+            self.start(args, state, model)
+            self._running = True
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs and state.is_world_process_zero:
+            self.guarded(self._write, args, state, model, dict(logs))
+
+    def on_predict(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.on_log(args, state, control, logs=metrics, model=model)
+
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if self._running and state.is_world_process_zero:
+            self.guarded(self.finish, args, state, model)
+
+    def _write(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> None:
+        if not self._running:
+            self.start(args, state, model)
+            self._running = True
+        self.write(logs, state)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def guarded(self, act: Callable[..., None], *arguments: Any) -> None:
+        """``act(*arguments)`` unless the tracker is off; an error of it switches the tracker off, with a warning."""
+        if self._off:
+            return
+        try:
+            act(*arguments)
+        except Exception as error:
+            switched_off(self.name, error)
+            self._off = True
+            self._running = False
+
+    def library(self) -> ModuleType:
+        """The tracker's module.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
+        return import_tracker(self.name, self.package, self.install)
+
+    def leave_out(self, name: str, value: Any) -> None:
+        """Say, once a name, that this tracker has no place for such a value."""
+        if name not in self._left_out:
+            self._left_out.add(name)
+            logger.warning(
+                "%s takes numbers only; %s=%r (%s) is left out", self.name, name, value, type(value).__name__
+            )
+
+
+def import_tracker(name: str, package: str, install: str) -> ModuleType:
+    """Import ``package`` for the tracker ``name``, or say in a ConfigError why not and what to do."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"report_to={name}: {package} cannot be imported ({error}). Run `pip install {install}`, or take {name}"
+            " out of report_to."
+        ) from error
+
+
+def switched_off(name: str, error: Exception) -> None:
+    """The one warning about a tracker that failed."""
+    logger.warning(
+        "%s failed and is switched off, training goes on without it: %s: %s", name, type(error).__name__, error
+    )
+
+
+def rewrite_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """``eval_loss`` as ``eval/loss``, ``test_loss`` as ``test/loss``, every other name as ``train/name``."""
+    renamed = {}
+    for name, value in logs.items():
+        section, _, rest = name.partition("_")
+        renamed[f"{section}/{rest}" if section in ("eval", "test") and "_" in name else f"train/{name}"] = value
+    return renamed
+
+
+def number(value: Any) -> int | float | None:
+    """``value`` as a number: also a tensor or array of one element. None if it is none."""
+    if isinstance(value, int | float):
+        return value
+    if not callable(getattr(type(value), "item", None)):
+        return None
+    try:
+        found = value.item()
+    except (RuntimeError, ValueError):  # torch's and numpy's words for more than one element
+        return None
+    return found if isinstance(found, int | float) else None

@@ -1,0 +1,158 @@
+"""Weights & Biases, offline: what the run's own file says."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.callbacks.integrations.wandb import WandbCallback
+from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.utils.errors import ConfigError
+from tests.callbacks.integrations.support import TOKEN, Theirs, Told, files_with, train
+from tests.callbacks.integrations.wandb_file import OfflineRun, offline_runs
+from tests.support.models import Regression, regression_rows
+from tests.support.pool import pool
+
+
+def finish_wandb(trainer: Trainer | None = None) -> None:
+    """Ends the run and wandb's service, which forgets its settings: what the end of a process does."""
+    import wandb
+
+    wandb.finish()
+    wandb.teardown()
+
+
+def tracked(
+    home: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
+) -> tuple[Told, list[OfflineRun]]:
+    """A training with wandb in ``home``, and the runs that it left."""
+    home.mkdir(parents=True, exist_ok=True)
+    settings = {"WANDB_MODE": "offline", "WANDB_DIR": str(home), "WANDB_SILENT": "true", **(environment or {})}
+    job = partial(train, home / "out", settings, arguments, after=finish_wandb, **more)
+    (told,) = pool(1).run(job)
+    return told, offline_runs(home)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told, OfflineRun]:
+    home = tmp_path_factory.mktemp("wandb")
+    arguments = {"report_to": "wandb", "run_name": "third try", "deepspeed": {"comet": {"api_key": TOKEN}}}
+    told, (found,) = tracked(home, arguments, llama=True)
+    assert told.warnings == []
+    return home, told, found
+
+
+@pytest.mark.parametrize(
+    ("curve", "name"),
+    [("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("eval/loss", "eval_loss"), ("test/loss", "test_loss")],
+)
+def test_values_are_those_of_the_history(run: tuple[Path, Told, OfflineRun], curve: str, name: str) -> None:
+    """``test/loss`` was logged after the training."""
+    _, told, found = run
+    assert found.values(curve) == told.values(name) != []
+
+
+def test_the_axis_and_the_summary(run: tuple[Path, Told, OfflineRun]) -> None:
+    _, told, found = run
+    assert found.axes["*"] == "train/global_step"
+    (train_loss,) = told.values("train_loss")
+    assert found.summary["train_loss"] == train_loss[1]
+    assert "train/train_loss" not in found.names()
+
+
+def test_what_was_asked_for_is_recorded_without_secrets(run: tuple[Path, Told, OfflineRun]) -> None:
+    home, _, found = run
+    assert (found.project, found.name) == ("huggingface", "third try")
+    assert found.config["learning_rate"] == 1e-2 and found.config["hidden_size"] == 32
+    assert found.config["hub_token"] == "<HUB_TOKEN>"
+    assert found.config["ds_config"]["optimizer"]["params"]["lr"] == 1e-2
+    assert found.config["ds_config"]["comet"]["api_key"] == "<API_KEY>"
+    assert found.config["model/num_parameters"] == 19424
+    assert files_with(TOKEN, home / "wandb") == []
+    assert files_with("learning_rate", home / "wandb") != []
+
+
+def test_names_are_those_of_transformers(run: tuple[Path, Told, OfflineRun], tmp_path: Path) -> None:
+    _, _, ours = run
+    _, (theirs,) = tracked(tmp_path, {"run_name": "third try"}, llama=True, callbacks=(Theirs("WandbCallback"),))
+    assert ours.names() == theirs.names()
+    assert set(ours.config) == {*theirs.config, "ds_config"}
+    assert ours.axes == theirs.axes
+    assert (ours.project, ours.name) == (theirs.project, theirs.name)
+    assert ours.values("train/loss") == theirs.values("train/loss")
+
+
+def test_environment_and_project(tmp_path: Path) -> None:
+    watched = {"WANDB_WATCH": "gradients", "WANDB_LOG_MODEL": "checkpoint"}
+    arguments: dict[str, Any] = {"report_to": "wandb", "project": "mine"}
+    arguments.update({"save_strategy": "steps", "save_steps": 100, "max_steps": 101})
+    arguments.update(logging_steps=50, eval_steps=50)
+    told, (found,) = tracked(tmp_path / "a", arguments, watched)
+    assert told.warnings == [] and found.project == "mine"
+    assert any(name.startswith("gradients/layers.0.weight") for name in found.names())
+    assert [artifact["aliases"][1] for artifact in found.artifacts] == [
+        "checkpoint_global_step_100",
+        "checkpoint_global_step_101",
+    ]
+    assert "trainer_state.json" in found.artifacts[0]["files"]
+    arguments.update(max_steps=2, save_steps=1)
+    _, (found,) = tracked(tmp_path / "b", arguments, {"WANDB_PROJECT": "theirs", "WANDB_LOG_MODEL": "end"})
+    assert found.project == "theirs" and not any(name.startswith("gradients/") for name in found.names())
+    assert [artifact["aliases"] for artifact in found.artifacts] == [["final_model"]]
+
+
+class EndRun(TrainerCallback):
+    """Ends the run in the middle of the training."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            import wandb
+
+            wandb.finish()
+
+
+def test_an_outage_costs_a_warning_and_not_the_run(tmp_path: Path) -> None:
+    told, (found,) = tracked(tmp_path, {"report_to": "wandb"}, callbacks=(EndRun,))
+    assert told.steps == 3 and len(told.values("loss")) == 3 and told.values("test_loss")
+    (warning,) = told.warnings
+    assert "wandb failed and is switched off" in warning and "finished by somebody else" in warning
+    assert found.values("train/loss") == []
+
+
+def two_trials(home: Path) -> None:
+    import os
+
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=str(home), WANDB_SILENT="true")
+    ours, args = WandbCallback(), TrainingArguments(str(home / "out"), run_name="search")
+    for name in ("first", "second"):
+        state = TrainerState(is_hyper_param_search=True, trial_name=name)
+        ours.on_train_begin(args, state, TrainerControl())
+        ours.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
+        ours.on_train_end(args, state, TrainerControl())
+    finish_wandb()
+
+
+def test_each_trial_is_a_run_of_one_group(tmp_path: Path) -> None:
+    pool(1).run(two_trials, tmp_path)
+    assert [(run.name, run.group) for run in offline_runs(tmp_path)] == [("first", "search"), ("second", "search")]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("WANDB_LOG_MODEL", "end", "WANDB_LOG_MODEL=end uploads checkpoints, but save_strategy=no writes none"),
+        ("WANDB_LOG_MODEL", "sometimes", "use one of checkpoint, end, false"),
+        ("WANDB_WATCH", "everything", "use one of gradients, parameters, all, false"),
+    ],
+)
+def test_settings_that_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    args = TrainingArguments(str(tmp_path), report_to="wandb", save_strategy="no", use_cpu=True)
+    with pytest.raises(ConfigError, match=says):
+        Trainer(Regression(), args, train_dataset=regression_rows(8))
