@@ -93,7 +93,9 @@ ENGINE: tuple[Limit, ...] = (
         "Leave it at True; more loading processes (dataloader_num_workers) hide slow ones.",
         "would make the order of samples depend on timing, so that no run could be repeated or resumed exactly",
     ),
-    _engine("debug", lambda value: "tpu_metrics_debug" not in str(value), "Use NVIDIA GPUs or CPUs, without it."),
+    _engine(
+        "debug", lambda value: "tpu_metrics_debug" not in str(value), "Leave out tpu_metrics_debug: it is for TPUs."
+    ),
     _engine(
         "optim",
         lambda value: str(value) not in ("adamw_torch_xla", "adamw_torch_npu_fused"),
@@ -122,13 +124,6 @@ ENGINE: tuple[Limit, ...] = (
 )
 
 LATER: tuple[Limit, ...] = (
-    _later("label_smoothing_factor", (0.0,), "Leave it at 0 and smooth in compute_loss_func."),
-    _later("torch_compile", (False,)),
-    _later("torch_compile_backend", (None,)),
-    _later("torch_compile_mode", (None,)),
-    _later("use_liger_kernel", (False,), "Leave it at False and apply the kernels to the model yourself."),
-    _later("liger_kernel_config", (None,)),
-    _later("neftune_noise_alpha", (None,)),
     _later("save_on_each_node", (False,), "Leave it at False and use a shared file system."),
     _later("enable_jit_checkpoint", (False,)),
     _later("push_to_hub", (False,), "Leave it at False and push the output directory with huggingface_hub."),
@@ -138,7 +133,6 @@ LATER: tuple[Limit, ...] = (
     _later("hub_private_repo", (None,)),
     _later("hub_always_push", (False,)),
     _later("hub_revision", (None,)),
-    Limit("debug", lambda value: "underflow_overflow" not in str(value), _NOT_YET, "Leave it empty."),
     _later("sortish_sampler", (False,)),
     _later("predict_with_generate", (False,)),
     _later("generation_max_length", (None,)),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.checkpoint.adapters import save_adapters, saves_adapters
 from ds_trainer.engine.weights import full_numel, host_copies, plan_shards, saved_tensors
 from ds_trainer.utils import distributed
 from ds_trainer.utils.files import write_json
@@ -19,7 +20,8 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
     """Write the weights of ``model`` to ``directory``. Collective: all ranks call it, the main process writes.
 
     Under ZeRO-3 one file's parameters are gathered at a time. Weight files of an earlier save that this one does not
-    replace are removed, so that a reader never finds two models in one directory.
+    replace are removed, so that a reader never finds two models in one directory. Of a PEFT model the adapters are
+    written, and nothing else.
 
     Args:
         model: the module, whole or sharded by ZeRO-3; not the engine around it.
@@ -28,6 +30,9 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
     """
     from safetensors.torch import save_file
 
+    if saves_adapters(model):
+        save_adapters(model, directory)
+        return
     main = distributed.rank() == 0
     tensors = saved_tensors(model)
     shards = plan_shards(tensors, max_shard_bytes)
@@ -53,9 +58,13 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
 
 
 def save_pretrained_parts(model: nn.Module, processing_class: Any, directory: Path) -> None:
-    """Everything beside the weights that makes ``directory`` loadable: configurations and tokenizer. Main process."""
+    """Everything beside the weights that makes ``directory`` loadable: configurations and tokenizer. Main process.
+
+    A PEFT model's configuration is the adapters', written with their weights.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
+    own = () if saves_adapters(model) else (getattr(model, "config", None), getattr(model, "generation_config", None))
+    for part in (*own, processing_class):
         if part is not None and hasattr(part, "save_pretrained"):
             part.save_pretrained(str(directory))
 

@@ -51,7 +51,7 @@ def support_matrix() -> str:
         table(("optim", "class", "pip install", "ZeRO", "on a CPU", "optim_args", "note"), _library()),
         "## Arguments of other engines",
         "Accepted at their defaults, so that scripts run unchanged; any other value is refused.",
-        table(("argument", "instead"), _limits(limit for limit in ENGINE if limit.field != "debug")),
+        table(("argument", "instead"), _limits(ENGINE)),
         "`accelerator_config` likewise:",
         table(("key", "instead"), _limits(ACCELERATOR)),
         "## Not supported yet",

@@ -52,6 +52,8 @@ class TrainingEngine:
             that ``config`` names.
         config: the compiled configuration.
         layout: where every rank stands.
+        compile_options: keywords of DeepSpeed's ``engine.compile`` (``backend``, ``compile_kwargs``); None leaves the
+            model as it is, unless ``config`` asks for DeepSpeed's own compiler.
 
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
@@ -65,6 +67,7 @@ class TrainingEngine:
         optimizer: torch.optim.Optimizer | list[dict[str, Any]],
         config: CompiledConfig,
         layout: ParallelLayout,
+        compile_options: dict[str, Any] | None = None,
     ) -> None:
         import deepspeed
         from deepspeed.utils import groups
@@ -80,8 +83,10 @@ class TrainingEngine:
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
         with no_step_before_the_first():
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=config.to_dict(), **{given: optimizer})
-        if config.get("compile.deepcompile") or config.get("compile.autoep_non_moe"):
-            self.deepspeed.compile()  # the configuration alone compiles nothing
+        by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")
+        self._compiled = bool(by_deepspeed) or compile_options is not None
+        if self._compiled:
+            self.deepspeed.compile(**(compile_options or {}))  # DeepSpeed's configuration alone compiles nothing
         self.precision = precision_of(config)
         self._averaged_over = layout.gradient_ranks
         # DeepSpeed computes no gradient norm where it neither shards nor scales (float32 at stage 0): we do.
@@ -160,4 +165,7 @@ class TrainingEngine:
 
     def close(self) -> None:
         """Give back memory and hooks. The module stays usable where it is not sharded."""
+        module = self.deepspeed.module
         self.deepspeed.destroy()
+        if self._compiled:
+            module._compiled_call_impl = None  # torch compiles in place: the next engine starts from the plain model

@@ -179,3 +179,34 @@ class LossRule:
         assert own is not None  # the caller counts for mean losses
         # A mean over nothing is nan, with a gradient of zero; it must not poison the sum.
         return torch.where(own > 0, loss, torch.nan_to_num(loss)) * (own / items.exact())
+
+
+def loss_rule_of(
+    model: nn.Module,
+    label_names: Sequence[str],
+    *,
+    compute_loss: Callable[..., Any] | None = None,
+    loss_function: bool = False,
+    smoothed: bool = False,
+) -> LossRule:
+    """The rule for a Trainer.
+
+    Args:
+        model: the innermost model.
+        label_names: keys of a batch that may hold labels.
+        compute_loss: the method of a subclass, where it has one of its own.
+        loss_function: a ``compute_loss_func`` computes the loss.
+        smoothed: labels are smoothed, by our own loss.
+    """
+    if loss_function:
+        normalised = True
+    elif compute_loss is not None and not accepts_item_count(compute_loss):
+        normalised = False  # one that never hears of the count returns a mean
+    elif smoothed:
+        normalised = True
+    else:
+        declared = getattr(model, "accepts_loss_kwargs", None)
+        normalised = accepts_item_count(model.forward) if declared is None else bool(declared)
+    rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalised)
+    rule.verified = rule.verified or (smoothed and compute_loss is None)
+    return rule

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.enums import IntervalStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
@@ -24,9 +23,8 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
 from ds_trainer.data.collators import collator_for
-from ds_trainer.data.columns import find_label_names
+from ds_trainer.data.columns import base_model, find_label_names
 from ds_trainer.data.stream import length_of
-from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.swapping import check_swapping, weights_of_evaluation
@@ -39,8 +37,10 @@ from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks.evaluation import EvaluationHooks, check_metrics
 from ds_trainer.training.hooks.optimizer import OptimizerHooks, members_of
-from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, shifts_labels
-from ds_trainer.training.model_habits import enable_activation_checkpointing, without_cache
+from ds_trainer.training.label_smoothing import label_smoother
+from ds_trainer.training.loss import LossRule, loss_rule_of
+from ds_trainer.training.model.compilation import compile_options
+from ds_trainer.training.model.preparation import adapt_model, check_model, prepared_for_training
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
@@ -50,8 +50,6 @@ from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 from ds_trainer.utils.sizes import parse_size
-
-_DEFAULT_LABEL_NAMES = ("labels", "label")
 
 
 class Trainer(OptimizerHooks, EvaluationHooks):
@@ -134,7 +132,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = optimizers
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
-        self.label_names = self.args.label_names or find_label_names(self.model) or list(_DEFAULT_LABEL_NAMES)
+        self.label_names = self.args.label_names or find_label_names(self.model) or ["labels", "label"]
         self.is_in_train = False
 
         if self.args.eval_strategy != IntervalStrategy.NO and eval_dataset is None:
@@ -149,9 +147,19 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         self.compiled = self._compile()
         by_arguments = self.lr_scheduler is None and not is_overridden(self, Trainer, "create_scheduler")
         self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
+        own_loss = is_overridden(self, Trainer, "compute_loss")
+        loss_function = compute_loss_func is not None
+        check_model(self.model, self.args, self.compiled, own_loss=own_loss, loss_function=loss_function)
+        self.label_smoother = label_smoother(self.model, self.args.label_smoothing_factor, self.label_names)
         self._engine: TrainingEngine | None = None
         self.create_accelerator_and_postprocess()
-        self.loss_rule = self._loss_rule()
+        self.loss_rule = loss_rule_of(
+            base_model(self.model),
+            self.label_names,
+            compute_loss=self.compute_loss if own_loss else None,
+            loss_function=loss_function,
+            smoothed=self.label_smoother is not None,
+        )
         self._look_at_hooks()
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
@@ -237,16 +245,6 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             is_overridden(self, Trainer, hook) for hook in hooks
         )
 
-    def _loss_rule(self) -> LossRule:
-        if self.compute_loss_func is not None:
-            normalised = True
-        elif not accepts_item_count(self.compute_loss):
-            normalised = False  # an overridden compute_loss that never hears of the count returns a mean
-        else:
-            declared = getattr(self.model, "accepts_loss_kwargs", None)
-            normalised = accepts_item_count(self.model.forward) if declared is None else bool(declared)
-        return LossRule(ItemCounter(self.label_names, shifts_labels(self.model)), normalised)
-
     @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the loss is a sum divided by ``num_items_in_batch``; set it to False for one that is a mean."""
@@ -306,7 +304,7 @@ class Trainer(OptimizerHooks, EvaluationHooks):
                 self._resume(checkpoint, plan)
             self.callback_handler.train_dataloader = loader
             print_header(self, plan, checkpoint)
-            with without_cache(self.model, unless=self.args.use_cache):
+            with prepared_for_training(self.model, self.args, self.layout):
                 output = TrainLoop(self, plan, loader, ignore_keys_for_eval).run()
         finally:
             self.is_in_train = False
@@ -329,16 +327,13 @@ class Trainer(OptimizerHooks, EvaluationHooks):
 
     def _build(self, num_training_steps: int) -> None:
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
-        if self.args.activation_checkpointing:
-            enable_activation_checkpointing(self.model, as_mapping(self.args.activation_checkpointing_kwargs))
-            if "activation_checkpointing" in self.compiled:
-                checkpoint_with_deepspeed(self.model, self.compiled)
+        adapt_model(self.model, self.args, self.compiled, self.processing_class)
         self.create_optimizer_and_scheduler(num_training_steps)
         self._check_optimizer_and_schedule()
         check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
         self._group_members = members_of(optimizer)
-        self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout)
+        self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout, compile_options(self.args))
         self.optimizer = self._engine.basic_optimizer
         if self.lr_scheduler is None:
             self.lr_scheduler = self._engine.own_schedule or self.create_scheduler(num_training_steps, self.optimizer)

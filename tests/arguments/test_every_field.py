@@ -24,6 +24,7 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.best_model import judge
+from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils.errors import ConfigError
@@ -166,7 +167,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "gradient_accumulation_steps": Effect(3, in_config("gradient_accumulation_steps")),
     "average_tokens_across_devices": Refused(False, "would make the gradient depend on the number of ranks"),
     "max_grad_norm": Effect(0.0, in_config("gradient_clipping")),
-    "label_smoothing_factor": Refused(0.1, "not supported yet"),
+    "label_smoothing_factor": Shown("tests.training.test_label_smoothing::test_trajectory_is_that_of_one_process"),
     "bf16": Effect(True, in_config("bf16.enabled")),
     "fp16": Effect(True, in_config("fp16.enabled")),
     "torch_autocast": Effect("bf16", in_config("torch_autocast.dtype")),
@@ -177,13 +178,13 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "activation_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
     "gradient_checkpointing": Shown(_RUN + "test_activation_checkpointing"),
     "gradient_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
-    "torch_compile": Refused(True, "not supported yet"),
-    "torch_compile_backend": Refused("eager", "not supported yet"),
-    "torch_compile_mode": Refused("default", "not supported yet"),
-    "use_liger_kernel": Refused(True, "not supported yet"),
-    "liger_kernel_config": Refused({"rope": True}, "not supported yet"),
+    "torch_compile": Shown("tests.training.model.test_compilation::test_inductor_is_the_default"),
+    "torch_compile_backend": Shown("tests.training.model.test_compilation::test_numbers_and_names_stay"),
+    "torch_compile_mode": Effect("max-autotune", compile_options),
+    "use_liger_kernel": Shown("tests.training.model.test_liger::test_refused_on_the_cpu_before_anything_starts"),
+    "liger_kernel_config": Shown("tests.training.model.test_liger::test_a_choice_without_the_switch_is_refused"),
     "use_cache": Shown(_RUN + "test_use_cache"),
-    "neftune_noise_alpha": Refused(5.0, "not supported yet"),
+    "neftune_noise_alpha": Shown("tests.training.model.test_neftune::test_numbers_of_transformers"),
     "torch_empty_cache_steps": Shown(_RUN + "test_torch_empty_cache_steps"),
     "auto_find_batch_size": Shown("tests.training.test_batch_size_search::test_the_numbers_stay_what_they_were"),
     "zero_stage": Effect(3, in_config("zero_optimization.stage")),
@@ -266,7 +267,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "data_seed": Effect(7, order),
     "full_determinism": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "use_cpu": Effect(True, lambda args: (args.device_type, args.dataloader_pin_memory)),
-    "debug": Refused("underflow_overflow", "not supported yet"),
+    "debug": Refused("tpu_metrics_debug", "makes no sense under a DeepSpeed engine"),
     "skip_memory_metrics": Shown("tests.training.test_work::test_memory_of_every_stage_is_reported"),
     "local_rank": Refused(5, "but the environment"),
     "do_train": ForScripts(),

@@ -17,7 +17,7 @@ from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
 from ds_trainer.training.labels import label_arguments, labels_of, loss_if_any, returns_loss_by_itself, without_loss
-from ds_trainer.training.model_habits import without_cache
+from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.nested import detached
 from ds_trainer.training.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.signatures import accepted_arguments, is_overridden

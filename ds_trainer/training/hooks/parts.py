@@ -18,6 +18,7 @@ from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerator
+from ds_trainer.training.label_smoothing import LabelSmoother
 from ds_trainer.training.loss import LossRule
 from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.errors import ConfigError
@@ -40,6 +41,7 @@ class Parts:
     preprocess_logits_for_metrics: Callable[..., Any] | None
     model_init: Callable[..., nn.Module] | None
     label_names: list[str]
+    label_smoother: LabelSmoother | None
     layout: ParallelLayout
     compiled: CompiledConfig
     accelerator: TrainerAccelerator

@@ -122,6 +122,11 @@ class StepHooks(Parts):
             labels = inputs.pop(name) if name is not None else None
             outputs = model(**inputs)
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif self.label_smoother is not None:
+            targets = self.label_smoother.take_targets(inputs)
+            outputs = model(**inputs)
+            loss = self.label_smoother(outputs, targets, num_items_in_batch)
+            outputs = self.label_smoother.with_loss(outputs, loss)
         else:
             keywords = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.normalised else {}
             outputs = model(**inputs, **keywords)

@@ -1,0 +1,108 @@
+"""torch.compile under the engine: the same numbers, the same names, nothing left behind."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.training.model.compilation import compile_options
+from ds_trainer.utils.errors import ConfigError
+from tests.support.compare import assert_equal
+from tests.support.models import RaggedTokens, Regression, regression_rows, tiny_llama
+from tests.support.oracle import Trajectory
+from tests.support.pool import pool
+from tests.support.runs import trajectory_of
+
+
+def arguments(output_dir: Any, **changes: Any) -> TrainingArguments:
+    values: dict[str, Any] = dict(
+        max_steps=3,
+        learning_rate=2e-3,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        per_device_train_batch_size=8,
+    )
+    return TrainingArguments(str(output_dir), **{**values, **changes})
+
+
+def train(make_model: Any, make_data: Any, output_dir: Path, **changes: Any) -> tuple[Trajectory, int, set[str], bool]:
+    """The trajectory, the number of compiled graphs, the saved names, whether the model stays compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make_model()
+    job = Trainer(model, arguments(output_dir, **changes), train_dataset=make_data(), eval_dataset=make_data())
+    job.train()
+    job.save_model()
+    job.evaluate()
+    graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    report = trajectory_of(job)
+    job.engine.close()
+    with safe_open(output_dir / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    torch._dynamo.reset()
+    return report, graphs, names, model._compiled_call_impl is not None
+
+
+regression = partial(train, Regression, partial(regression_rows, 24))
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 2)])
+def test_numbers_and_names_stay(world: int, stage: int, tmp_path: Path) -> None:
+    ((wanted, none, names, _),) = pool(1).run(partial(regression, tmp_path, per_device_train_batch_size=8))
+    changes = {"per_device_train_batch_size": 8 // world, "zero_stage": stage, "torch_compile_backend": "aot_eager"}
+    for found, graphs, compiled_names, left in pool(world).run(partial(regression, tmp_path, **changes), timeout=300):
+        assert_equal(found, wanted)
+        assert none == 0 and graphs > 0
+        assert compiled_names == names == set(Regression().state_dict())
+        assert not left
+
+
+def test_a_language_model(tmp_path: Path) -> None:
+    llama = partial(train, partial(tiny_llama, num_hidden_layers=1), partial(RaggedTokens, 24))
+    ((wanted, _, names, _),) = pool(1).run(partial(llama, tmp_path))
+    job = partial(llama, tmp_path, zero_stage=3, torch_compile_backend="eager")
+    ((found, graphs, compiled_names, _),) = pool(1).run(job, timeout=400)
+    assert_equal(found, wanted)
+    assert graphs > 0 and compiled_names == names
+
+
+def test_inductor_is_the_default(tmp_path: Path) -> None:
+    """The real compiler: C++ on the CPU."""
+    ((wanted, _, _, _),) = pool(1).run(partial(regression, tmp_path))
+    ((found, graphs, _, _),) = pool(1).run(partial(regression, tmp_path, torch_compile=True), timeout=400)
+    assert_equal(found, wanted)
+    assert graphs > 0
+
+
+def test_one_implies_the_others() -> None:
+    plain = arguments("out")
+    assert compile_options(plain) is None and not plain.torch_compile
+    assert compile_options(arguments("out", torch_compile=True)) == {"backend": "inductor", "compile_kwargs": {}}
+    assert compile_options(arguments("out", torch_compile_backend="eager"))["backend"] == "eager"  # type: ignore[index]
+    by_mode = arguments("out", torch_compile_mode="max-autotune")
+    assert by_mode.torch_compile is True
+    assert compile_options(by_mode) == {"backend": "inductor", "compile_kwargs": {"mode": "max-autotune"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch_compile_backend": "tensorflow"}, "torch_compile_backend=tensorflow is not known to torch"),
+        ({"torch_compile_mode": "fastest"}, "torch_compile_mode=fastest is not known to torch. There are default,"),
+        (
+            {"torch_compile_mode": "max-autotune", "torch_compile_backend": "eager"},
+            "is a setting of the backend inductor, but torch_compile_backend=eager",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Trainer(Regression(), arguments(tmp_path, **changes), train_dataset=regression_rows(4))
