@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,43 +15,37 @@ from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, 
 from ds_trainer.callbacks.integrations import reporting_callbacks
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.records import RecordsCallback
-from ds_trainer.callbacks.state import TrainerControl, TrainerState, export_states, restore_states
-from ds_trainer.checkpoint.manager import STATE_FILE, CheckpointManager, find_checkpoint
-from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
-from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.config.compiler import compile_config
-from ds_trainer.config.environment import Environment
+from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.checkpoint.manager import find_checkpoint
 from ds_trainer.data.collators import collator_for
 from ds_trainer.data.columns import base_model, find_label_names
-from ds_trainer.data.stream import length_of
 from ds_trainer.engine.training_engine import TrainingEngine, check_layout, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
-from ds_trainer.optim.swapping import check_swapping, weights_of_evaluation
+from ds_trainer.optim.swapping import check_swapping
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.batch_size_search import find_batch_size
 from ds_trainer.training.batches import check_dataset, check_run_length
-from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
+from ds_trainer.training.hooks.checkpoints import CheckpointHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks, check_metrics
-from ds_trainer.training.hooks.optimizer import OptimizerHooks, members_of
+from ds_trainer.training.hooks.optimizer import members_of
+from ds_trainer.training.hooks.plan import PlanHooks
 from ds_trainer.training.label_smoothing import label_smoother
-from ds_trainer.training.loss import LossRule, loss_rule_of
+from ds_trainer.training.loss import loss_rule_of
 from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.training.model.preparation import adapt_model, check_model, prepared_for_training
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
-from ds_trainer.training.signatures import accepted_arguments, is_overridden
+from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
-from ds_trainer.utils.sizes import parse_size
 
 
-class Trainer(OptimizerHooks, EvaluationHooks):
+class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
     """Trains and evaluates a model on a DeepSpeed engine.
 
     Args:
@@ -195,67 +188,6 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
         return model
 
-    # -- plan and compile: arithmetic, before anything starts ------------------------------------------------------
-
-    def _compile(self) -> CompiledConfig:
-        client_optimizer = None
-        if self.optimizer is not None:
-            client_optimizer = f"optimizers=({type(self.optimizer).__name__}, ...) handed to the Trainer"
-        elif self._optimizer_class is not None:
-            client_optimizer = self._optimizer_class[2]
-        elif is_overridden(self, Trainer, "create_optimizer"):
-            client_optimizer = f"{type(self).__name__}.create_optimizer"
-        total_steps = None
-        if length_of(self.train_dataset) is not None and not is_overridden(self, Trainer, "get_train_dataloader"):
-            total_steps = RunPlan.of(self.args, self.batch_plan.rounds(len(self.train_dataset))).max_steps
-        compiled = compile_config(
-            self.args,
-            self.layout,
-            ModelShape.from_model(self.model),
-            self.args.device_type,
-            client_optimizer,
-            Environment(),
-            total_steps,
-        )
-        if "scheduler" in compiled:  # DeepSpeed steps the file's; a second one would never be stepped
-            place = compiled.origin("scheduler.type").place
-            if self.lr_scheduler is not None:
-                given = type(self.lr_scheduler).__name__
-                raise ConfigError(
-                    f"{place} has a scheduler, but optimizers=(..., {given}) handed to the Trainer. Keep one of them."
-                )
-            if is_overridden(self, Trainer, "create_scheduler"):
-                given = f"{type(self).__name__}.create_scheduler"
-                raise ConfigError(f"{place} has a scheduler, but {given} makes another one. Keep one of them.")
-        return compiled
-
-    def _class_of_optimizer(
-        self, given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
-    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None:
-        if given is not None:
-            return (*given, f"optimizer_cls_and_kwargs=({given[0].__name__}, ...) handed to the Trainer")
-        return None
-
-    def _look_at_hooks(self) -> None:
-        """Which of the hooks are a subclass's, and what they take: asked once, not for every micro-batch."""
-        self._compute_loss_takes = accepted_arguments(self.compute_loss, {"num_items_in_batch"})
-        self._training_step_takes = accepted_arguments(self.training_step, {"num_items_in_batch"})
-        hooks = ("compute_loss", "training_step", "get_batch_samples")
-        self._nobody_looks_at_counts = self.compute_loss_func is None and not any(
-            is_overridden(self, Trainer, hook) for hook in hooks
-        )
-
-    @property
-    def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the loss is a sum divided by ``num_items_in_batch``; set it to False for one that is a mean."""
-        return self.loss_rule.normalised
-
-    @model_accepts_loss_kwargs.setter
-    def model_accepts_loss_kwargs(self, value: bool) -> None:
-        self.loss_rule = LossRule(self.loss_rule.count, value)
-
-    loss_is_scaled_for_ga = model_accepts_loss_kwargs  # its newer name
-
     # -- train ----------------------------------------------------------------------------------------------------
 
     @fails_together
@@ -344,23 +276,6 @@ class Trainer(OptimizerHooks, EvaluationHooks):
         if self.is_world_process_zero():
             write_text_atomic(self._output_dir / "ds_config.json", self.compiled.to_json() + "\n")
 
-    def _resume(self, checkpoint: Path, plan: RunPlan) -> None:
-        schedule = self._checkpoints.load(checkpoint)
-        self.lr_scheduler.load_state_dict(schedule)
-        resumed = TrainerState.load_from_json(checkpoint / STATE_FILE)
-        fresh = self.state
-        self.state = resumed
-        self.state.epoch = plan.same_position(resumed.epoch, resumed.max_steps)
-        for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
-            setattr(self.state, name, getattr(fresh, name))
-        restore_states(
-            self.callback_handler.callbacks,
-            resumed.stateful_callbacks,
-            include_arguments=self.args.restore_callback_states_from_checkpoint,
-        )
-        self.state.is_local_process_zero = fresh.is_local_process_zero
-        self.state.is_world_process_zero = fresh.is_world_process_zero
-
     def _new_state(self, plan: RunPlan | None = None) -> TrainerState:
         state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
@@ -370,38 +285,3 @@ class Trainer(OptimizerHooks, EvaluationHooks):
             state.train_batch_size = self.args.per_device_train_batch_size
             state.compute_steps(self.args, plan.max_steps)
         return state
-
-    # -- evaluate, log, save --------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
-        directory = Path(output_dir) if output_dir is not None else self._output_dir
-        self._join_ranks()
-        weights_of_evaluation(self.optimizer)
-        if self.is_world_process_zero():
-            save_pretrained_parts(self.model, self.processing_class, directory)
-        save_weights(self.model, directory, parse_size(self.args.max_shard_size))
-
-    def save_checkpoint(self) -> Path:
-        """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
-        self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)
-        note_checkpoint(self.state, self._output_dir)
-        return self._checkpoints.save(
-            self.state.global_step,
-            self.state.save_to_json,
-            self.lr_scheduler.state_dict(),
-            (lambda directory: self.save_model(str(directory))) if self.args.save_only_model else None,
-        )
-
-    @property
-    def _checkpoints(self) -> CheckpointManager:
-        best = self.state.best_model_checkpoint
-        keep = self.args.save_total_limit
-        return CheckpointManager(self._output_dir, self.engine, keep, Path(best) if best is not None else None)
-
-    def keep_best(self) -> None:
-        """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
-        best = best_checkpoint(self.args, self.state)
-        if best is not None:
-            self._checkpoints.load_best(best)
-        self._checkpoints.finish()
