@@ -5,6 +5,7 @@ order of events, as pseudo-code of the loop::
 
     on_init_end                                        # Trainer.__init__ is done
     on_train_begin                                     # resets should_training_stop
+    if eval_on_start: EVALUATE
     for each epoch:
         on_epoch_begin                                 # resets should_epoch_stop
         for each optimizer step:
@@ -27,11 +28,13 @@ order of events, as pseudo-code of the loop::
     on_train_end
 
     ACT:    if should_log:       on_log                # loss, learning_rate, grad_norm, ...
-            if should_evaluate:  for each batch: on_prediction_step
-                                 on_log                # eval_loss, ...
-                                 on_evaluate
+            if should_evaluate:  EVALUATE              # then: is this model the best so far?
             if should_save:      write the checkpoint
                                  on_save
+
+    EVALUATE: for each batch: on_prediction_step
+              on_log                                   # eval_loss, ...
+              on_evaluate
 
     Trainer.predict:    for each batch: on_prediction_step; on_predict
     on_push_begin       before a model is uploaded to a hub

@@ -39,6 +39,7 @@ from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
@@ -223,6 +224,8 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         self.is_in_train = True
         try:
             self._join_ranks()
+            # Whether anybody's callbacks could decide differently must not itself differ.
+            self._own_callbacks = bool(distributed.agree(torch.tensor([int(self._own_callbacks)]))[0])
             self._begin_anew()
             if self.args.auto_find_batch_size:
                 find_batch_size(self)

@@ -11,12 +11,14 @@ from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.sizes import parse_size
 
 
 class CheckpointHooks(RecordHooks):
     """Weights for others, checkpoints for the run itself."""
 
+    @fails_together
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
         directory = Path(output_dir) if output_dir is not None else self._output_dir
@@ -26,6 +28,7 @@ class CheckpointHooks(RecordHooks):
             save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))
 
+    @fails_together
     def save_checkpoint(self) -> Path:
         """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
         self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)

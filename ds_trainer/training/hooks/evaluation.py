@@ -73,6 +73,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
             return {**found, **stage.end()}
 
+    @fails_together
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
@@ -96,6 +97,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             self.control = self.callback_handler.on_predict(self.args, self.state, self.control, found)
             return PredictionOutput(output.predictions, output.label_ids, {**found, **stage.end()})
 
+    @fails_together
     def evaluation_loop(
         self,
         dataloader: Any,
