@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 STARTED_WITHIN = 150.0  # on a busy machine; the clock that counts begins with the failure
 ENDED_WITHIN = 30.0
+LONG_GRACE = 100.0
 
 
 class Breaks(Exception):
@@ -117,17 +119,21 @@ def launched(launcher: str, where: str, stage: int, failing_rank: int, tmp_path:
         "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port, str(path)],
         "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, str(path)],
     }[launcher]
-    done = subprocess.run(
+    job = subprocess.Popen(
         command,
         env=environment(tmp_path, failing_rank),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=STARTED_WITHIN + ENDED_WITHIN,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        output, _ = job.communicate(timeout=STARTED_WITHIN + ENDED_WITHIN)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        raise
     seconds = time.time() - float((tmp_path / "failed_at").read_text())
-    return done.returncode, done.stdout, seconds
+    return job.returncode, output, seconds
 
 
 def left_over(tmp_path: Path) -> list[str]:
@@ -165,6 +171,7 @@ def test_a_launched_job_ends(launcher: str, where: str, stage: int, failing_rank
 
 
 def fails_alike(output_dir: str) -> tuple[list[str], float]:
+    grace, failures.GRACE_SECONDS = failures.GRACE_SECONDS, LONG_GRACE
     errors, start = [], time.monotonic()
     for _ in range(2):
         try:
@@ -173,6 +180,7 @@ def fails_alike(output_dir: str) -> tuple[list[str], float]:
             Trainer(tiny_llama(), args, train_dataset=[{"input_ids": [1]}, {"input_ids": [1, 2]}] * 2).train()
         except ConfigError as error:
             errors.append(str(error))
+    failures.GRACE_SECONDS = grace
     votes = torch.tensor([distributed.rank()])
     return [*errors, str(distributed.agree(votes))], time.monotonic() - start
 
@@ -182,7 +190,7 @@ def test_ranks_that_fail_alike_go_on_together(tmp_path: Path) -> None:
     for (first, second, vote), seconds in pool(2).run(fails_alike, str(tmp_path)):
         assert "The samples of a batch differ in 'input_ids'" in first and first == second
         assert vote == "[1]"
-        assert seconds < failures.GRACE_SECONDS
+        assert seconds < LONG_GRACE  # nobody waited for it to pass
 
 
 def run_in_pool(where: str, stage: int, output_dir: str) -> str:
