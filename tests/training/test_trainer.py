@@ -321,14 +321,17 @@ class StopsOnRankOne(TrainerCallback):
             control.should_save = True
 
 
-def stop_on_one_rank(output_dir: str) -> int:
+def stop_on_one_rank(output_dir: str, everywhere: bool) -> int:
     args = arguments(output_dir, max_steps=6, per_device_train_batch_size=4)
-    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(32), callbacks=[StopsOnRankOne()])
+    callbacks = [StopsOnRankOne()] if everywhere or args.process_index == 1 else None
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(32), callbacks=callbacks)
     return trainer.train().global_step
 
 
-def test_ranks_stop_and_save_together(tmp_path: Path) -> None:
-    assert pool(2).run(stop_on_one_rank, str(tmp_path)) == [2, 2]
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_ranks_stop_and_save_together(everywhere: bool, tmp_path: Path) -> None:
+    """Also where the other rank does not even have the callback."""
+    assert pool(2).run(stop_on_one_rank, str(tmp_path), everywhere) == [2, 2]
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
 
 
