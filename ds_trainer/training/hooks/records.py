@@ -98,7 +98,8 @@ class RecordHooks(Parts):
             self._flop_rule = (self.model, flop_rule(self.model))
         return self._flop_rule[1]
 
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
         """``metrics`` with values for people: bytes in MB, durations in hours, minutes and seconds, four decimals."""
         return format_metrics(metrics)
 
