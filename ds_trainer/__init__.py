@@ -23,8 +23,8 @@ _PUBLIC = {
     "DefaultFlowCallback": "ds_trainer.callbacks.defaults",
     "EarlyStoppingCallback": "ds_trainer.callbacks.early_stopping",
     "Environment": "ds_trainer.config.environment",
-    "EvalLoopOutput": "ds_trainer.training.outputs",
-    "EvalPrediction": "ds_trainer.training.outputs",
+    "EvalLoopOutput": "ds_trainer.training.evaluation.outputs",
+    "EvalPrediction": "ds_trainer.training.evaluation.outputs",
     "HfArg": "ds_trainer.arguments.parser",
     "HfArgumentParser": "ds_trainer.arguments.parser",
     "HubStrategy": "ds_trainer.arguments.enums",
@@ -33,7 +33,7 @@ _PUBLIC = {
     "OptimizerNames": "ds_trainer.arguments.enums",
     "PeerFailure": "ds_trainer.utils.failures",
     "ParallelLayout": "ds_trainer.parallel.layout",
-    "PredictionOutput": "ds_trainer.training.outputs",
+    "PredictionOutput": "ds_trainer.training.evaluation.outputs",
     "PrinterCallback": "ds_trainer.callbacks.defaults",
     "ProgressCallback": "ds_trainer.callbacks.defaults",
     "Recipe": "ds_trainer.arguments.recipe",
@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from ds_trainer.data.collators import default_data_collator
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
-    from ds_trainer.training.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+    from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError

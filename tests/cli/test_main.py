@@ -49,7 +49,8 @@ def test_without_words_it_explains_itself(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? There are: train, config, arguments, reference, support.\n"
+        "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
+        "There are: train, config, arguments, reference, support.\n"
     )
 
 

@@ -11,15 +11,21 @@ from torch import nn
 
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.parallel.batch_plan import BatchPlan
-from ds_trainer.training.eval_loop import EvalLoop
-from ds_trainer.training.eval_precision import half_of, weights_in
+from ds_trainer.training.evaluation.labels import (
+    label_arguments,
+    labels_of,
+    loss_if_any,
+    returns_loss_by_itself,
+    without_loss,
+)
+from ds_trainer.training.evaluation.loop import EvalLoop
+from ds_trainer.training.evaluation.nested import detached
+from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
+from ds_trainer.training.evaluation.precision import half_of, weights_in
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
-from ds_trainer.training.labels import label_arguments, labels_of, loss_if_any, returns_loss_by_itself, without_loss
 from ds_trainer.training.model.cache import without_cache
-from ds_trainer.training.nested import detached
-from ds_trainer.training.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together

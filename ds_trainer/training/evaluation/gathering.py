@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.nested import joined, leaves_of, map_leaves
+from ds_trainer.training.evaluation.nested import joined, leaves_of, map_leaves
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
@@ -38,7 +38,7 @@ def gather_rounds(tree: Any, filler: bool, layout: ParallelLayout, as_objects: b
         filler: this rank's batch counts for nothing.
         layout: where every rank stands; one rank of each replica is taken.
         as_objects: leaves may be any objects; they are pickled and come back on the host, and lists are sequences of
-            samples (:func:`ds_trainer.training.nested.joined`).
+            samples (:func:`ds_trainer.training.evaluation.nested.joined`).
 
     Raises:
         ConfigError: ranks have outputs of different structure, or that are no tensors; on all ranks alike.

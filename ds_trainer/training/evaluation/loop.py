@@ -25,11 +25,11 @@ from torch import nn
 from ds_trainer.data.loader import FillerBatch, PlannedLoader
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.batches import number_of_samples, on_device
-from ds_trainer.training.eval_loss import Loss, LossMean
-from ds_trainer.training.eval_rounds import rounds_in_step, with_last_marked
-from ds_trainer.training.gathering import gather_rounds
-from ds_trainer.training.nested import detached, joined, on_host, plain_numbers
-from ds_trainer.training.outputs import EvalLoopOutput, EvalPrediction
+from ds_trainer.training.evaluation.gathering import gather_rounds
+from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
+from ds_trainer.training.evaluation.nested import detached, joined, on_host, plain_numbers
+from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
+from ds_trainer.training.evaluation.rounds import rounds_in_step, with_last_marked
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Kept:
 
     Args:
         join: one structure of whole arrays at the end, instead of a list with an entry for each round.
-        samples_in_lists: see :func:`ds_trainer.training.nested.joined`.
+        samples_in_lists: see :func:`ds_trainer.training.evaluation.nested.joined`.
     """
 
     def __init__(self, join: bool, samples_in_lists: bool) -> None:

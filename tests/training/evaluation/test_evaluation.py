@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer
-from ds_trainer.training.eval_loss import LossMean
+from ds_trainer.training.evaluation.loss_mean import LossMean
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.oracle import stack, token_loss

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.gathering import gather_rounds
-from ds_trainer.training.nested import joined
+from ds_trainer.training.evaluation.gathering import gather_rounds
+from ds_trainer.training.evaluation.nested import joined
 from tests.support.pool import pool
 from tests.support.predictions import refusal_of
 

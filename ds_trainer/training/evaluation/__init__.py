@@ -1,0 +1,1 @@
+"""Evaluation and prediction: the loop over a loader, the exact mean loss, what all ranks predicted."""
