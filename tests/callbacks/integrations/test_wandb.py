@@ -94,7 +94,7 @@ def test_environment_and_project(tmp_path: Path) -> None:
     told, (found,) = tracked(tmp_path / "a", arguments, watched)
     assert told.warnings == [] and found.project == "mine"
     assert any(name.startswith("gradients/layers.0.weight") for name in found.names())
-    assert [artifact["aliases"][1] for artifact in found.artifacts] == [
+    assert [sorted(artifact["aliases"])[0] for artifact in found.artifacts] == [
         "checkpoint_global_step_100",
         "checkpoint_global_step_101",
     ]
@@ -102,7 +102,8 @@ def test_environment_and_project(tmp_path: Path) -> None:
     arguments.update(max_steps=2, save_steps=1)
     _, (found,) = tracked(tmp_path / "b", arguments, {"WANDB_PROJECT": "theirs", "WANDB_LOG_MODEL": "end"})
     assert found.project == "theirs" and not any(name.startswith("gradients/") for name in found.names())
-    assert [artifact["aliases"] for artifact in found.artifacts] == [["final_model"]]
+    (artifact,) = found.artifacts
+    assert "final_model" in artifact["aliases"]
 
 
 class EndRun(TrainerCallback):
