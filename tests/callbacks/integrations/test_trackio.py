@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import sqlite3
@@ -24,7 +25,6 @@ from tests.support.pool import close_pools, pool
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Trackio reads its directory once, when it is imported: new ranks for this file, and none of them afterwards."""
-    pytest.importorskip("trackio")
     close_pools()
     yield tmp_path_factory.mktemp("trackio")
     close_pools()
@@ -131,7 +131,7 @@ class Calls:
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "data"))
-    return Calls(monkeypatch, pytest.importorskip("trackio"))
+    return Calls(monkeypatch, importlib.import_module("trackio"))
 
 
 def life(tmp_path: Path, **arguments: Any) -> Regression:
@@ -171,7 +171,7 @@ def test_trackio_static_space_id(tmp_path: Path, calls: Calls) -> None:
 
 def test_a_copy_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     """The real function: there is no network, or no such Space."""
-    trackio = pytest.importorskip("trackio")
+    trackio = importlib.import_module("trackio")
     calls = Calls(monkeypatch, trackio)
     monkeypatch.setattr(trackio, "freeze", inspect.unwrap(trackio.deploy.freeze))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
