@@ -101,7 +101,8 @@ class TrainLoop:
         trainer, state, args = self.trainer, self.trainer.state, self.trainer.args
         handler = trainer.callback_handler
         first_epoch, first_step = self._first_place = self.plan.position(state.global_step, state.epoch)
-        trainer.control = handler.on_train_begin(args, state, trainer.control)
+        with self.meter.paused():  # a tracker may take its time to open a run
+            trainer.control = handler.on_train_begin(args, state, trainer.control)
         if args.eval_on_start:
             self._evaluate()
         for epoch in range(first_epoch, self.plan.epochs):
