@@ -24,3 +24,19 @@ def _close_worker_pools() -> Iterator[None]:
     """Ranks started for this session end with it."""
     yield
     close_pools()
+
+
+# What a process group writes into the environment: a process that a later test starts must not take it for its own.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_this_process() -> Iterator[None]:
+    """A training in the process of the tests leaves no launcher's variables behind."""
+    before = {name: os.environ.get(name) for name in _OF_LAUNCHERS}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -43,6 +43,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     import torch.distributed as dist
 
     if dist.is_initialized() and _started is not None:
+        os.environ.update(_started.environment())  # DeepSpeed reads them for every engine
         return _started
     info = resolve_ranks(os.environ)
     if info.master_port == 0:

@@ -60,7 +60,7 @@ def build_schedule(
         ConfigError: an argument that the schedule does not have, or a value that cannot work.
     """
     kind = SchedulerType(name)
-    peak = float(optimizer.defaults["lr"])
+    peak = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))  # DeepSpeed's Muon has no default
     given = check_schedule(kind, arguments, peak)
     if kind in _ON_METRIC:
         try:

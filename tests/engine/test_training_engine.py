@@ -32,7 +32,7 @@ def test_the_trainer_refuses_them_before_anything_starts(tmp_path: Path, monkeyp
     def must_not_start(device_type: str) -> None:
         raise AssertionError("a process group was started")
 
-    monkeypatch.setattr("ds_trainer.training.trainer.start_process_group", must_not_start)
+    monkeypatch.setattr("ds_trainer.training.hooks.parts.start_process_group", must_not_start)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

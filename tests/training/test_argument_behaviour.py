@@ -222,6 +222,8 @@ def test_torch_empty_cache_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     job = trainer(tmp_path, torch_empty_cache_steps=3)
+    job._join_ranks()
+    job._build(1)
     loop = TrainLoop(job, RunPlan.of(job.args, 4), [])
     for step in range(1, 10):
         loop._empty_cache(step)

@@ -135,7 +135,13 @@ class EvalLoop:
         self._samples += 0 if filler else samples
         wanted = self._inputs_wanted(inputs)
         # The reference's signature: a subclass may have its own.
-        loss, logits, labels = trainer.prediction_step(model, inputs, self.loss_only, ignore_keys=ignore_keys)  # type: ignore[arg-type]
+        with trainer.accelerator.batch(inputs):
+            loss, logits, labels = trainer.prediction_step(
+                model,
+                inputs,  # type: ignore[arg-type]
+                self.loss_only,
+                ignore_keys=ignore_keys,
+            )
         if loss is not None:
             loss = torch.as_tensor(loss).detach().mean()
             if not filler:

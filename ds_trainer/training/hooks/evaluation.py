@@ -191,7 +191,8 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
                 "`return_outputs=False` and return (loss, outputs) where it is true, or set prediction_loss_only=True."
             )
         keywords = {"num_items_in_batch": items} if "num_items_in_batch" in taken else {}
-        loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **keywords)
+        with self._asked_by_loop():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **keywords)
         return loss, outputs
 
     def _names_of_labels(self) -> list[str]:

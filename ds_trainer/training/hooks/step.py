@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -155,9 +155,15 @@ class StepHooks(Parts):
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
         """:meth:`compute_loss` with the arguments that it takes."""
         keywords: dict[str, Any] = {"num_items_in_batch": items} if self._compute_loss_takes else {}
+        with self._asked_by_loop():
+            return self.compute_loss(model, inputs, **keywords)
+
+    @contextmanager
+    def _asked_by_loop(self) -> Iterator[None]:
+        """Inside, ``compute_loss`` returns a share, not what a ``training_step`` of a subclass expects."""
         self._loop_asks = True
         try:
-            return self.compute_loss(model, inputs, **keywords)
+            yield
         finally:
             self._loop_asks = False
 
