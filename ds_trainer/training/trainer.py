@@ -126,7 +126,8 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = optimizers
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
-        self.label_names = self.args.label_names or find_label_names(self.model) or ["labels", "label"]
+        found = find_label_names(self.model) or ["labels", "label"]
+        self.label_names = found if self.args.label_names is None else list(self.args.label_names)
         self.is_in_train = False
 
         if self.args.eval_strategy != IntervalStrategy.NO and eval_dataset is None:

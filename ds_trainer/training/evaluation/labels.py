@@ -9,19 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_QUESTION_ANSWERING = ("start_positions", "end_positions")
-
-
-def label_arguments(model: nn.Module) -> list[str]:
-    """The arguments of ``model.forward`` that are labels, by their names: those that contain ``label``.
-
-    Models for question answering (by the name of their class) have their answers' positions among them. Source of the
-    rule: transformers.
-    """
-    names = inspect.signature(model.forward).parameters
-    positions = _QUESTION_ANSWERING if "QuestionAnswering" in type(model).__name__ else ()
-    return [name for name in names if "label" in name or name in positions]
-
 
 def returns_loss_by_itself(model: nn.Module) -> bool:
     """Whether ``model.forward`` has an argument ``return_loss`` that is on by default."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.data.columns import find_label_names
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.training.evaluation.labels import (
-    label_arguments,
     labels_of,
     loss_if_any,
     returns_loss_by_itself,
@@ -72,7 +72,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
             found = self._with_speed(output, metric_key_prefix, start)
             if f"{metric_key_prefix}_loss" not in found:
-                names = ", ".join(self._names_of_labels())
+                names = ", ".join(self.label_names)
                 logger.warning("No batch of the evaluation had labels (%s), so that there is no loss.", names)
             self.log(found)
             found["epoch"] = float(self.state.epoch or 0.0)
@@ -157,7 +157,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         """
         inputs = self._prepare_inputs(inputs)
         # Labels may be taken out of the batch when the loss is computed.
-        labels = detached(labels_of(inputs, self._names_of_labels()))
+        labels = detached(labels_of(inputs, self.label_names))
         by_itself = inputs.get("return_loss")
         by_itself = returns_loss_by_itself(self.model) if by_itself is None else by_itself
         if ignore_keys is None:
@@ -195,18 +195,12 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **keywords)
         return loss, outputs
 
-    def _names_of_labels(self) -> list[str]:
-        """Keys of a batch that are labels: as asked for, else as the model's signature says, else the usual names."""
-        if self.args.label_names is not None:
-            return list(self.args.label_names)
-        return label_arguments(self.model) or self.label_names
-
     def _loss_needs_no_labels(self) -> bool:
         """Whether a batch without labels has a loss: a loss of the user's own over a model that takes no labels."""
         if self.args.label_names is not None:
             return not self.args.label_names
         own = self.compute_loss_func is not None or is_overridden(self, StepHooks, "compute_loss")
-        return own and not label_arguments(self.model)
+        return own and not find_label_names(self.model)
 
     def _model_for_evaluation(self, half: str | None) -> nn.Module:
         """The engine of the training; before one, an engine of its own (ZeRO-3), or the model on the device."""
