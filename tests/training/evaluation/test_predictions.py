@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ds_trainer import EvalPrediction, PredictionOutput, Trainer
-from ds_trainer.training import eval_loop
+from ds_trainer.training.evaluation import loop as eval_loop
 from tests.support.pool import pool
 from tests.support.predictions import (
     KINDS,
