@@ -113,6 +113,11 @@ def _as_list(value: Any) -> list[str]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def evaluation_metric(name: str) -> str:
+    """``name`` as an evaluation calls it: ``metric_for_best_model`` may leave out ``eval_``."""
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
 def as_mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """A completed field of :data:`JSON_FIELDS`: its text has become a mapping."""
     assert not isinstance(value, str)

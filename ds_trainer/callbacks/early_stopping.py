@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_trainer.arguments.completion import evaluation_metric
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import ExportableState, TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
@@ -67,8 +68,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         metrics: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        name = str(args.metric_for_best_model)
-        name = name if name.startswith("eval_") else f"eval_{name}"
+        name = evaluation_metric(str(args.metric_for_best_model))
         value = (metrics or {}).get(name)
         if value is None:
             if not self._warned:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the weights are in a precision of 16 bits."""
+
+
 def check_layout(layout: ParallelLayout) -> None:
     """Refuse what the engine cannot run yet.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_trainer.arguments.completion import evaluation_metric
 from ds_trainer.arguments.enums import IntervalStrategy, SchedulerType
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils import distributed
@@ -32,8 +33,7 @@ def steps_on_metric(schedule: Any) -> bool:
 
 def metric_of(args: TrainingArguments) -> str:
     """Name of the metric that such a schedule follows: ``metric_for_best_model``, else the evaluation's loss."""
-    name = args.metric_for_best_model or "loss"
-    return name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
+    return evaluation_metric(args.metric_for_best_model or "loss")
 
 
 def step_on_metric(schedule: Any, metrics: Mapping[str, float], args: TrainingArguments) -> None:

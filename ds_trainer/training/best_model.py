@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.arguments.completion import evaluation_metric
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import TrainerState
@@ -28,8 +29,7 @@ def metric_to_compare(args: TrainingArguments, metrics: Mapping[str, Any]) -> fl
     Raises:
         ConfigError: it is not there.
     """
-    name = str(args.metric_for_best_model)
-    name = name if name.startswith("eval_") else f"eval_{name}"
+    name = evaluation_metric(str(args.metric_for_best_model))
     if name not in metrics:
         raise ConfigError(
             f"metric_for_best_model={args.metric_for_best_model} ({args.where('metric_for_best_model')}): there is no "

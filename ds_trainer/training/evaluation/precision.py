@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.utils.errors import ConfigError
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def half_of(args: TrainingArguments) -> str | None:
@@ -34,7 +33,7 @@ def weights_in(half: str | None, model: nn.Module, device: torch.device) -> Iter
     if half is None:
         yield
         return
-    dtype = _DTYPES[half]
+    dtype = HALF_TYPES[half]
     tensors = list(itertools.chain(model.parameters(), model.buffers()))
     if any(hasattr(tensor, "ds_id") and tensor.dtype != dtype for tensor in tensors):
         raise ConfigError(

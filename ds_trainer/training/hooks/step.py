@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
-
-_FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepHooks(Parts):
@@ -177,6 +176,6 @@ class StepHooks(Parts):
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The batch on this rank's device, floating-point tensors in the engine's precision (bf16, fp16)."""
         engine = self._engine or self._evaluation_engine
-        precision = None if engine is None else _FLOATS.get(engine.precision)
+        precision = None if engine is None else HALF_TYPES.get(engine.precision)
         prepared: dict[str, Any] = on_device(inputs, self.device, precision)
         return prepared
