@@ -88,7 +88,7 @@ class TrainLoop:
         self.work = trainer.begin_work(self.meter)
         self._log_keywords = {"start_time": time.time()} if accepted_arguments(trainer.log, {"start_time"}) else {}
         # Kept on the device: reading them would make the host wait for it.
-        self._losses = WindowLosses(trainer.device, filtered=trainer.args.logging_nan_inf_filter)
+        self._losses = WindowLosses(trainer.device, trainer.args.logging_nan_inf_filter, trainer.gradient_group())
         self._window_start = trainer.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
         self._first_step = trainer.state.global_step
