@@ -25,7 +25,7 @@ def test_every_query_head_finds_its_own_key_head(queries: int, keys: int, group:
     seen = 0
     for rank, start in enumerate(cut.starts()):
         received = list(range(start, start + cut.keys))
-        assert 0 <= start and received[-1] < cut.key_heads
+        assert start >= 0 and received[-1] < cut.key_heads
         local = cut.local_keys(rank)
         if local is None:  # equal runs in order, which is what GQA means by fewer key heads
             local = [head // (cut.queries // cut.keys) for head in range(cut.queries)]

@@ -1,4 +1,4 @@
-"""Attention of one process, written out: scores, a mask made entry by entry, softmax. No kernel and none of our code."""
+"""Attention of one process, written out: scores, a mask made entry by entry, softmax. No kernel, no code of ours."""
 
 from __future__ import annotations
 
