@@ -275,6 +275,54 @@ def test_float32_sums_are_better_than_sums_in_bfloat16() -> None:
     assert all(bad[name] > 1.05 * good[name] for name in RESULTS), (good, bad)
 
 
+def events(case: Case) -> list[tuple[Any, ...]]:
+    """On a rank: what is sent, waited for and computed, in order."""
+    log: list[tuple[Any, ...]] = []
+    passed_on, choose = context._Ring.pass_on, context.kernel_for
+
+    def pass_on(self: Any, buffer: Tensor, tag: int) -> Any:
+        what = {context._KEYS_AND_VALUES: "keys", context._GRADIENTS: "gradients"}[tag]
+        log.append(("send", what, buffer.numel(), buffer.dtype))
+        transfer = passed_on(self, buffer, tag)
+        wait = transfer.wait
+        transfer.wait = lambda: (log.append(("wait", what)), wait())[1]
+        return transfer
+
+    def kernel_for(*args: Any, **options: Any) -> Any:
+        log.append(("compute",))
+        return choose(*args, **options)
+
+    with mock.patch.object(context._Ring, "pass_on", pass_on), mock.patch.object(context, "kernel_for", kernel_for):
+        run_case(case)
+    return log
+
+
+def test_the_next_block_travels_while_one_is_computed() -> None:
+    """Keys and values travel with their own few heads in their dtype; gradients in float32, one block behind."""
+    case = Case(ParallelLayout(2, cp=2), dtype="bfloat16")
+    size = 2 * case.batch * case.key_heads * 2 * case.chunk * case.head_dim
+    keys, gradients = ("send", "keys", size, torch.bfloat16), ("send", "gradients", size, torch.float32)
+    compute, wait_keys, wait_gradients = ("compute",), ("wait", "keys"), ("wait", "gradients")
+    forward = [keys, compute, wait_keys, compute]
+    backward = [keys, compute, gradients, wait_keys, compute, wait_gradients, gradients, wait_gradients]
+    assert pool(2).run(events, case) == [forward + backward] * 2
+
+
+def wrong_rank() -> str:
+    """On a rank: what ring attention says when it is told another place in the ring."""
+    layout = ParallelLayout(2, cp=2)
+    groups, x = parallel_groups(layout), torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError) as refusal:
+        plan = SequencePlan(layout, 8)
+        ring_attention(x, x, x, plan=plan, group=groups.cp, cp_rank=1 - groups.place.cp, causal=True)
+    return str(refusal.value)
+
+
+def test_another_place_in_the_ring_is_refused() -> None:
+    said = [f"cp_rank={1 - rank}, but this is rank {rank} of the group" for rank in range(2)]
+    assert pool(2).run(wrong_rank) == said
+
+
 def refusals() -> list[str]:
     """On a rank alone: what ring attention says to wrong inputs."""
     plan = SequencePlan(ParallelLayout(2, cp=2), 8)
