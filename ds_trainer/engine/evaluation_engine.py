@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.parallelism import take_over, tell_deepspeed
+from ds_trainer.parallel.groups import parallel_groups
+from ds_trainer.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -27,16 +30,19 @@ class EvaluationEngine:
     Args:
         model: the module, on any device; it is sharded in place.
         config: the compiled configuration, of ZeRO stage 3.
+        layout: where every rank stands.
         half: ``"bf16"`` or ``"fp16"`` to run in that precision; None for the configuration's.
 
     Needs a process group.
     """
 
-    def __init__(self, model: nn.Module, config: CompiledConfig, half: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: CompiledConfig, layout: ParallelLayout, half: str | None = None
+    ) -> None:
         import deepspeed
-        from deepspeed.utils import groups
 
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # that of an engine before would be used by this one
+        self.groups = parallel_groups(layout)
+        mpu = tell_deepspeed(self.groups)
         settings = config.to_dict()
         for name in _OF_TRAINING:
             settings.pop(name, None)
@@ -47,7 +53,8 @@ class EvaluationEngine:
             settings[half] = {"enabled": True}
         self.precision = half or next((name for name in _HALVES if config.get(f"{name}.enabled")), "fp32")
         self.deepspeed: DeepSpeedEngine
-        self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings)
+        self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
+        take_over(self.deepspeed, mpu)
 
     def close(self) -> None:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""

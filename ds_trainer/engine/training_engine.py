@@ -16,6 +16,9 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.first_step import no_step_before_the_first
+from ds_trainer.engine.parallelism import check_beliefs, take_over, tell_deepspeed
+from ds_trainer.engine.tensor_parallel import clip_gradients, gradient_norm
+from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
 
@@ -25,21 +28,6 @@ if TYPE_CHECKING:
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What the weights are in a precision of 16 bits."""
-
-
-def check_layout(layout: ParallelLayout) -> None:
-    """Refuse what the engine cannot run yet.
-
-    Raises:
-        ConfigError: an axis other than data parallelism is larger than 1.
-    """
-    names = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "sp": "sequence_parallel_size"}
-    asked = [f"{name}={getattr(layout, axis)}" for axis, name in names.items() if getattr(layout, axis) > 1]
-    if asked:
-        raise ConfigError(
-            f"{', '.join(asked)}: the engine runs data parallelism with ZeRO only so far. Set "
-            f"{' and '.join(name.split('=')[0] for name in asked)} to 1."
-        )
 
 
 def precision_of(config: CompiledConfig) -> str:
@@ -62,7 +50,7 @@ class TrainingEngine:
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
     Raises:
-        ConfigError: the layout cannot be run.
+        ConfigError: the engine's picture of the ranks is not the layout's.
     """
 
     def __init__(
@@ -74,19 +62,21 @@ class TrainingEngine:
         compile_options: dict[str, Any] | None = None,
     ) -> None:
         import deepspeed
-        from deepspeed.utils import groups
 
-        check_layout(layout)
-        # The second partition (hpZ) of an engine before would silently be used by this one too.
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self.layout = layout
+        self.groups: ParallelGroups = parallel_groups(layout)
+        mpu = tell_deepspeed(self.groups)
         self.stage: int = config.get("zero_optimization.stage")
         self.offloads_optimizer = config.get("zero_optimization.offload_optimizer.device", "none") != "none"
         self._clipping: float = config.get("gradient_clipping")
         self.deepspeed: DeepSpeedEngine
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
         with no_step_before_the_first():
-            self.deepspeed, *_ = deepspeed.initialize(model=model, config=config.to_dict(), **{given: optimizer})
+            keywords = {given: optimizer, "config": config.to_dict(), "mpu": mpu}
+            self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
+        take_over(self.deepspeed, mpu)
+        sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
+        check_beliefs(self.deepspeed, self.groups, *sizes)
         by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
@@ -123,13 +113,12 @@ class TrainingEngine:
     def step(self) -> bool:
         """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated."""
         if self._own_norm and self._clipping == 0.0:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            self._grad_norm = torch.nn.utils.get_total_norm(gradients)
+            self._grad_norm = gradient_norm(self._parameters, self.groups)
         self.deepspeed.step()
         return self.deepspeed.was_step_applied()
 
     def _clip_and_keep_norm(self) -> None:
-        self._grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clipping)
+        self._grad_norm = clip_gradients(self._parameters, self._clipping, self.groups)
 
     def grad_norm(self) -> float:
         """2-norm of the gradient of the last step, before clipping, over all ranks. May wait for the device."""

@@ -1,33 +1,54 @@
 """Reading whole weights out of a (possibly sharded) model, a bounded number of bytes at a time.
 
-Under ZeRO-3 every parameter is spread over all ranks. A shard's parameters are gathered together, copied to host
-memory on the main process and let go again, so that no rank ever holds more than one shard of the model on top of its
-own part.
+Under ZeRO-3 every parameter is spread over a group of ranks; under tensor parallelism a rank holds a slice of it. A
+shard's parameters are gathered together, copied to host memory on the main process and let go again, so that no rank
+ever holds more than one shard of the model on top of its own part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_trainer.engine.tensor_parallel import is_sliced, sliced_layers, whole_shape
+
 
 def full_numel(parameter: torch.Tensor) -> int:
     """Elements of the whole tensor, also where only a shard is here."""
+    if is_sliced(parameter):
+        return math.prod(whole_shape(parameter))
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Whole tensors of ``parameters`` inside the context; nothing to do where they are not sharded. Collective."""
-    sharded = [p for p in parameters if hasattr(p, "ds_id")]
-    if not sharded:
-        return nullcontext()
-    import deepspeed
+@contextmanager
+def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Whole tensors of ``parameters`` inside the context, to be read; nothing to do where they are not sharded.
 
-    return deepspeed.zero.GatheredParameters(sharded)
+    Collective over the ranks that hold parts of them.
+    """
+    layers = sliced_layers(parameters)
+    owned = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
+    held = {id(p): p for p in [*parameters, *owned]}
+    sharded = [p for p in held.values() if hasattr(p, "ds_id")]
+    zero: Any = nullcontext()
+    if sharded:
+        import deepspeed
+
+        zero = deepspeed.zero.GatheredParameters(sharded)
+    with zero:
+        slices = [(p, p.data) for p in held.values() if is_sliced(p)]
+        for layer in layers:
+            layer.gather_params([layer.weight, layer.bias])
+        try:
+            yield
+        finally:
+            for parameter, data in slices:
+                parameter.data = data
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -95,8 +95,8 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
 class Mpu:
     """What DeepSpeed asks a *model parallelism unit*: sizes, ranks and groups.
 
-    The data-parallel size is that of the batch arithmetic (replicas); the *sequence data-parallel* group is what
-    DeepSpeed shards and averages over.
+    The data-parallel *size* is that of the batch arithmetic (replicas that see other samples); the data-parallel
+    *group* is what DeepSpeed shards and averages over, which with cut sequences has more ranks.
 
     Source of the names: ``deepspeed.utils.groups`` and Megatron-LM's ``mpu``.
     """
@@ -108,16 +108,19 @@ class Mpu:
         return self._groups.layout.dp
 
     def get_data_parallel_rank(self) -> int:
-        return self._groups.place.dp
+        return self._groups.gradient.rank()
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return self._groups.dp
+        return self._groups.gradient
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self._groups.layout.group_of(distributed.rank(), _AXES_OF["gradient"])
 
     def get_sequence_data_parallel_world_size(self) -> int:
         return self._groups.layout.gradient_ranks
 
     def get_sequence_data_parallel_rank(self) -> int:
-        return self._groups.layout.group_of(distributed.rank(), ("dp", "cp", "sp")).index(distributed.rank())
+        return self._groups.gradient.rank()
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
         return self._groups.gradient
@@ -130,6 +133,10 @@ class Mpu:
 
     def get_model_parallel_group(self) -> ProcessGroup:
         return self._groups.tp
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Global rank of the first member of the tensor-parallel group."""
+        return distributed.rank() - self._groups.place.tp
 
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank

@@ -15,7 +15,7 @@ import torch
 from ds_trainer.utils import distributed
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
+    from torch.distributed import ProcessGroup, Work
 
 
 class ItemCount:
@@ -32,21 +32,22 @@ class ItemCount:
         self._exact = divisor if total is None else None
 
     @classmethod
-    def of_all_ranks(cls, own: torch.Tensor, overlap: bool) -> ItemCount:
+    def of_all_ranks(cls, own: torch.Tensor, overlap: bool, group: ProcessGroup | None = None) -> ItemCount:
         """The sum of every rank's ``own`` (int64 scalar on the device of the collective). Collective.
 
         Args:
             own: items of this rank's micro-batches; reduced in place.
             overlap: begin with an estimate instead of waiting.
+            group: ranks that hold different items; default: all. Tensor-parallel ranks hold the same ones.
         """
-        ranks = distributed.world_size()
+        ranks = distributed.group_size(group)
         if ranks == 1:
             return cls(_divisor(own))
         if not overlap:
-            distributed.all_reduce_sum(own)
+            distributed.all_reduce_sum(own, group=group)
             return cls(_divisor(own))
         estimate = _divisor(own * ranks)
-        return cls(estimate, own, distributed.all_reduce_sum(own, async_op=True))
+        return cls(estimate, own, distributed.all_reduce_sum(own, group=group, async_op=True))
 
     @property
     def is_exact(self) -> bool:

@@ -19,7 +19,7 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.checkpoint.manager import find_checkpoint
 from ds_trainer.data.collators import collator_for
 from ds_trainer.data.columns import base_model, find_label_names
-from ds_trainer.engine.training_engine import TrainingEngine, check_layout, precision_of
+from ds_trainer.engine.training_engine import TrainingEngine, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.swapping import check_swapping
 from ds_trainer.parallel.layout import ParallelLayout
@@ -138,7 +138,6 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         if not is_overridden(self, Trainer, "get_train_dataloader"):
             check_run_length(train_dataset, self.args)
         self.layout = ParallelLayout.of(self.args, self.args.world_size)
-        check_layout(self.layout)
         self.compiled = self._compile()
         by_arguments = self.lr_scheduler is None and not is_overridden(self, Trainer, "create_scheduler")
         self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)

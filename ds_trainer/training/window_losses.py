@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = get_logger(__name__)
 
@@ -22,11 +26,13 @@ class WindowLosses:
         device: where the losses are.
         filtered: leave steps whose loss is not finite out of the mean. They are counted, and a warning is given the
             first time.
+        group: ranks whose shares add up to the loss; default: all.
     """
 
-    def __init__(self, device: torch.device, filtered: bool) -> None:
+    def __init__(self, device: torch.device, filtered: bool, group: ProcessGroup | None = None) -> None:
         self._device = device
         self._filtered = filtered
+        self._group = group
         self._warned = False
         self._steps: list[torch.Tensor] = []
         self._chunks: list[torch.Tensor] = []
@@ -51,7 +57,7 @@ class WindowLosses:
         self._put_together()
         losses = torch.cat(self._chunks)
         self._chunks = []
-        distributed.all_reduce_sum(losses)
+        distributed.all_reduce_sum(losses, group=self._group)
         if self._filtered:
             finite = losses[losses.isfinite()]
             if finite.numel() < losses.numel() and not self._warned:

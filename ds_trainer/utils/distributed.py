@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
+    from torch.distributed import ProcessGroup, Work
 
 
 def is_initialized() -> bool:
@@ -30,6 +30,11 @@ def world_size() -> int:
     return dist.get_world_size() if is_initialized() else 1
 
 
+def group_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks of ``group``; default: all."""
+    return world_size() if group is None else group.size()
+
+
 def collective_device() -> torch.device:
     """The device on which small tensors must lie to take part in a collective of the default group."""
     if is_initialized() and dist.get_backend() == "nccl":
@@ -43,11 +48,14 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_reduce_sum(tensor: torch.Tensor, *, async_op: bool = False) -> Work | None:
-    """Sum ``tensor`` over all ranks, in place. With ``async_op`` the returned handle must be waited for."""
-    if world_size() == 1:
+def all_reduce_sum(tensor: torch.Tensor, *, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+    """Sum ``tensor`` over the ranks of ``group`` (default: all), in place.
+
+    With ``async_op`` the returned handle must be waited for; None where there is one rank.
+    """
+    if group_size(group) == 1:
         return None
-    return dist.all_reduce(tensor, async_op=async_op)
+    return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
 def agree(votes: torch.Tensor) -> list[int]:

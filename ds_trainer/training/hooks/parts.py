@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.protocol import CallbackHandler
@@ -16,10 +17,12 @@ from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
+from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.training.label_smoothing import LabelSmoother
 from ds_trainer.training.loss import LossRule
+from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import watch_peers
@@ -68,6 +71,15 @@ class Parts:
         if self._engine is None:
             raise ConfigError("There is no engine yet: it is built by train().")
         return self._engine
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """The process groups of the layout; needs :meth:`_join_ranks`. Collective at the first call."""
+        return parallel_groups(self.layout)
+
+    def gradient_group(self) -> ProcessGroup | None:
+        """The ranks whose shares add up to a sum over the global batch; None for all, or without a process group."""
+        return self.groups.gradient if distributed.world_size() > 1 else None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Set ``self.accelerator``, and what scripts ask about it. Called once, when the configuration is compiled."""

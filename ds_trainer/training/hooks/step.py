@@ -40,7 +40,7 @@ class StepHooks(Parts):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = [self.loss_rule.count(checked_batch(batch)) for batch in batches]
         own = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
-        self._items = ItemCount.of_all_ranks(own, overlap=self._nobody_looks_at_counts)
+        self._items = ItemCount.of_all_ranks(own, self._nobody_looks_at_counts, self.gradient_group())
         return batches, self._items.divisor
 
     def begin_step(self, iterator: Iterator[Any], rounds: int) -> tuple[list[Any], ItemCount]:
