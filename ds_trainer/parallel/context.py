@@ -65,7 +65,7 @@ def ring_attention(
     Raises:
         ValueError: shapes, dtypes, group or rank do not fit together, or the window is not positive.
     """
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))
     _check(query, key, value, plan, group, cp_rank, window)
     blocks = attention_blocks(plan, cp_rank, causal, window)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -265,7 +265,8 @@ def _unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
 # -- inputs --------------------------------------------------------------------------------------------------------
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def cast_for_attention(tensor: Tensor) -> Tensor:
+    """``tensor`` in the dtype in which attention computes: that of autocast, as torch's own attention casts."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
