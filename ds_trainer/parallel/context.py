@@ -123,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
                     grad_query.add(rows, part_query)
                     grad_key.add(columns, part_key)
                     grad_value.add(columns, part_value)
-                if ring.size == 1:
+                if ring.size == 1:  # nothing travels, nothing is packed
                     of_key, of_value = grad_key.total(), grad_value.total()
                     break
                 packed = _pack(grad_key.total().to(dtype), grad_value.total().to(dtype))
@@ -311,5 +311,7 @@ def _check(
     ranks = 1 if group is None else group.size()
     if ranks != cp:
         raise ValueError(f"the plan has {cp} context-parallel ranks, the group {ranks}")
+    if group is not None and group.rank() != cp_rank:
+        raise ValueError(f"cp_rank={cp_rank}, but this is rank {group.rank()} of the group")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1 token; None for no window")
