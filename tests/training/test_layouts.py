@@ -139,7 +139,8 @@ def test_bf16(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
     wanted = train_plainly(
         MODELS["grouped_query"](),
         Documents(DATA["padded"]()),
-        optimizer=adamw, learning_rate=2e-3,
+        optimizer=adamw,
+        learning_rate=2e-3,
         collate=documents_as_rows,
         autocast=True,
     )

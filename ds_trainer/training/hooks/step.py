@@ -16,7 +16,7 @@ from ds_trainer.training.batches import check_names, checked_batch, labels_in, o
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
-from ds_trainer.training.sequence import takes_shifted_labels
+from ds_trainer.training.sequence import check_cut, takes_shifted_labels
 
 
 class StepHooks(Parts):
@@ -27,7 +27,8 @@ class StepHooks(Parts):
     _nobody_looks_at_counts: bool
     _items: ItemCount | None = None
     _loop_asks = False
-    _names_checked: bool = False
+    _names_checked = False
+    _cut_checked = False
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -53,6 +54,9 @@ class StepHooks(Parts):
         if batches and self._nobody_looks_at_counts and not self._names_checked:
             check_names(batches[0], self.model)
             self._names_checked = True
+        if batches and self.sequence_cut is not None and not self._cut_checked:
+            check_cut(self.model_wrapped, self.sequence_cut, batches[0], self.groups, self._prepare_inputs)
+            self._cut_checked = True
         if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
             self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
         return batches, self._items
