@@ -33,7 +33,12 @@ def tensors(
     torch.manual_seed(0)
     queries, keys = (21, 21) if kind == "causal" else (21, 35)
     value_dim = value_dim or head_dim
-    shapes = [(4, queries, head_dim), (key_heads, keys, head_dim), (key_heads, keys, value_dim), (4, queries, value_dim)]
+    shapes = [
+        (4, queries, head_dim),
+        (key_heads, keys, head_dim),
+        (key_heads, keys, value_dim),
+        (4, queries, value_dim),
+    ]
     made = [
         torch.randn(2, heads, 2 * tokens, width, dtype=torch.float64).to(device, dtype)[:, :, tokens:]
         for heads, tokens, width in shapes
@@ -68,7 +73,10 @@ def distance_to_the_definition(
     assert lse.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
     assert out.shape == (*query.shape[:3], value.shape[3])
     assert torch.equal(lse.cpu() == -math.inf, wanted_lse == -math.inf)
-    pairs = [(out, wanted_out), (lse.masked_fill(lse == -math.inf, 0.0), wanted_lse.masked_fill(~allowed.any(-1)[:, None], 0.0))]
+    pairs = [
+        (out, wanted_out),
+        (lse.masked_fill(lse == -math.inf, 0.0), wanted_lse.masked_fill(~allowed.any(-1)[:, None], 0.0)),
+    ]
 
     # Backward against the lse of more keys than the block has: gradients of sum(grad_out * share * out).
     lse_all = of_all(wanted_lse.detach())
@@ -82,8 +90,15 @@ def distance_to_the_definition(
     scores_term = _gradients(leaves, allowed, lse_all, out_all, grad_out.double().cpu())
     del wanted
     grads = kernel.backward(
-        grad_out, query, key, value, out_all.to(query.device, query.dtype),
-        lse_all.masked_fill(lse_all == -math.inf, math.inf).to(lse), causal, mask, SCALE,
+        grad_out,
+        query,
+        key,
+        value,
+        out_all.to(query.device, query.dtype),
+        lse_all.masked_fill(lse_all == -math.inf, math.inf).to(lse),
+        causal,
+        mask,
+        SCALE,
     )
     for grad, tensor in zip(grads, (query, key, value), strict=True):
         assert grad.shape == tensor.shape
