@@ -75,7 +75,7 @@ class WholeStep(Trainer):
         model.train()
         inputs = self._prepare_inputs(inputs)
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        self.accelerator.backward(loss)
+        self.accelerator.backward(loss, scale_wrt_gas=False)
         return loss.detach()
 
 
@@ -220,7 +220,8 @@ def shifts_by_itself(outputs: Any, labels: Any, num_items_in_batch: Any = None, 
 def encoder_decoder() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
+    shape = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    return T5ForConditionalGeneration(T5Config(vocab_size=61, decoder_start_token_id=0, **shape))
 
 
 class NoPlaces(PlainLanguageModel):
