@@ -102,7 +102,7 @@ class EvalLoop:
         self._keep = keep or not self._batch_metrics
         self._as_objects = args.eval_use_gather_object
         self._kept = {kind: Kept(args.eval_do_concat_batches, self._as_objects) for kind in _KINDS}
-        self._loss = LossMean(trainer.device, args.logging_nan_inf_filter)
+        self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, trainer.replicas_group())
         self._samples = 0
         self._metrics: dict[str, Any] = {}
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = get_logger(__name__)
 
@@ -29,9 +32,11 @@ class LossMean:
     Args:
         device: where the losses are.
         filtered: leave batches whose loss is not finite out of the mean, with a warning that counts them.
+        group: ranks that hold other batches than this one, and itself; default: all.
     """
 
-    def __init__(self, device: torch.device, filtered: bool) -> None:
+    def __init__(self, device: torch.device, filtered: bool, group: ProcessGroup | None = None) -> None:
+        self._group = group
         self._device = device
         self._filtered = filtered
         # float64, where the device has it: thousands of batches must not cost digits. Loss, items, and of finite
@@ -49,8 +54,8 @@ class LossMean:
         self._sums += torch.stack([*values, (~finite).double(), torch.ones_like(total)])
 
     def result(self) -> Loss | None:
-        """The mean over all batches of all ranks; None where there was no batch. Collective."""
-        distributed.all_reduce_sum(self._sums)
+        """The mean over all batches of the ranks of the group; None where there was no batch. Collective."""
+        distributed.all_reduce_sum(self._sums, group=self._group)
         total, items, finite_total, finite_items, lost, batches = self._sums.tolist()
         if not batches:
             return None
