@@ -135,6 +135,16 @@ class ParallelLayout:
         """Ranks that work on the same samples: ``cp * sp * tp``."""
         return self.cp * self.sp * self.tp
 
+    @property
+    def speakers(self) -> list[int]:
+        """The first rank of each replica: what is the same on all ranks of a replica is taken from, or counted on, it."""
+        return [self.rank_at(dp=dp) for dp in range(self.dp)]
+
+    def speaks(self, rank: int) -> bool:
+        """Whether ``rank`` is one of :attr:`speakers`."""
+        _, *within_replica = self.coordinates(rank)
+        return not any(within_replica)
+
     def describe(self) -> str:
         """``"dp 4 x cp 1 x sp 1 x tp 2 = 8 ranks"``."""
         product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True))

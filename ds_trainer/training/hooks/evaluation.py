@@ -203,11 +203,12 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         return own and not find_label_names(self.model)
 
     def _model_for_evaluation(self, half: str | None) -> nn.Module:
-        """The engine of the training; before one, an engine of its own (ZeRO-3), or the model on the device."""
+        """The engine of the training; before one, an engine of its own where weights are sharded (ZeRO-3) or sliced
+        (tensor parallelism), or the model on the device."""
         if self._engine is not None:
             return self.model_wrapped
         start = time.perf_counter()
-        if self.compiled.get("zero_optimization.stage") == 3:
+        if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:
                 self._evaluation_engine = EvaluationEngine(self.model, self.compiled, self.layout, half)
                 self._preparation_time = round(time.perf_counter() - start, 4)
