@@ -99,7 +99,13 @@ def test_a_replica_that_counts_twice_is_seen(tmp_path: Path) -> None:
 def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool) -> Any:
     changes: dict[str, Any] = dict(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, max_steps=3)
     trainer = trainer_of(
-        output_dir, sizes, zero_stage=stage, per_device_train_batch_size=2, eval_strategy="steps", eval_steps=1, **changes
+        output_dir,
+        sizes,
+        zero_stage=stage,
+        per_device_train_batch_size=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        **changes,
     )
     if before:
         trainer.evaluate()
