@@ -14,7 +14,7 @@ from ds_trainer.training.evaluation import loss_mean
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import stack, token_loss, train_plainly
-from tests.support.pool import RankFailure, pool
+from tests.support.pool import pool
 from tests.support.predictions import arguments
 from tests.support.runs import trajectory_of
 
