@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.sampler import ShareSampler
 
 
@@ -18,6 +19,9 @@ class FillerBatch(dict[str, Any]):
 
 class PlannedLoader(DataLoader[Any]):
     """Micro-batches of one replica, round by round.
+
+    Where a replica has several ranks, one of them reads and the others receive (:mod:`ds_trainer.data.replica`):
+    iterating is collective over them then, once there is a process group.
 
     Args:
         dataset: map-style dataset.
@@ -66,6 +70,10 @@ class PlannedLoader(DataLoader[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator serves as DataLoader's iterator
+        groups = replica_groups(self._share.plan.layout)
+        return replica_batches(self._read, groups, self.during, self.pin_memory)
+
+    def _read(self) -> Iterator[Any]:
         self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
         first_round = self._share.first_round
         for index, batch in enumerate(super().__iter__(), start=first_round):

@@ -1,8 +1,8 @@
 """Data that is read from beginning to end: no length, no positions, only an order.
 
-Every rank reads the whole stream and keeps its share, exactly as of data with positions: a global batch is a run of
+Every replica reads the whole stream and keeps its share, exactly as of data with positions: a global batch is a run of
 consecutive samples, rounds are dealt to the replicas in order, a ragged last round as evenly as possible. So every
-layout sees the same global batches. The price: every rank (and every loading process) reads everything. Loading
+layout sees the same global batches. The price: every replica (and every loading process) reads everything. Loading
 processes share the collating, round by round, and read ahead; they do not read faster.
 """
 
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.parallel.batch_plan import BatchPlan
 
 
@@ -137,8 +138,12 @@ class StreamLoader(DataLoader[Any]):
         self._share.start(epoch, first_round)
 
     def __iter__(self) -> Lockstep:  # type: ignore[override]  # an iterator serves as DataLoader's
+        groups = replica_groups(self._share.plan.layout)
+        return Lockstep(replica_batches(self._read, groups, pin_memory=self.pin_memory), self._window)
+
+    def _read(self) -> Iterator[tuple[Any, int]]:
         self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
-        return Lockstep(map(_unpacked, super().__iter__()), self._window)
+        return map(_unpacked, super().__iter__())
 
 
 def _as_it_is(batch: Any) -> Any:

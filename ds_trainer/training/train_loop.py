@@ -23,6 +23,7 @@ import torch
 from ds_trainer.arguments.enums import SaveStrategy, TokenCount
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.replica import batches_of
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
@@ -157,7 +158,7 @@ class TrainLoop:
             self.loader.start(epoch, first_round)
             return iter(self.loader)
         tell_epoch(self.loader, epoch)
-        batches = itertools.islice(iter(self.loader), first_round, None)
+        batches = batches_of(self.loader, self.trainer.layout, first_round)
         if self.plan.rounds_per_epoch is not None:
             return batches
         return Lockstep(((batch, 0) for batch in batches), self.plan.accumulation)

@@ -67,8 +67,9 @@ class _Watch:
 
     def tell(self, error: BaseException) -> bool:
         """Tell the others of this rank's own failure; True if all ranks have failed likewise."""
-        said = {"rank": self.rank, "error": _described(error)}
-        self.store.compare_set(self._key("first"), "", json.dumps(said))
+        if not isinstance(error, PeerFailure):  # or others would hear of that one instead of its cause
+            said = {"rank": self.rank, "error": _described(error)}
+            self.store.compare_set(self._key("first"), "", json.dumps(said))
         failed = self.store.add(self._key("count"), 1)
         deadline = time.monotonic() + GRACE_SECONDS
         while failed < self.world_size and time.monotonic() < deadline:

@@ -112,7 +112,7 @@ class EvalLoop:
         trainer, every = self.trainer, self.trainer.args.eval_accumulation_steps
         model.eval()
         weights_of_evaluation(trainer.optimizer)
-        for index, (inputs, last) in enumerate(with_last_marked(rounds_in_step(self.loader)), start=1):
+        for index, (inputs, last) in enumerate(with_last_marked(rounds_in_step(self.loader, trainer.layout)), start=1):
             found = self._round(model, inputs, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
             if found is None:

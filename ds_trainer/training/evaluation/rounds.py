@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from ds_trainer.data.loader import FillerBatch, PlannedLoader
+from ds_trainer.data.replica import batches_of
+from ds_trainer.data.stream import StreamLoader
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.batches import checked_batch
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 
-def rounds_in_step(loader: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
-    """The batches of ``loader``, as many on every rank.
+def rounds_in_step(loader: Iterable[Any], layout: ParallelLayout) -> Iterator[Mapping[str, Any]]:
+    """The batches of ``loader``, as many on every rank and the same on all ranks of a replica.
 
     Loaders of this package know their plan. Those of others may give more batches on one rank than on another: a rank
     that has no more repeats its last batch as a filler until all are done. One small collective a round then.
@@ -25,7 +28,7 @@ def rounds_in_step(loader: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
     if isinstance(loader, PlannedLoader) or distributed.world_size() == 1:
         yield from map(checked_batch, loader)
         return
-    iterator = iter(loader)
+    iterator = iter(loader) if isinstance(loader, StreamLoader) else batches_of(loader, layout)
     last: Mapping[str, Any] | None = None
     while True:
         batch = next(iterator, None)
