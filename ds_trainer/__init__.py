@@ -47,6 +47,7 @@ _PUBLIC = {
     "TrainerControl": "ds_trainer.callbacks.state",
     "TrainerState": "ds_trainer.callbacks.state",
     "TrainingArguments": "ds_trainer.arguments.training_arguments",
+    "attention": "ds_trainer.parallel.attention",
     "compile_config": "ds_trainer.config.compiler",
     "default_data_collator": "ds_trainer.data.collators",
 }
@@ -88,6 +89,7 @@ __all__ = [
     "TrainerState",
     "TrainingArguments",
     "__version__",
+    "attention",
     "compile_config",
     "default_data_collator",
 ]
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
     from ds_trainer.config.compiler import compile_config
     from ds_trainer.config.environment import Environment
     from ds_trainer.data.collators import default_data_collator
+    from ds_trainer.parallel.attention import attention
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
     from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
