@@ -5,7 +5,7 @@ those, NCCL hangs), and what is gathered for metrics is exact, since evaluation 
 hold unequal numbers of them.
 
 The ranks of a replica (tensor, context, sequence parallelism) hold the same, so its first rank speaks for all of them,
-and everyone hears it. While a batch is cut along its sequences (inside ``compute_loss``) each rank of the sequence group
+and everyone hears it. While a batch is cut along its sequences (inside ``compute_loss``) each rank of a sequence group
 holds other tokens: then all of these speak, and only tensor-parallel ranks are silent.
 """
 
@@ -53,7 +53,7 @@ class Collectives(Processes):
             self._filler = False
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all replicas, concatenated along the first dimension in their order; 0-d ones become ``[replicas]``.
+        """Tensors of all replicas, concatenated along the first dimension in their order; 0-d ones are one row each.
 
         Args:
             tensor: a tensor or a nest of them, with the same shapes on all ranks.
@@ -82,8 +82,8 @@ class Collectives(Processes):
             use_gather_object: send tensors as objects; shapes are free then.
 
         Returns:
-            Tensors concatenated in the order of the replicas, or the concatenated list. After a loader of :meth:`prepare`, which
-            repeats samples to fill the last batch, the repeated ones are cut off.
+            Tensors concatenated in the order of the replicas, or the concatenated list. After a loader of
+            :meth:`prepare`, which repeats samples to fill the last batch, the repeated ones are cut off.
 
         Raises:
             ConfigError: types, or dimensions other than the first, differ over the ranks.
