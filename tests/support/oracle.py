@@ -57,6 +57,7 @@ def train_plainly(
     steps: int = 4,
     seed: int = 42,
     autocast: bool = False,
+    collate: Any = stack,
 ) -> Trajectory:
     """Train ``model`` in place and record what happened. The learning rate falls linearly to zero.
 
@@ -79,7 +80,7 @@ def train_plainly(
         for start in range(0, len(data), global_batch):
             if done == steps:
                 break
-            batch = stack([data[index] for index in order[start : start + global_batch]])
+            batch = collate([data[index] for index in order[start : start + global_batch]])
             for group in updater.param_groups:
                 group["lr"] = learning_rate * (steps - done) / steps
             updater.zero_grad()

@@ -30,7 +30,12 @@ def trajectory_of(trainer: Trainer) -> Trajectory:
 
 
 def train_and_report(
-    make_model: Any, make_data: Any, output_dir: str, trainer_class: type[Trainer] = Trainer, **arguments: Any
+    make_model: Any,
+    make_data: Any,
+    output_dir: str,
+    trainer_class: type[Trainer] = Trainer,
+    collator: Any = None,
+    **arguments: Any,
 ) -> Trajectory:
     """Train on this rank with every step logged; returns the trajectory."""
     values: dict[str, Any] = dict(
@@ -43,7 +48,7 @@ def train_and_report(
         max_steps=4,
     )
     args = TrainingArguments(output_dir, **{**values, **arguments})
-    trainer = trainer_class(make_model(), args, train_dataset=make_data())
+    trainer = trainer_class(make_model(), args, collator, train_dataset=make_data())
     trainer.train()
     report = trajectory_of(trainer)
     trainer.engine.close()

@@ -11,10 +11,12 @@ from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.parallel.attention import use_cut
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
+from ds_trainer.training.sequence import takes_shifted_labels
 
 
 class StepHooks(Parts):
@@ -40,7 +42,8 @@ class StepHooks(Parts):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = [self.loss_rule.count(checked_batch(batch)) for batch in batches]
         own = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
-        self._items = ItemCount.of_all_ranks(own, self._nobody_looks_at_counts, self.gradient_group())
+        # Batches are whole here, and all ranks of a replica hold the same one.
+        self._items = ItemCount.of_all_ranks(own, self._nobody_looks_at_counts, self.replicas_group())
         return batches, self._items.divisor
 
     def begin_step(self, iterator: Iterator[Any], rounds: int) -> tuple[list[Any], ItemCount]:
@@ -57,8 +60,19 @@ class StepHooks(Parts):
     def call_training_step(self, inputs: Any, items: ItemCount) -> torch.Tensor:
         """:meth:`training_step` with the arguments that it takes."""
         keywords = {"num_items_in_batch": items.divisor} if self._training_step_takes else {}
-        with self.accelerator.batch(inputs):
-            return self.accelerator.share_of(self.training_step(self.model_wrapped, inputs, **keywords))
+        with self.accelerator.batch(inputs), self._own_part(inputs) as own:
+            return self.accelerator.share_of(self.training_step(self.model_wrapped, own, **keywords))
+
+    @contextmanager
+    def _own_part(self, inputs: Any) -> Iterator[Any]:
+        """This rank's part of the replica's batch, and the cut that attention must know while it is worked on."""
+        if self.sequence_cut is None:
+            yield inputs
+            return
+        groups = self.groups
+        own, plan = self.sequence_cut.cut(inputs, groups.place.cp, groups.place.sp, needs_labels=True)
+        with use_cut(plan, groups):  # around the backward pass too: recomputation runs attention again
+            yield own
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -67,7 +81,7 @@ class StepHooks(Parts):
 
         Args:
             model: the engine.
-            inputs: one micro-batch.
+            inputs: one micro-batch; where sequences are cut, this rank's part of it.
             num_items_in_batch: items of the global batch.
 
         Returns:
@@ -119,8 +133,11 @@ class StepHooks(Parts):
         if self.compute_loss_func is not None:
             name = labels_in(inputs, self.label_names)
             labels = inputs.pop(name) if name is not None else None
+            shifted = {}
+            if "shift_labels" in inputs and takes_shifted_labels(self.compute_loss_func):
+                shifted = {"shift_labels": inputs.pop("shift_labels")}
             outputs = model(**inputs)
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch, **shifted)
         elif self.label_smoother is not None:
             targets = self.label_smoother.take_targets(inputs)
             outputs = model(**inputs)

@@ -23,6 +23,7 @@ from ds_trainer.training.model.neftune import noise_problems, noisy_embeddings
 from ds_trainer.training.model.overflow import overflow_problems, watched_for_overflow
 from ds_trainer.training.model.recomputation import enable_recomputation, recomputation_problems
 from ds_trainer.training.model.special_tokens import align_tokens
+from ds_trainer.training.model.split_problems import split_problems
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -30,6 +31,7 @@ def check_model(
     model: nn.Module,
     args: TrainingArguments,
     compiled: CompiledConfig,
+    layout: ParallelLayout,
     *,
     own_loss: bool = False,
     loss_function: bool = False,
@@ -40,6 +42,7 @@ def check_model(
         model: the model as it was handed in.
         args: what is asked for.
         compiled: what DeepSpeed is told.
+        layout: where every rank stands.
         own_loss: a subclass computes the loss (``compute_loss``).
         loss_function: a ``compute_loss_func`` does.
 
@@ -47,6 +50,7 @@ def check_model(
         ConfigError: with a sentence for each problem.
     """
     problems = [] if own_loss or loss_function else head_problems(model)
+    problems += split_problems(model, layout)
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:
