@@ -63,13 +63,21 @@ def check(results: list[Any]) -> None:
         np.testing.assert_allclose(predictions, logits, atol=1e-5)
 
 
-TENSOR = [(2, (2, 1, 1)), (4, (2, 1, 1))]
+LAYOUTS = {
+    "tp 2": (2, (2, 1, 1)),
+    "dp 2 x tp 2": (4, (2, 1, 1)),
+    "sp 2": (2, (1, 1, 2)),
+    "cp 2": (2, (1, 2, 1)),
+    "cp 2 x sp 2": (4, (1, 2, 2)),
+    "dp 2 x sp 2": (4, (1, 1, 2)),
+}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(("world", "sizes"), TENSOR)
-def test_evaluation_before_training(world: int, sizes: Sizes, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> None:
     """The layout is not switched off: with tensor parallelism nobody holds the whole model, at stage 0 neither."""
+    world, sizes = LAYOUTS[layout]
     results = pool(world).run(evaluated, str(tmp_path), sizes, stage)
     check(results)
     whole = sum(p.numel() for p in tiny_llama().parameters())
