@@ -1,8 +1,8 @@
 """What a model made of the parts of a batch that is cut along its sequences, as one process would have made it.
 
 Outputs for each token are laid together in the order of the sequence, without the filling at its end. What belongs to a
-sample must be the same on all ranks: a rank has seen its part of the sequence only, and what it makes of that part alone
-(a pooled vector, a class read off the last token) is no output of the whole.
+sample must be the same on all ranks: a rank has seen its part of the sequence only, and what it makes of that alone (a
+pooled vector, a class read off the last token) is no output of the whole.
 """
 
 from __future__ import annotations

@@ -163,6 +163,8 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             ConfigError: ``compute_loss`` cannot return outputs, but they are asked for; or outputs of parts of
                 sequences cannot be put together.
         """
+        if self.sequence_cut is None:
+            inputs = self._prepare_inputs(inputs)
         # Labels may be taken out of the batch when the loss is computed, and are shifted where it is cut.
         labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
         by_itself = inputs.get("return_loss")
@@ -173,8 +175,13 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         has_loss = labels is not None or by_itself or self._loss_needs_no_labels()
         items = self.loss_rule.count(inputs).clamp(min=1).to(self.device, torch.float32)
         with torch.no_grad(), self._own_part(inputs, has_loss) as own, self.compute_loss_context_manager():
-            own = self._prepare_inputs(own)
-            own_items = self.loss_rule.count(own).to(self.device)
+            cut = active_cut()
+            own_items = items
+            if cut is not None:
+                own = self._prepare_inputs(own)
+                own_items = self.loss_rule.count(own)
+                if has_loss:
+                    self._verify_loss_rule(model, own, items)
             loss: torch.Tensor | None
             if has_loss:
                 loss, outputs = self._loss_and_outputs(model, own, items, wanted=not prediction_loss_only)
@@ -182,7 +189,6 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
                 outputs = model(**own)
                 loss = loss_if_any(outputs)
             loss = None if loss is None else loss.detach().mean()
-            cut = active_cut()
             if cut is not None and loss is not None:
                 loss = self._loss_of_all_parts(loss, own_items, items)
             if prediction_loss_only:
@@ -214,9 +220,20 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     def _loss_of_all_parts(self, loss: torch.Tensor, own: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """The mean loss over a batch of ``items`` from that of this rank's part, which has ``own`` of them. Collective
         over the ranks that share the sequences."""
-        share = self.loss_rule.contribution(loss, own, ItemCount(items)).to(torch.float32)
+        share = self.loss_rule.contribution(loss, own.to(self.device), ItemCount(items)).to(torch.float32)
         distributed.all_reduce_sum(share, group=self.groups.sequence)
         return share
+
+    def _verify_loss_rule(self, model: nn.Module, own: dict[str, Any], items: torch.Tensor) -> None:
+        """Find out whether the loss uses the item count: that decides what the share of a part is. Once; collective."""
+
+        def of_all_ranks(count: torch.Tensor) -> torch.Tensor:
+            loss = torch.nan_to_num(self.loss_of(model, dict(own), count).detach())
+            distributed.all_reduce_sum(loss)
+            return loss
+
+        if not self.loss_rule.verified:
+            self.loss_rule.verify(items, items, of_all_ranks)
 
     def _loss_needs_no_labels(self) -> bool:
         """Whether a batch without labels has a loss: a loss of the user's own over a model that takes no labels."""

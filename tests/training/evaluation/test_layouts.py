@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from ds_trainer import Trainer
+from ds_trainer.parallel.attention import use_cut
+from ds_trainer.parallel.groups import parallel_groups
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.training.evaluation import loss_mean
+from ds_trainer.training.evaluation.rejoin import rejoined
+from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
+from tests.support.layouts import PlainAttention
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import stack, token_loss, train_plainly
 from tests.support.pool import pool
@@ -83,6 +90,113 @@ def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> 
     whole = sum(p.numel() for p in tiny_llama().parameters())
     if sizes[0] > 1:
         assert all(held < whole for *_, held in results)
+
+
+# -- losses of all kinds, of sequences that are cut -------------------------------------------------------------------
+
+
+class IgnoresItems(PlainAttention):
+    """Accepts the item count and returns a mean all the same."""
+
+    def forward(
+        self,
+        input_ids: Any,
+        labels: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        return super().forward(input_ids, labels, attention_mask, position_ids, shift_labels)
+
+
+MEANS = {"mean": PlainAttention, "ignores the count": IgnoresItems}
+
+
+def smoothed_or_plain(output_dir: str, sizes: Sizes, kind: str, smoothing: float) -> Any:
+    names = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size")
+    args = arguments(
+        output_dir,
+        **dict(zip(names, sizes, strict=True)),
+        label_smoothing_factor=smoothing,
+        remove_unused_columns=False,
+    )
+    model = MEANS[kind]() if kind in MEANS else tiny_llama()
+    trainer = Trainer(model, args, eval_dataset=RaggedTokens(SAMPLES))
+    before = trainer.loss_rule.normalised
+    return trainer.evaluate()["eval_loss"], before, trainer.loss_rule.normalised
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing"), [("mean", 0.0), ("ignores the count", 0.0), ("own loss", 0.2)], ids=lambda value: str(value)
+)
+def test_the_loss_of_parts_is_the_loss_of_the_whole(kind: str, smoothing: float, tmp_path: Path) -> None:
+    ((one, *_),) = pool(1).run(smoothed_or_plain, str(tmp_path), (1, 1, 1), kind, smoothing)
+    for found, before, after in pool(2).run(smoothed_or_plain, str(tmp_path), (1, 2, 1), kind, smoothing):
+        assert found == pytest.approx(one, rel=1e-5)
+        assert (before, after) == {
+            "mean": (False, False), "ignores the count": (True, False), "own loss": (True, True)
+        }[kind]  # fmt: skip
+
+
+# -- what is put together again ----------------------------------------------------------------------------------------
+
+
+def rejoin_all(shapes: dict[str, tuple[int, ...]], by_rank: bool) -> dict[str, Any]:
+    """Of each shape a tensor of numbers, other ones on every rank with ``by_rank``; what becomes of it."""
+    layout = ParallelLayout(2, sp=2)
+    groups = parallel_groups(layout)
+    found: dict[str, Any] = {}
+    with use_cut(SequencePlan(layout, 8), groups) as cut:
+        assert cut is not None
+        for name, shape in shapes.items():
+            numbers = torch.arange(float(torch.Size(shape).numel())).view(shape) + 100.0 * groups.place.sp * by_rank
+            try:
+                found[name] = rejoined((numbers, "text"), cut, rows=3, length=7)
+            except ConfigError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_tokens_are_laid_together_and_samples_taken_once() -> None:
+    shapes = {"tokens": (3, 4), "logits": (3, 4, 5), "squares": (3, 4, 4)}
+    for found in pool(2).run(rejoin_all, shapes, True):
+        for name, shape in shapes.items():
+            whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+            joined, text = found[name]
+            assert text == "text"
+            assert torch.equal(joined, torch.cat([whole, whole + 100], dim=1)[:, :7])
+    for found in pool(2).run(rejoin_all, {"sample": (3, 6), "scalar": ()}, False):
+        assert torch.equal(found["sample"][0], torch.arange(18.0).view(3, 6)) and found["scalar"][0] == 0
+
+
+def test_what_cannot_be_put_together_is_refused_in_words() -> None:
+    for found in pool(2).run(rejoin_all, {"pooled": (3, 6), "attentions": (3, 2, 4, 4), "scalar": ()}, True):
+        for words in found.values():
+            assert "differs between the ranks, but is not for each token ([3, 4, ...])" in words
+            assert "ignore_keys" in words
+    for found in pool(2).run(rejoin_all, {"either": (3, 4)}, False):
+        assert "whether it has a number for each token or 4 for each sample cannot be told" in found["either"]
+
+
+def unlabelled(output_dir: str, sizes: Sizes) -> Any:
+    trainer = trainer_of(output_dir, sizes)
+    rows = [{key: value for key, value in row.items() if key != "labels"} for row in RaggedTokens(SAMPLES).rows]
+    found = trainer.predict(rows)
+    return found.predictions, found.label_ids, found.metrics
+
+
+def test_prediction_without_labels(tmp_path: Path) -> None:
+    batch = stack(RaggedTokens(SAMPLES).rows)
+    with torch.no_grad():
+        model = tiny_llama().eval()
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.numpy()
+    for predictions, labels, metrics in pool(2).run(unlabelled, str(tmp_path), (1, 2, 1)):
+        np.testing.assert_allclose(predictions, logits, atol=1e-5)
+        assert labels is None and "test_loss" not in metrics
+
+
+# -- counted once ------------------------------------------------------------------------------------------------------
 
 
 def counted_twice(output_dir: str, sizes: Sizes) -> Any:
