@@ -1,4 +1,4 @@
-"""Samples, tokens, operations and steps of a run: of every layout what one process counts for the same global batches."""
+"""Samples, tokens, operations and steps of a run: every layout counts what one process does for the same batches."""
 
 from __future__ import annotations
 
@@ -85,6 +85,22 @@ def test_every_layout_counts_what_one_process_does(name: str, of_one_process: di
     for found in pool(world).run(counts, str(tmp_path), sizes, micro_batch, "non_padding", 0.1):
         for what, wanted in of_one_process.items():
             assert found[what] == (pytest.approx(wanted, rel=1e-5) if what in numbers else wanted), what
+
+
+def everybody_speaks(*job: Any) -> dict[str, Any]:
+    speaks = ParallelLayout.speaks
+    ParallelLayout.speaks = lambda self, rank: True  # type: ignore[method-assign]
+    try:
+        return counts(*job)
+    finally:
+        ParallelLayout.speaks = speaks  # type: ignore[method-assign]
+
+
+def test_a_replica_that_counts_on_all_ranks_is_seen(of_one_process: dict[str, Any], tmp_path: Path) -> None:
+    """Negative control."""
+    job = (str(tmp_path), {"tensor_parallel_size": 2}, 4, "non_padding", 0.1)
+    for found in pool(2).run(everybody_speaks, *job):
+        assert found["tokens"] == 2 * of_one_process["tokens"]
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
