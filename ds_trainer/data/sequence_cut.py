@@ -172,7 +172,8 @@ class SequenceCut:
         if not isinstance(value, torch.Tensor):
             return False
         shape = list(value.shape)
-        pairs = len(shape) > 2 and shape[-1] == shape[-2] == length
+        # By its name too: the width of some feature may be this batch's length by chance.
+        pairs = len(shape) > 2 and shape[-1] == shape[-2] == length and ("mask" in key or "bias" in key)
         if pairs or (key == "attention_mask" and len(shape) != 2):
             raise ConfigError(
                 f"'{key}' of a batch has the shape {shape}: it relates tokens to tokens, and no rank has all of them. "

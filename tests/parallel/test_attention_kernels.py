@@ -72,6 +72,7 @@ class Case:
         lse_of_all = lse_of_all.to(torch.float64 if self.query.dtype == torch.float64 else torch.float32)
         # Parts of larger tensors, too.
         out_of_all = torch.nn.functional.pad(out_of_all, (0, 0, 3, 0))[:, :, 3:]
+        lse_of_all = lse_of_all.masked_fill(lse_of_all == -math.inf, math.inf)
         lse_of_all = torch.nn.functional.pad(lse_of_all, (3, 0))[:, :, 3:]
 
         grads = [torch.zeros_like(leaf) for leaf in leaves]
@@ -93,7 +94,7 @@ class Case:
                 key,
                 value,
                 out_of_all,
-                lse_of_all.masked_fill(lse_of_all == -math.inf, math.inf),
+                lse_of_all,
                 causal,
                 mask,
                 SCALE,

@@ -2,181 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_trainer.parallel import attention_blocks, context
+from ds_trainer.parallel import context
+from ds_trainer.parallel.attention_kernels import Math
 from ds_trainer.parallel.context import ring_attention
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
-from tests.support.attention import allowed_pairs, dense_attention
+from tests.support.attention import dense_attention
 from tests.support.pool import pool
-
-RESULTS = ("out", "query", "key", "value")  # the output and the gradients
-TOLERANCE = {"float64": 1e-10, "float32": 2e-6, "bfloat16": 2e-2}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention: everything follows from these numbers on every rank, and in the process of the test."""
-
-    layout: ParallelLayout
-    chunk: int = 4
-    batch: int = 2
-    heads: int = 4
-    key_heads: int = 2
-    head_dim: int = 8
-    causal: bool = True
-    window: int | None = None
-    documents: bool = False
-    padding: bool = False
-    dtype: str = "float64"
-    mask_elements: int = attention_blocks.MASK_ELEMENTS
-    seed: int = 0
-    fault: str | None = None
-
-    def plan(self) -> SequencePlan:
-        length = 2 * self.layout.cp * self.chunk
-        draw = torch.Generator().manual_seed(self.seed)
-        documents = valid = None
-        if self.documents:
-            documents = (torch.rand(self.batch, length, generator=draw) < 0.2).long().cumsum(1)
-        if self.padding:
-            lengths = torch.randint(0, length + 1, (self.batch, 1), generator=draw)
-            valid = torch.arange(length) < lengths
-            if self.seed % 2:
-                valid = valid.flip(1)
-        return SequencePlan(self.layout, length, documents, valid)
-
-    def tensors(self, replica: int) -> list[Tensor]:
-        """Query, key, value and gradient of the output of the whole sequences, in the order of the sequence."""
-        draw = torch.Generator().manual_seed(1000 * self.seed + replica)
-        length = 2 * self.layout.cp * self.chunk
-        heads = (self.heads, self.key_heads, self.key_heads, self.heads)
-        shapes = [(self.batch, number, length, self.head_dim) for number in heads]
-        made = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
-        return [tensor.to(getattr(torch, self.dtype)) for tensor in made]
-
-
-def replica_of(layout: ParallelLayout, rank: int) -> int:
-    """A number alike on the ranks of one ring and different on others."""
-    place = layout.coordinates(rank)
-    return layout.rank_at(place.dp, 0, place.sp, place.tp)
-
-
-def run_cases(cases: list[Case]) -> list[list[np.ndarray[Any, Any]]]:
-    """On a rank: its part of output and gradients, for each case."""
-    return [run_case(case) for case in cases]
-
-
-def run_case(case: Case) -> list[np.ndarray[Any, Any]]:
-    groups, plan = parallel_groups(case.layout), case.plan()
-    cp_rank, replica = groups.place.cp, replica_of(case.layout, torch.distributed.get_rank())
-    own = plan.context_positions(cp_rank)
-    if case.fault == "plain order":
-        own = torch.arange(plan.length).chunk(case.layout.cp)[cp_rank]
-    query, key, value, grad_out = (tensor[:, :, own] for tensor in case.tensors(replica))
-    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    with mock.patch.object(attention_blocks, "MASK_ELEMENTS", case.mask_elements), FAULTS[case.fault]():
-        out = ring_attention(
-            *leaves, plan=plan, group=groups.cp, cp_rank=cp_rank, causal=case.causal, window=case.window
-        )
-        assert out.dtype == query.dtype
-        grads = torch.autograd.grad(out, leaves, grad_out)
-    return [tensor.detach().double().numpy() for tensor in (out, *grads)]
-
-
-def errors(case: Case, results: list[list[np.ndarray[Any, Any]]]) -> dict[str, float]:
-    """Largest difference to the definition over all rings, relative to the largest value."""
-    plan, layout = case.plan(), case.layout
-    allowed = allowed_pairs(plan, case.batch, case.causal, case.window)
-    worst = dict.fromkeys(RESULTS, 0.0)
-    for ranks in layout.groups(["cp"]):
-        *inputs, grad_out = (tensor.double() for tensor in case.tensors(replica_of(layout, ranks[0])))
-        leaves = [tensor.requires_grad_() for tensor in inputs]
-        out, _ = dense_attention(*leaves, allowed, case.head_dim**-0.5)
-        wanted = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
-        for number, name in enumerate(RESULTS):
-            found = torch.empty_like(wanted[number])
-            for cp_rank, rank in enumerate(ranks):
-                found[:, :, plan.context_positions(cp_rank)] = torch.from_numpy(results[rank][number])
-            difference = float((found - wanted[number]).abs().max() / wanted[number].abs().max().clamp_min(1.0))
-            worst[name] = max(worst[name], difference if difference == difference else float("inf"))
-    return worst
-
-
-def far(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
-    """The cases that differ from the definition."""
-    of_ranks = pool(cases[0].layout.world_size).run(run_cases, cases)
-    found = []
-    for number, case in enumerate(cases):
-        of_case = errors(case, [results[number] for results in of_ranks])
-        if max(of_case.values()) > TOLERANCE[case.dtype]:
-            found.append((case, of_case))
-    return found
-
-
-# -- faults that the comparison must see ---------------------------------------------------------------------------
-
-
-@contextmanager
-def no_fault() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def merge_by_mean() -> Iterator[None]:
-    def add(self: Any, rows: slice, out: Tensor, lse: Tensor) -> None:
-        merged, merged_lse = self._accumulators()
-        met = merged_lse[:, :, rows, None] > -torch.inf
-        merged[:, :, rows] = torch.where(met, (merged[:, :, rows] + out) / 2, out)
-        merged_lse[:, :, rows] = torch.logaddexp(merged_lse[:, :, rows], lse)
-
-    with mock.patch.object(context._Merged, "add", add):
-        yield
-
-
-@contextmanager
-def gradients_stay() -> Iterator[None]:
-    passed_on = context._Ring.pass_on
-
-    def pass_on(self: Any, buffer: Tensor, tag: int) -> Any:
-        transfer = passed_on(self, buffer, tag)
-        if tag == context._GRADIENTS:
-            transfer.wait()
-            return context._Transfer(buffer, buffer, [])
-        return transfer
-
-    with mock.patch.object(context._Ring, "pass_on", pass_on):
-        yield
-
-
-@contextmanager
-def sums_in_inputs_dtype() -> Iterator[None]:
-    with mock.patch.object(context, "accumulation_dtype", lambda dtype: dtype):
-        yield
-
-
-FAULTS: dict[str | None, Callable[[], Any]] = {
-    None: no_fault,
-    "plain order": no_fault,
-    "merge by mean": merge_by_mean,
-    "gradients stay": gradients_stay,
-}
-
-
-# -- tests ---------------------------------------------------------------------------------------------------------
+from tests.support.ring_cases import RESULTS, TOLERANCE, Case, errors, far, run_case, run_cases
 
 
 def layouts(world: int) -> list[ParallelLayout]:
@@ -207,34 +51,23 @@ def cases(world: int) -> st.SearchStrategy[Case]:
     )
 
 
-def lists(world: int, size: int) -> Callable[..., Any]:
-    """One list of cases a run of the pool, the same at every run of the suite."""
+def drawn(world: int, number: int) -> list[Case]:
+    """Random cases for one run of a pool, the same at every run of the suite."""
+    found: list[Case] = []
 
-    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
-        phases = (Phase.explicit, Phase.generate)  # shrinking would start the pool anew for every try
-        chosen = settings(max_examples=2, derandomize=True, phases=phases, database=None)
-        return chosen(given(st.lists(cases(world), min_size=size, max_size=size))(test))
+    @settings(max_examples=number, derandomize=True, database=None, phases=[Phase.generate])
+    @given(cases(world))
+    def draw(case: Case) -> None:
+        found.append(case)
 
-    return decorate
-
-
-@lists(1, 40)
-def test_one_rank(some: list[Case]) -> None:
-    assert far(some) == []
+    draw()
+    return found
 
 
-@lists(2, 40)
-def test_two_ranks(some: list[Case]) -> None:
-    assert far(some) == []
-
-
-@lists(4, 24)
-def test_four_ranks(some: list[Case]) -> None:
-    assert far(some) == []
-
-
-@lists(8, 10)
-def test_eight_ranks(some: list[Case]) -> None:
+@pytest.mark.parametrize(("world", "number"), [(1, 40), (2, 40), (4, 24), (8, 8)])
+def test_random_cases(world: int, number: int) -> None:
+    some = drawn(world, number)
+    assert len(some) == number
     assert far(some) == []
 
 
@@ -248,14 +81,14 @@ def test_every_feature(world: int) -> None:
         for seed, (window, documents, padding) in enumerate(
             [(None, False, False), (5, False, False), (None, True, False), (None, False, True), (5, True, True)]
         )
-        for dtype in TOLERANCE
+        for dtype in (TOLERANCE if world < 4 else ["float64"])
     ]
     assert far([*some, *(replace(case, mask_elements=9) for case in some)]) == []
 
 
 @pytest.mark.parametrize(
     ("fault", "sees"),
-    [("merge by mean", RESULTS), ("gradients stay", ("key", "value")), ("plain order", RESULTS)],
+    [("merge by mean", ("out", "query", "key")), ("gradients stay", ("key", "value")), ("plain order", RESULTS)],
 )
 def test_faults_are_seen(fault: str, sees: tuple[str, ...]) -> None:
     """Negative controls."""
@@ -263,3 +96,179 @@ def test_faults_are_seen(fault: str, sees: tuple[str, ...]) -> None:
     assert far([case]) == []
     ((_, found),) = far([replace(case, fault=fault)])
     assert all(found[name] > 1e-2 for name in sees), found
+
+
+def test_float32_sums_are_better_than_sums_in_bfloat16() -> None:
+    """Negative control of the dtype of sums: many blocks of bfloat16 summed in bfloat16 lose digits."""
+    case = Case(ParallelLayout(2, cp=2), chunk=64, dtype="bfloat16", mask_elements=256, window=100)
+    right, wrong = (pool(2).run(run_cases, [replace(case, fault=fault)]) for fault in (None, "sums in 16 bits"))
+    good, bad = (errors(case, [results[0] for results in found], torch.mean) for found in (right, wrong))
+    assert all(bad[name] > 1.05 * good[name] for name in RESULTS), (good, bad)
+
+
+def events(case: Case) -> list[tuple[Any, ...]]:
+    """On a rank: what is sent, waited for and computed, in order."""
+    log: list[tuple[Any, ...]] = []
+    passed_on, choose = context._Ring.pass_on, context.kernel_for
+
+    def pass_on(self: Any, buffer: Tensor, tag: int) -> Any:
+        what = {context._KEYS_AND_VALUES: "keys", context._GRADIENTS: "gradients"}[tag]
+        log.append(("send", what, buffer.numel(), buffer.dtype))
+        transfer = passed_on(self, buffer, tag)
+        wait = transfer.wait
+        transfer.wait = lambda: (log.append(("wait", what)), wait())[1]
+        return transfer
+
+    def kernel_for(*args: Any, **options: Any) -> Any:
+        log.append(("compute",))
+        return choose(*args, **options)
+
+    with mock.patch.object(context._Ring, "pass_on", pass_on), mock.patch.object(context, "kernel_for", kernel_for):
+        run_case(case)
+    return log
+
+
+def test_the_next_block_travels_while_one_is_computed() -> None:
+    """Keys and values travel with their own few heads in their dtype; gradients in float32, one block behind."""
+    case = Case(ParallelLayout(2, cp=2), dtype="bfloat16")
+    size = 2 * case.batch * case.key_heads * 2 * case.chunk * case.head_dim
+    keys, gradients = ("send", "keys", size, torch.bfloat16), ("send", "gradients", size, torch.float32)
+    compute, wait_keys, wait_gradients = ("compute",), ("wait", "keys"), ("wait", "gradients")
+    forward = [keys, compute, wait_keys, compute]
+    backward = [keys, compute, gradients, wait_keys, compute, wait_gradients, gradients, wait_gradients]
+    assert pool(2).run(events, case) == [forward + backward] * 2
+
+
+def wrong_rank() -> str:
+    """On a rank: what ring attention says when it is told another place in the ring."""
+    layout = ParallelLayout(2, cp=2)
+    groups, x = parallel_groups(layout), torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError) as refusal:
+        plan = SequencePlan(layout, 8)
+        ring_attention(x, x, x, plan=plan, group=groups.cp, cp_rank=1 - groups.place.cp, causal=True)
+    return str(refusal.value)
+
+
+def test_another_place_in_the_ring_is_refused() -> None:
+    said = [f"cp_rank={1 - rank}, but this is rank {rank} of the group" for rank in range(2)]
+    assert pool(2).run(wrong_rank) == said
+
+
+def refusals() -> list[str]:
+    """On a rank alone: what ring attention says to wrong inputs."""
+    plan = SequencePlan(ParallelLayout(2, cp=2), 8)
+    alone = SequencePlan(ParallelLayout(1), 4, torch.zeros(2, 4, dtype=torch.int64))
+    good: dict[str, Any] = dict(plan=alone, group=None, cp_rank=0, causal=True)
+    x = torch.zeros(2, 4, 4, 8)
+    wrong: list[tuple[list[Tensor], dict[str, Any]]] = [
+        ([x, x, x[:, :, :3]], {}),
+        ([x[..., 0], x, x], {}),
+        ([x, x[:, :3], x[:, :3]], {}),
+        ([x, x[:, :2], x], {}),
+        ([x, x[..., :4], x], {}),
+        ([x, x, x.double()], {}),
+        ([x[:1], x[:1], x[:1]], {}),
+        ([x, x, x], {"plan": plan}),
+        ([x, x, x], {"plan": plan, "cp_rank": 2}),
+        ([x, x, x], {"window": 0}),
+    ]
+    said = []
+    for tensors, options in wrong:
+        with pytest.raises(ValueError) as refusal:
+            ring_attention(*tensors, **{**good, **options})
+        said.append(str(refusal.value))
+    return said
+
+
+def test_wrong_inputs_are_refused() -> None:
+    said = refusals()
+    for words, message in zip(
+        [
+            "[batch, heads, 4, head_dim] (4 tokens over 1",
+            "query [2, 4, 4]",
+            "4 heads of queries are no multiple of 3 heads of keys",
+            "key [2, 2, 4, 8], value [2, 4, 4, 8]",
+            "key [2, 4, 4, 4]",
+            "value torch.float64",
+            "plan.documents is [2, 4], but the batch is [1, 4]",
+            "the plan has 2 context-parallel ranks, the group 1",
+            "cp_rank=2 is not in 0..1",
+            "window=0 must be at least 1 token",
+        ],
+        said,
+        strict=True,
+    ):
+        assert words in message
+
+
+def alone(tensors: list[Tensor], **options: Any) -> Tensor:
+    """Ring attention of one rank, without a process group."""
+    return ring_attention(
+        *tensors,
+        plan=SequencePlan(ParallelLayout(1), tensors[0].shape[2]),
+        group=None,
+        cp_rank=0,
+        causal=True,
+        **options,
+    )
+
+
+def test_queries_that_see_nothing_give_zero_and_no_gradient() -> None:
+    valid = torch.zeros(2, 6, dtype=torch.bool)
+    valid[1, 2:] = True  # the first sequence is padding all over; in the second, the first two queries see nothing
+    tensors = [torch.randn(2, 2, 6, 8).requires_grad_() for _ in range(3)]
+    plan = SequencePlan(ParallelLayout(1), 6, valid=valid)
+    out = ring_attention(*tensors, plan=plan, group=None, cp_rank=0, causal=True)
+    assert not out[0].any() and not out[1, :, :2].any() and out[1, :, 2:].all()
+    grads = torch.autograd.grad(out.square().sum() + out.sum(), tensors)
+    assert not any(grad[0].any() or grad[1, :, :2].any() or grad.isnan().any() for grad in grads)
+
+
+def test_the_scale_and_the_width_of_values() -> None:
+    query, key = torch.randn(2, 1, 4, 6, 8, dtype=torch.float64)
+    value = torch.randn(1, 4, 6, 12, dtype=torch.float64)
+    wanted, _ = dense_attention(query, key, value, torch.ones(1, 6, 6, dtype=torch.bool).tril(), 0.7)
+    torch.testing.assert_close(alone([query, key, value], scale=0.7), wanted, rtol=0, atol=1e-12)
+
+
+def test_autocast_casts_as_for_torchs_own_attention() -> None:
+    query, key, value = torch.randn(3, 1, 4, 6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = alone([query, key, value.bfloat16()])
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value.bfloat16(), is_causal=True)
+    assert out.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(out, wanted)
+
+
+def test_no_softmax_in_16_bits_under_autocast() -> None:
+    """The fallback multiplies matrices; autocast must not reach them."""
+    query, key, value = torch.randn(3, 1, 4, 6, 8, dtype=torch.float64)
+    leaves = [query.requires_grad_(), key, value]
+    with mock.patch.object(context, "kernel_for", lambda *_, **__: Math()), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = alone(leaves)
+        (grad,) = torch.autograd.grad(out.sum(), query)
+    wanted, _ = dense_attention(*leaves, torch.ones(1, 6, 6, dtype=torch.bool).tril(), 8**-0.5)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grad, torch.autograd.grad(wanted.sum(), query)[0], rtol=0, atol=1e-12)
+
+
+def test_there_is_no_second_derivative() -> None:
+    tensors = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    (grad,) = torch.autograd.grad(alone(tensors).square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_only_inputs_output_and_lse_are_saved() -> None:
+    """No scores, no mask: memory for backward grows with the tokens, not with their square."""
+    plan = SequencePlan(ParallelLayout(1), 64, torch.arange(4).repeat_interleave(16)[None])
+    tensors = [torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3)]
+    saved: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ring_attention(*tensors, plan=plan, group=None, cp_rank=0, causal=True)
+    assert sorted(saved) == sorted([(1, 2, 64, 8)] * 4 + [(1, 2, 64)])
