@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = get_logger(__name__)
 
@@ -32,19 +29,21 @@ class LossMean:
     Args:
         device: where the losses are.
         filtered: leave batches whose loss is not finite out of the mean, with a warning that counts them.
-        group: ranks that hold other batches than this one, and itself; default: all.
+        counts: whether this rank's batches count: of the ranks of a replica, which have the same, one does.
     """
 
-    def __init__(self, device: torch.device, filtered: bool, group: ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, device: torch.device, filtered: bool, counts: bool = True) -> None:
         self._device = device
         self._filtered = filtered
+        self._counts = counts
         # float64, where the device has it: thousands of batches must not cost digits. Loss, items, and of finite
         # losses alone: loss, items; batches that are not finite; batches.
         self._sums = torch.zeros(6, dtype=torch.float64, device=device)
 
     def add(self, loss: torch.Tensor, items: torch.Tensor) -> None:
         """Add a batch: the mean loss over its ``items`` (a count), a scalar. A mean over nothing counts for nothing."""
+        if not self._counts:
+            return
         items = items.to(self._device).double()
         loss = loss.detach().to(self._device).double().mean()
         total = torch.where(items > 0, loss * items, 0.0)
@@ -54,8 +53,8 @@ class LossMean:
         self._sums += torch.stack([*values, (~finite).double(), torch.ones_like(total)])
 
     def result(self) -> Loss | None:
-        """The mean over all batches of the ranks of the group; None where there was no batch. Collective."""
-        distributed.all_reduce_sum(self._sums, group=self._group)
+        """The mean over all batches of all ranks; None where there was no batch. Collective."""
+        distributed.all_reduce_sum(self._sums)
         total, items, finite_total, finite_items, lost, batches = self._sums.tolist()
         if not batches:
             return None

@@ -68,13 +68,13 @@ class StepHooks(Parts):
             return self.accelerator.share_of(self.training_step(self.model_wrapped, own, **keywords))
 
     @contextmanager
-    def _own_part(self, inputs: Any) -> Iterator[Any]:
+    def _own_part(self, inputs: Any, needs_labels: bool = True) -> Iterator[Any]:
         """This rank's part of the replica's batch, and the cut that attention must know while it is worked on."""
         if self.sequence_cut is None:
             yield inputs
             return
         groups = self.groups
-        own, plan = self.sequence_cut.cut(inputs, groups.place.cp, groups.place.sp, needs_labels=True)
+        own, plan = self.sequence_cut.cut(inputs, groups.place.cp, groups.place.sp, needs_labels)
         with use_cut(plan, groups):  # around the backward pass too: recomputation runs attention again
             yield own
 
