@@ -12,6 +12,8 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.parallelism import take_over, tell_deepspeed
+from ds_trainer.engine.tensor_cut import completed_cut
+from ds_trainer.engine.tensor_repairs import keep_empty_slices
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 
@@ -32,12 +34,18 @@ class EvaluationEngine:
         config: the compiled configuration, of ZeRO stage 3.
         layout: where every rank stands.
         half: ``"bf16"`` or ``"fp16"`` to run in that precision; None for the configuration's.
+        whole_logits: as of the engine that trains: the model stays cut for it.
 
     Needs a process group.
     """
 
     def __init__(
-        self, model: nn.Module, config: CompiledConfig, layout: ParallelLayout, half: str | None = None
+        self,
+        model: nn.Module,
+        config: CompiledConfig,
+        layout: ParallelLayout,
+        half: str | None = None,
+        whole_logits: bool = False,
     ) -> None:
         import deepspeed
 
@@ -53,8 +61,10 @@ class EvaluationEngine:
             settings[half] = {"enabled": True}
         self.precision = half or next((name for name in _HALVES if config.get(f"{name}.enabled")), "fp32")
         self.deepspeed: DeepSpeedEngine
-        self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
+        with completed_cut(self.groups, whole_logits):
+            self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         take_over(self.deepspeed, mpu)
+        keep_empty_slices(self.deepspeed)
 
     def close(self) -> None:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""
