@@ -71,8 +71,7 @@ def separate_randomness(model: nn.Module, groups: ParallelGroups) -> None:
     for module in model.modules():
         if isinstance(module, (layers.LinearAllreduce, layers.SubParamLinearAllreduce)):
             module.register_forward_pre_hook(region.leave)
-        elif isinstance(module, layers.VocabParallelLinear):
-            continue
         elif isinstance(module, (layers.LinearLayer, layers.SubParamLinearLayer)):
-            if not getattr(module, "gather_output", False):
+            gathered = getattr(module, "gather_output", False) or isinstance(module, layers.VocabParallelLinear)
+            if not gathered:
                 module.register_forward_hook(region.enter)

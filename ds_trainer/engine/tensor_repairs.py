@@ -111,8 +111,10 @@ def mark_sliced_embeddings(model: nn.Module, group: Any) -> None:
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
     for module in model.modules():
-        meta = getattr(module.weight, DS_AUTOTP_UC_META, None) if isinstance(module, nn.Embedding) else None
-        if meta is not None and not is_sliced(module.weight):
-            weight: Any = module.weight
+        if not isinstance(module, nn.Embedding):
+            continue
+        weight: Any = module.weight
+        meta = getattr(weight, DS_AUTOTP_UC_META, None)
+        if meta is not None and not is_sliced(weight):
             weight.tensor_model_parallel = True
-            weight.gather_params = SlicedEmbedding(module, group, list(meta["partition_sizes"])).gather_params  # type: ignore[arg-type]
+            weight.gather_params = SlicedEmbedding(module, group, list(meta["partition_sizes"])).gather_params

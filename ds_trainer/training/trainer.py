@@ -143,7 +143,7 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
         own_loss = is_overridden(self, Trainer, "compute_loss")
         loss_function = compute_loss_func is not None
-        check_model(self.model, self.args, self.compiled, own_loss=own_loss, loss_function=loss_function)
+        check_model(self.model, self.args, self.compiled, self.layout, own_loss=own_loss, loss_function=loss_function)
         self.label_smoother = label_smoother(self.model, self.args.label_smoothing_factor, self.label_names)
         self._engine: TrainingEngine | None = None
         self.create_accelerator_and_postprocess()
@@ -268,7 +268,9 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
         self._group_members = members_of(optimizer)
-        self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout, compile_options(self.args))
+        self._engine = TrainingEngine(
+            self.model, optimizer, self.compiled, self.layout, compile_options(self.args), self._reads_logits
+        )
         self.optimizer = self._engine.basic_optimizer
         if self.lr_scheduler is None:
             self.lr_scheduler = self._engine.own_schedule or self.create_scheduler(num_training_steps, self.optimizer)

@@ -13,6 +13,7 @@ from ds_trainer.arguments.enums import DebugOption
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.activation_checkpointing import SECTION, checkpoint_with_deepspeed
+from ds_trainer.engine.tensor_plan import cut_problems
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.label_smoothing import smoothing_problems
 from ds_trainer.training.model.cache import without_cache
@@ -30,6 +31,7 @@ def check_model(
     model: nn.Module,
     args: TrainingArguments,
     compiled: CompiledConfig,
+    layout: ParallelLayout,
     *,
     own_loss: bool = False,
     loss_function: bool = False,
@@ -40,6 +42,7 @@ def check_model(
         model: the model as it was handed in.
         args: what is asked for.
         compiled: what DeepSpeed is told.
+        layout: where every rank stands.
         own_loss: a subclass computes the loss (``compute_loss``).
         loss_function: a ``compute_loss_func`` does.
 
@@ -47,6 +50,7 @@ def check_model(
         ConfigError: with a sentence for each problem.
     """
     problems = [] if own_loss or loss_function else head_problems(model)
+    problems += cut_problems(model, compiled, layout.tp)
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:
@@ -56,6 +60,11 @@ def check_model(
         problems.append(f"liger_kernel_config={args.liger_kernel_config} needs use_liger_kernel=True.")
     if args.use_liger_kernel:
         problems += liger_problems(model, args.liger_kernel_config, args.device_type)
+        if layout.tp > 1:
+            problems.append(
+                f"use_liger_kernel=True and tensor_parallel_size={layout.tp}: Liger's loss multiplies with the head's "
+                "weight itself, of which a rank has a slice. Set one of them back."
+            )
     if args.neftune_noise_alpha is not None:
         problems += noise_problems(model)
     if _watches(args):
