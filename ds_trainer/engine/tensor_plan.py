@@ -16,6 +16,9 @@ from ds_trainer.config.compiled import CompiledConfig
 CUT_BY_NAME = ("bart", "bert", "gpt_neox", "gptj", "opt", "t5")
 """Families without a plan of their own (``config.model_type``) that come out exact when cut by the names of layers."""
 
+PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
+"""What DeepSpeed 0.19.8 knows as ``preset_model``; any other name it passes over without a word."""
+
 _SECTION = "tensor_parallel"
 _OWN_PLAN = "Say what to cut in tensor_parallel.partition_config of the DeepSpeed configuration"
 _HEADS = ("lm_head", "embed_out")  # where DeepSpeed looks for a head
@@ -31,6 +34,9 @@ def cut_problems(model: nn.Module, config: CompiledConfig, tp: int) -> list[str]
     if config.get(f"{_SECTION}.vocab_parallel_lm_head") is True:
         problems += _head_problems(model, config, tp)
     try:
+        if (preset := config.get(f"{_SECTION}.preset_model")) is not None and preset.lower() not in PRESETS:
+            said = config.said(f"{_SECTION}.preset_model")
+            return [*problems, f"{said} is none of DeepSpeed's: {', '.join(PRESETS)}."]
         specs = _given_specs(config)
         if specs is None:
             specs, refused = _own_specs(model)

@@ -96,7 +96,7 @@ _OPT = dict(
     dropout=0.0,
     word_embed_proj_dim=32,
 )
-_BERT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, is_decoder=True)
+_BERT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 _HEADS_OF_3 = dict(num_attention_heads=3, hidden_size=48, head_dim=16)
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -119,8 +119,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         **{**_OPT, "hidden_size": 48, "word_embed_proj_dim": 48, "num_attention_heads": 3},
     ),
     "gptj": partial(of_family, "GPTJ", "GPTJForCausalLM", rotary_dim=4, **_GPT_LIKE),
-    "bert": partial(of_family, "Bert", "BertLMHeadModel", **{**_LLAMA_LIKE, **_BERT}),
+    "bert": partial(of_family, "Bert", "BertForMaskedLM", **{**_LLAMA_LIKE, **_BERT}),
     "t5": partial(of_family, "T5", "T5ForConditionalGeneration", **_T5),
     "bart": partial(of_family, "Bart", "BartForConditionalGeneration", **_BART),
 }
-ENCODER_DECODERS = ("t5", "bart")
+UNSHIFTED = ("bert", "t5", "bart")  # compare position t with label t
