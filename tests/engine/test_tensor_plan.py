@@ -78,7 +78,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any], str]] = {
         {},
         "strict_mode is on, and nothing in partition_config is about model.layers.0.self_attn.q_proj.weight",
     ),
-    "an unknown preset": (tiny_llama, {"preset_model": "lama"}, {}, preset_model=.lama. .* is none of DeepSpeed's: .*llama),
+    "an unknown preset": (
+        tiny_llama,
+        {"preset_model": "lama"},
+        {},
+        "preset_model=.lama. .*is none of .*: llama, bloom",
+    ),
     "an unknown kind": (tiny_llama, _specs((".*", "diagonal")), {}, "diagonal"),
     "adapters": (_lora, None, {}, "wrapped by an adapter library"),
     "no head": (Mixer, {**MIXER_CUT["tensor_parallel"], "vocab_parallel_lm_head": True}, {}, "Mixer has 0 layers"),
