@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from ds_trainer.arguments.checks import parallel_sizes
+from ds_trainer.arguments.checks import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
@@ -26,6 +26,7 @@ from ds_trainer.config.schema_values import AUTO
 from ds_trainer.config.user_config import read_user_config
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.utils.errors import ConfigError
 
@@ -87,6 +88,8 @@ def compile_config(
     _engine(draft, args)
     draft.take_the_rest()
     problems += [sentence for _, sentence in findings] + draft.problems
+    said = [f"{name}={value} ({args.where(name)})" for name in PARALLEL_SIZES if (value := getattr(args, name)) > 1]
+    problems += layout_problems(shape or ModelShape(), layout, " and ".join(said))
     if problems:  # rules would blame values that are in doubt
         raise ConfigError(problems)
     broken = broken_rules(Case(draft.config, args, layout, device, environment, client_optimizer))

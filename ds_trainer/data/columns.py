@@ -44,12 +44,13 @@ def takes_any_name(model: nn.Module) -> bool:
 
 
 def find_label_names(model: nn.Module) -> list[str]:
-    """The arguments of ``model.forward`` that are labels: those with "label" in their name; of models for question
-    answering the start and end positions too. Empty where there are none.
+    """The arguments of ``model.forward`` that are labels: those with "label" in their name, without ``shift_labels``
+    (the same labels once more); of models for question answering the start and end positions too. Empty where there
+    are none.
     """
     core = base_model(model)
     spans = _SPAN_LABELS if any("QuestionAnswering" in base.__name__ for base in type(core).__mro__) else ()
-    return [name for name in forward_names(core) if "label" in name or name in spans]
+    return [name for name in forward_names(core) if ("label" in name and name != "shift_labels") or name in spans]
 
 
 def wanted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] | None:

@@ -1,7 +1,8 @@
-"""``EvaluationEngine``: ZeRO-3 without an optimizer, for a model that is evaluated before it is trained, or never.
+"""``EvaluationEngine``: the layout without an optimizer, for a model that is evaluated before it is trained, or never.
 
-The weights are spread over all ranks and gathered layer by layer in the forward pass, so that a model larger than one
-device can be evaluated. DeepSpeed calls this ZeRO-Inference.
+With ZeRO-3 the weights are spread over all ranks and gathered layer by layer in the forward pass, which DeepSpeed calls
+ZeRO-Inference; with tensor parallelism every rank holds its slices. Either way a model that is larger than one device
+can be evaluated. The training engine that is built next takes the model as it is then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.parallelism import take_over, tell_deepspeed
 from ds_trainer.engine.tensor_cut import completed_cut
 from ds_trainer.engine.tensor_repairs import keep_empty_slices
+from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 
@@ -23,17 +25,18 @@ if TYPE_CHECKING:
 # Blocks about training; DeepSpeed would look for an optimizer.
 _OF_TRAINING = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps")
 _ZERO_OF_TRAINING = ("offload_optimizer", "zenflow")
-_HALVES = ("bf16", "fp16")
 
 
 class EvaluationEngine:
-    """A DeepSpeed engine that runs forward passes over weights sharded by ZeRO-3.
+    """A DeepSpeed engine that runs forward passes over sharded (ZeRO-3) or sliced (tensor parallelism) weights.
+
+    Below ZeRO-3 the weights keep their own number format.
 
     Args:
         model: the module, on any device; it is sharded in place.
-        config: the compiled configuration, of ZeRO stage 3.
+        config: the compiled configuration.
         layout: where every rank stands.
-        half: ``"bf16"`` or ``"fp16"`` to run in that precision; None for the configuration's.
+        half: ``"bf16"`` or ``"fp16"`` to run in that precision with ZeRO-3; None for the configuration's.
         whole_logits: as of the engine that trains: the model stays cut for it.
 
     Needs a process group.
@@ -56,10 +59,15 @@ class EvaluationEngine:
             settings.pop(name, None)
         for name in _ZERO_OF_TRAINING:
             settings["zero_optimization"].pop(name, None)
-        if half is not None:
-            settings = {key: value for key, value in settings.items() if key not in (*_HALVES, "torch_autocast")}
+        self.precision = half or precision_of(config)
+        if config.get("zero_optimization.stage") < 3:
+            # Lower stages shard what belongs to an optimizer, and half precision would round the weights for good.
+            settings["zero_optimization"] = {"stage": 0}
+            settings = {key: value for key, value in settings.items() if key not in HALF_TYPES}
+            self.precision = "fp32"
+        elif half is not None:
+            settings = {key: value for key, value in settings.items() if key not in (*HALF_TYPES, "torch_autocast")}
             settings[half] = {"enabled": True}
-        self.precision = half or next((name for name in _HALVES if config.get(f"{name}.enabled")), "fp32")
         self.deepspeed: DeepSpeedEngine
         with completed_cut(self.groups, whole_logits):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)

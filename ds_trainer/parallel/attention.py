@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ds_trainer.parallel.context import ring_attention
+from ds_trainer.parallel.context import cast_for_attention, ring_attention
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.sequence import gather_heads, scatter_heads
 from ds_trainer.parallel.sequence_plan import SequencePlan
@@ -112,6 +112,7 @@ def attention(
     cut.calls += 1
     exchanged = cut.plan.layout.sp > 1
     if exchanged:
+        query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))  # travel at half the size
         query, key, value = scatter_heads(query, key, value, cut.groups.sp)
     result = ring_attention(
         query,

@@ -65,7 +65,7 @@ def ring_attention(
     Raises:
         ValueError: shapes, dtypes, group or rank do not fit together, or the window is not positive.
     """
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))
     _check(query, key, value, plan, group, cp_rank, window)
     blocks = attention_blocks(plan, cp_rank, causal, window)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -123,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
                     grad_query.add(rows, part_query)
                     grad_key.add(columns, part_key)
                     grad_value.add(columns, part_value)
-                if ring.size == 1:
+                if ring.size == 1:  # nothing travels, nothing is packed
                     of_key, of_value = grad_key.total(), grad_value.total()
                     break
                 packed = _pack(grad_key.total().to(dtype), grad_value.total().to(dtype))
@@ -265,7 +265,8 @@ def _unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
 # -- inputs --------------------------------------------------------------------------------------------------------
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def cast_for_attention(tensor: Tensor) -> Tensor:
+    """``tensor`` in the dtype in which attention computes: that of autocast, as torch's own attention casts."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -310,5 +311,7 @@ def _check(
     ranks = 1 if group is None else group.size()
     if ranks != cp:
         raise ValueError(f"the plan has {cp} context-parallel ranks, the group {ranks}")
+    if group is not None and group.rank() != cp_rank:
+        raise ValueError(f"cp_rank={cp_rank}, but this is rank {group.rank()} of the group")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1 token; None for no window")

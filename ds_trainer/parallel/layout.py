@@ -12,8 +12,10 @@ and sees other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_trainer.utils.errors import ConfigError
@@ -65,11 +67,12 @@ class ParallelLayout:
             raise ConfigError(problems)
         replica = self.tp * self.cp * self.sp
         if self.world_size % replica:
-            fits = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            nearest = nearest_sizes(self.world_size, self.tp, self.cp, self.sp)
+            near = " or ".join(describe_sizes(*sizes) for sizes in nearest)
             ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             raise ConfigError(
                 f"{ranks} cannot be divided by tensor {self.tp} x context {self.cp} x sequence "
-                f"{self.sp} = {replica}. Choose sizes whose product is one of {', '.join(fits)}, or start "
+                f"{self.sp} = {replica}. Choose {near}, or start "
                 f"{replica * max(1, round(self.world_size / replica))} ranks."
             )
         object.__setattr__(self, "dp", self.world_size // replica)
@@ -135,7 +138,63 @@ class ParallelLayout:
         """Ranks that work on the same samples: ``cp * sp * tp``."""
         return self.cp * self.sp * self.tp
 
+    @property
+    def length_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of to be cut: ``2 x cp x sp``."""
+        return 2 * self.cp * self.sp
+
+    @property
+    def speakers(self) -> list[int]:
+        """The first rank of each replica, on which what is the same on all ranks of a replica is counted."""
+        return [self.rank_at(dp=dp) for dp in range(self.dp)]
+
+    def speaks(self, rank: int) -> bool:
+        """Whether ``rank`` is one of :attr:`speakers`."""
+        _, *within_replica = self.coordinates(rank)
+        return not any(within_replica)
+
     def describe(self) -> str:
         """``"dp 4 x cp 1 x sp 1 x tp 2 = 8 ranks"``."""
         product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True))
         return f"{product} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
+
+Sizes = tuple[int, int, int]
+"""Ranks of tensor, context and sequence parallelism; the rest of the world is data parallelism."""
+
+
+def nearest_sizes(
+    world_size: int, tp: int, cp: int, sp: int, fits: Callable[[Sizes], bool] = lambda sizes: True, count: int = 3
+) -> list[Sizes]:
+    """The sizes nearest to those asked for that divide a world of ``world_size`` ranks, nearest first.
+
+    Near is measured in doublings, summed over the axes; what was asked for as 1 stays 1 where anything else fits. With
+    equal distance the larger replica comes first: it holds a larger model.
+
+    Args:
+        world_size: number of ranks.
+        tp, cp, sp: what was asked for.
+        fits: what else must hold.
+        count: how many at most.
+    """
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    asked = (tp, cp, sp)
+
+    def distance(sizes: Sizes) -> tuple[int, float, int]:
+        new_axes = sum(size > 1 == wanted for size, wanted in zip(sizes, asked, strict=True))
+        doublings = sum(abs(log2(size / wanted)) for size, wanted in zip(sizes, asked, strict=True))
+        replica = sizes[0] * sizes[1] * sizes[2]
+        return new_axes, round(doublings, 6), -replica
+
+    found = [
+        (a, b, c)
+        for a, b, c in itertools.product(divisors, repeat=3)
+        if world_size % (a * b * c) == 0 and (a, b, c) != asked and fits((a, b, c))
+    ]
+    return sorted(found, key=distance)[:count]
+
+
+def describe_sizes(tp: int, cp: int, sp: int) -> str:
+    """``"tensor 2 x sequence 2"``: the axes that have more than one rank."""
+    named = (("tensor", tp), ("context", cp), ("sequence", sp))
+    return " x ".join(f"{name} {size}" for name, size in named if size > 1) or "data parallelism alone"

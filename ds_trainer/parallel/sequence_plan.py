@@ -56,4 +56,4 @@ class SequencePlan:
 
 def multiple_of(layout: ParallelLayout) -> int:
     """What the length of a sequence must be a multiple of to be cut: ``2 x cp x sp``."""
-    return 2 * layout.cp * layout.sp
+    return layout.length_multiple

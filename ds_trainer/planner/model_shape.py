@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Configurations name the width of the residual stream differently, and composite ones nest it.
 _WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "dim")
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class ModelShape:
         source: where ``hidden_size`` was read, for messages and origins.
         transformer: its layers in numbers, for the families that :mod:`ds_trainer.planner.transformer_shape` knows;
             None for any other model.
+        max_length: tokens of the longest sequence that it was made for; None when unknown.
     """
 
     hidden_size: int | None = None
     source: str = "unknown"
     transformer: Transformer | None = None
+    max_length: int | None = None
 
     @classmethod
     def from_config(cls, config: Any, source: str = "model config", class_name: str | None = None) -> ModelShape:
@@ -46,7 +49,8 @@ class ModelShape:
         values = _as_mapping(config)
         widths = _widths(values, source)
         width, where = max(widths) if widths else (None, "unknown")
-        return cls(width, where, read_transformer(values, class_name))
+        lengths = [values[name] for name in _LENGTH_NAMES if isinstance(values.get(name), int) and values[name] > 0]
+        return cls(width, where, read_transformer(values, class_name), max(lengths, default=None))
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelShape:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.data.sequence_cut import IGNORED as IGNORED  # as in torch's cross-entropy and Hugging Face's collators
 from ds_trainer.training.batches import labels_in, number_of_samples
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils.errors import ConfigError
@@ -32,7 +33,6 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-IGNORED = -100  # label of a position that is no target, as in torch's cross-entropy and Hugging Face's collators
 _SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # Hugging Face loss types that shift labels inside
 _GRAPH_NODES_LOOKED_AT = 200
 

@@ -35,8 +35,10 @@ from ds_trainer.training.label_smoothing import label_smoother
 from ds_trainer.training.loss import loss_rule_of
 from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.training.model.preparation import adapt_model, check_model, prepared_for_training
+from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.sequence import sequence_cut_of
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils import distributed
@@ -154,6 +156,14 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
             loss_function=loss_function,
             smoothed=self.label_smoother is not None,
         )
+        self.sequence_cut = sequence_cut_of(
+            self.model,
+            self.layout,
+            self.label_names,
+            processing_class,
+            loss_function=compute_loss_func,
+            own_loss=own_loss,
+        )
         self._look_at_hooks()
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
@@ -263,6 +273,7 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
     def _build(self, num_training_steps: int) -> None:
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
         adapt_model(self.model, self.args, self.compiled, self.processing_class)
+        use_split_attention(self.model, self.layout)
         self.create_optimizer_and_scheduler(num_training_steps)
         self._check_optimizer_and_schedule()
         check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))

@@ -114,8 +114,7 @@ class WorkCounter:
         self.peak = peak_of(trainer)
         self.has_tokens = False
         self.counts_operations = False
-        _, *within_replica = trainer.layout.coordinates(distributed.rank())
-        self._speaks = not any(within_replica)
+        self._speaks = trainer.layout.speaks(distributed.rank())
         self._mode = trainer.args.include_num_input_tokens_seen
         self._warned = False
         self._begin()

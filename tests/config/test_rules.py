@@ -239,6 +239,11 @@ EXAMPLES: dict[str, Example] = {
         {"activation_checkpointing": True, "deepspeed": {"activation_checkpointing": {"cpu_checkpointing": True}}},
         {"device": "cuda"},
     ),
+    "batch-size-search-needs-one-rank-a-replica": Example(
+        {"auto_find_batch_size": True, "world": 2, "tensor_parallel_size": 2},
+        {"tensor_parallel_size": 1},
+        ("auto_find_batch_size=True (argument)", "tensor_parallel_size=2 (argument)"),
+    ),
     "partitioned-activations-need-tensor-parallelism": Example(
         {
             "activation_checkpointing": True,

@@ -58,14 +58,20 @@ def case(cp: int, sp: int, queries: int, keys: int, rule: str, rows: str, double
     )
 
 
-@pytest.mark.parametrize(("cp", "sp"), LAYOUTS)
-def test_a_cut_sequence_gives_what_one_process_gives(cp: int, sp: int) -> None:
-    heads = [(8, 8), (8, 2), (8, 1), (12, 6), (24, 3)]
-    for index, (queries, keys) in enumerate(heads):
+def cases(cp: int, sp: int) -> dict[tuple[Any, ...], float]:
+    """Every division of heads with every rule in one go."""
+    found = {}
+    for index, (queries, keys) in enumerate([(8, 8), (8, 2), (8, 1), (12, 6), (24, 3)]):
         for rule in RULES:
             rows = ("whole", "packed", "padded")[index % 3] if rule != "causal" else "whole"
-            answers = pool(cp * sp).run(case, cp, sp, queries, keys, rule, rows, True)
-            assert max(answers) < 1e-10, (queries, keys, rule, rows, answers)
+            found[queries, keys, rule, rows] = case(cp, sp, queries, keys, rule, rows, True)
+    return found
+
+
+@pytest.mark.parametrize(("cp", "sp"), LAYOUTS)
+def test_a_cut_sequence_gives_what_one_process_gives(cp: int, sp: int) -> None:
+    for answer in pool(cp * sp).run(cases, cp, sp):
+        assert max(answer.values()) < 1e-10, answer
 
 
 @pytest.mark.parametrize("rows", ["whole", "packed", "padded"])
@@ -78,6 +84,34 @@ def test_documents_and_padding(rule: str, rows: str) -> None:
 
 def test_replicas_beside_each_other_do_not_mix() -> None:
     assert max(pool(4).run(case, 1, 2, 8, 2, "causal", "packed", True)) < 1e-10
+
+
+def autocast_case() -> tuple[list[str], float]:
+    """What travels under autocast, and how far the result is from attention of one process under autocast."""
+    layout = ParallelLayout(2, sp=2)
+    groups = parallel_groups(layout)
+    plan = SequencePlan(layout, LENGTH)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 4, LENGTH, DIM)  # rotary embeddings leave float32 behind, a linear layer does not
+    value = torch.randn(1, 2, LENGTH, DIM, dtype=torch.bfloat16)
+    part = plan.positions(0, groups.place.sp)
+    sent: list[str] = []
+    real = dist.all_to_all_single
+    dist.all_to_all_single = lambda out, given, **rest: (sent.append(str(given.dtype)), real(out, given, **rest))[1]
+    try:
+        with torch.autocast("cpu", torch.bfloat16), use_cut(plan, groups):
+            result = attention(*(tensor[:, :, part] for tensor in (query, key[:, :2], value)))
+    finally:
+        dist.all_to_all_single = real
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = attention(query, key[:, :2], value)
+    assert result.dtype == expected.dtype == torch.bfloat16
+    return sent, float((result - expected[:, :, part]).abs().max())
+
+
+def test_under_autocast_half_as_much_travels() -> None:
+    for sent, apart in pool(2).run(autocast_case):
+        assert sent == ["torch.bfloat16"] * 2 and apart < 0.03
 
 
 def test_another_order_of_heads_is_seen() -> None:

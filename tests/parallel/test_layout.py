@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.parallel.layout import AXES, ParallelLayout
+from ds_trainer.parallel.layout import AXES, ParallelLayout, nearest_sizes
 from ds_trainer.utils.errors import ConfigError
 
 sizes = st.integers(1, 5)
@@ -57,8 +59,47 @@ def test_tensor_parallel_ranks_are_neighbours_then_sequence_then_context() -> No
 
 
 def test_indivisible_world_names_all_sizes_and_what_would_fit() -> None:
-    with pytest.raises(ConfigError, match=r"8 ranks cannot be divided by tensor 3 x context 1 x sequence 1 = 3.*1, 2"):
+    words = (
+        "8 ranks cannot be divided by tensor 3 x context 1 x sequence 1 = 3. Choose tensor 4 or tensor 2 or tensor 8, "
+        "or start 9 ranks."
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
         ParallelLayout(8, tp=3)
+    with pytest.raises(ConfigError, match=r"Choose tensor 4 x sequence 2 or tensor 2 x sequence 2 or "):
+        ParallelLayout(16, tp=3, sp=2)
+    with pytest.raises(ConfigError, match=r"1 rank cannot be .* Choose data parallelism alone, or start 2 ranks"):
+        ParallelLayout(1, tp=2)
+
+
+@given(st.integers(1, 32), sizes, sizes, sizes)
+def test_the_nearest_sizes_fit_and_none_nearer_is_left_out(world: int, tp: int, cp: int, sp: int) -> None:
+    found = nearest_sizes(world, tp, cp, sp)
+    assert len(set(found)) == len(found) <= 3 and (tp, cp, sp) not in found
+
+    def distance(each: tuple[int, int, int]) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(each, (tp, cp, sp), strict=True))
+
+    assert all(ParallelLayout(world, *each).world_size == world for each in found)  # none is refused
+    steps = range(1, world + 1)
+    same_axes = (
+        [
+            each
+            for each in itertools.product(steps, steps, steps)
+            if world % math.prod(each) == 0
+            and each != (tp, cp, sp)
+            and not any(size > 1 == wanted for size, wanted in zip(each, (tp, cp, sp), strict=True))
+        ]
+        if world <= 12
+        else []
+    )
+    if same_axes:
+        assert distance(found[0]) == pytest.approx(min(map(distance, same_axes)))
+
+
+@given(layouts)
+def test_one_rank_of_a_replica_speaks(layout: ParallelLayout) -> None:
+    assert [rank for rank in range(layout.world_size) if layout.speaks(rank)] == layout.speakers
+    assert [layout.coordinates(rank).dp for rank in layout.speakers] == list(range(layout.dp))
 
 
 def test_every_bad_size_is_reported_at_once() -> None:

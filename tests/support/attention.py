@@ -25,7 +25,7 @@ def allowed_pairs(plan: SequencePlan, batch: int, causal: bool, window: int | No
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, differentiable by autograd. ``allowed``: ``[batch, queries, keys]``; empty rows give 0."""
+    """Output and log-sum-exp, differentiable by autograd. ``allowed``: ``[batch, queries, keys]``; empty rows: 0."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~allowed[:, None], -math.inf)
     lse = scores.logsumexp(-1)

@@ -47,11 +47,14 @@ def tied(seed: int = 0) -> nn.Module:
 
 
 def multi_head(seed: int = 0) -> nn.Module:
-    """A Phi: every head has its own keys; biases everywhere, also in the head; half of each head is rotated."""
+    """A Phi: every head has its own keys; biases everywhere, also in the head.
+
+    All of a head is rotated: a bias of keys that are not has a gradient of zero, and Adam makes steps of its rounding.
+    """
     from transformers import PhiConfig, PhiForCausalLM
 
     torch.manual_seed(seed)
-    return PhiForCausalLM(PhiConfig(**_SHAPE, num_key_value_heads=8, resid_pdrop=0.0, embd_pdrop=0.0))
+    return PhiForCausalLM(PhiConfig(**_SHAPE, num_key_value_heads=8, partial_rotary_factor=1.0))
 
 
 class _Block(nn.Module):
@@ -59,7 +62,8 @@ class _Block(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.query, self.value = nn.Linear(width, width), nn.Linear(width, width)
+        self.key = nn.Linear(width, width, bias=False)  # the softmax would not see a bias: see multi_head
         self.out = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 

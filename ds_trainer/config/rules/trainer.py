@@ -102,6 +102,15 @@ TRAINER = (
         "Remove pipeline; use tensor_parallel_size or ZeRO-3 for models that do not fit.",
     ),
     Rule(
+        "batch-size-search-needs-one-rank-a-replica",
+        "What the Trainer does itself",
+        ("auto_find_batch_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
+        lambda c: c.args.auto_find_batch_size and c.layout.replica_size > 1,
+        "the search rehearses forward passes in which no rank waits for another, but ranks of one replica do in every "
+        "layer",
+        "Set auto_find_batch_size=False and a per_device_train_batch_size that fits, or the parallel sizes to 1.",
+    ),
+    Rule(
         "hybrid-engine",
         "What the Trainer does itself",
         ("hybrid_engine.enabled",),

@@ -3,6 +3,10 @@
 accelerate's operations do the work. What is added: they never see shapes that do not fit (gloo ends the process for
 those, NCCL hangs), and what is gathered for metrics is exact, since evaluation here repeats no sample and ranks may
 hold unequal numbers of them.
+
+The ranks of a replica (tensor, context, sequence parallelism) hold the same, so its first rank speaks for all of them,
+and everyone hears it. While a batch is cut along its sequences (inside ``compute_loss``) each rank of a sequence group
+holds other tokens: then all of these speak, and only tensor-parallel ranks are silent.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.parallel.attention import active_cut
 from ds_trainer.training.accelerator.processes import Processes
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -26,6 +31,18 @@ class Collectives(Processes):
     _filler = False
     _triggered = False
 
+    @property
+    def _speakers(self) -> list[int]:
+        """Ranks whose data differ now."""
+        if active_cut() is not None:
+            return self._layout.groups(("dp", "cp", "sp"))[0]
+        return self._layout.speakers
+
+    @property
+    def _counts(self) -> bool:
+        """Whether what this rank computed from the current batch is to be heard."""
+        return not self._filler and self.process_index in self._speakers
+
     @contextmanager
     def batch(self, inputs: Any) -> Iterator[None]:
         """The batch that is worked on, told by the loop: what is computed from a filler counts for nothing."""
@@ -36,7 +53,7 @@ class Collectives(Processes):
             self._filler = False
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks, concatenated along the first dimension in rank order; 0-d tensors become ``[ranks]``.
+        """Tensors of all replicas, concatenated along the first dimension in their order; 0-d ones are one row each.
 
         Args:
             tensor: a tensor or a nest of them, with the same shapes on all ranks.
@@ -48,10 +65,16 @@ class Collectives(Processes):
             return _leaves(_one_dimensional, tensor)
         self._joined()
         self._check(tensor, "gather", _shape, "Use gather_for_metrics, or pad_across_processes first.")
-        return _operations().gather(tensor)
+        speakers = self._speakers
+        everything = _operations().gather(tensor)
+        if len(speakers) == self.num_processes:
+            return everything
+        return _leaves(
+            lambda found: torch.cat([found.chunk(self.num_processes)[rank] for rank in speakers]), everything
+        )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What all ranks computed from the current batch, exactly: nothing twice, nothing padded, fillers left out.
+        """What was computed from the current batches, exactly: nothing twice, nothing padded, fillers left out.
 
         Args:
             input_data: a tensor or a nest of them, whose first dimensions may differ over the ranks; or a list of
@@ -59,8 +82,8 @@ class Collectives(Processes):
             use_gather_object: send tensors as objects; shapes are free then.
 
         Returns:
-            Tensors concatenated in rank order, or the concatenated list. After a loader of :meth:`prepare`, which
-            repeats samples to fill the last batch, the repeated ones are cut off.
+            Tensors concatenated in the order of the replicas, or the concatenated list. After a loader of
+            :meth:`prepare`, which repeats samples to fill the last batch, the repeated ones are cut off.
 
         Raises:
             ConfigError: types, or dimensions other than the first, differ over the ranks.
@@ -71,7 +94,7 @@ class Collectives(Processes):
         remedy = "Pad those dimensions with pad_across_processes, or pass use_gather_object=True."
         objects = self._check(input_data, "gather_for_metrics", _shape_of_row, remedy, use_gather_object)
         if objects:
-            everything = _operations().gather_object([] if self._filler else input_data)
+            everything = _operations().gather_object(input_data if self._counts else [])
         else:
             everything = self._gather_rows(input_data)
         return _without_repeated(everything, objects)
@@ -79,7 +102,8 @@ class Collectives(Processes):
     def _gather_rows(self, data: Any) -> Any:
         """Concatenation along the first dimension, of as many rows as each rank has."""
         rows: list[int] = []
-        _leaves(lambda t: rows.append(0 if self._filler else t.shape[0] if t.dim() else 1), data)
+        counts_here = self._counts
+        _leaves(lambda t: rows.append(0 if not counts_here else t.shape[0] if t.dim() else 1), data)
         if not rows:
             return data
         gather = _operations().gather
@@ -102,7 +126,7 @@ class Collectives(Processes):
         return _leaves(of_all, data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Element-wise ``"sum"``, ``"mean"`` or ``"max"`` over all ranks, on every rank, as new tensors.
+        """Element-wise ``"sum"``, ``"mean"`` or ``"max"`` over all replicas, on every rank, as new tensors.
 
         Args:
             tensor: a tensor or a nest of them, with the same shapes on all ranks.
@@ -120,7 +144,13 @@ class Collectives(Processes):
             return _leaves(torch.clone, tensor)
         self._joined()
         self._check(tensor, "reduce", _shape, "Make them equal with pad_across_processes.")
-        return _operations().reduce(tensor, reduction)
+        speakers = self._speakers
+        if len(speakers) == self.num_processes or reduction == "max":
+            return _operations().reduce(tensor, reduction)
+        if self.process_index not in speakers:
+            tensor = _leaves(torch.zeros_like, tensor)
+        total = _operations().reduce(tensor, "sum")
+        return _leaves(lambda found: found / len(speakers), total) if reduction == "mean" else total
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along ``dim`` to the largest size that it has on any rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,14 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import matching_state
+
+
+class _Replica(NamedTuple):
+    """What accelerate's ``split_between_processes`` asks its state, with replicas in the place of processes."""
+
+    num_processes: int
+    process_index: int
+    device: torch.device
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:
@@ -42,7 +50,7 @@ class Processes:
 
     @property
     def num_processes(self) -> int:
-        """Ranks of the job."""
+        """Ranks of the job, those of one replica too; ``trainer.layout.dp`` is how many see different samples."""
         return self._layout.world_size
 
     @property
@@ -130,18 +138,20 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's consecutive part of a list, tuple, tensor, dict of them, or dataset.
+        """This replica's consecutive part of a list, tuple, tensor, dict of them, or dataset; its ranks have the same.
 
         Args:
             inputs: the whole, equal on all ranks.
-            apply_padding: repeat the last element so that all ranks get equally many.
+            apply_padding: repeat the last element so that all replicas get equally many.
         """
         if not self.use_distributed:
             yield inputs
             return
         # accelerate writes the parts into a dict that it is given
         whole = dict(inputs) if isinstance(inputs, dict) else inputs
-        with self._joined().split_between_processes(whole, apply_padding=apply_padding) as part:
+        state = self._joined()
+        replica = _Replica(self._layout.dp, self._layout.coordinates(self.process_index).dp, self.device)
+        with type(state).split_between_processes(replica, whole, apply_padding=apply_padding) as part:
             yield part
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.evaluation.nested import joined, leaves_of, map_leaves
 from ds_trainer.utils import distributed
@@ -45,13 +46,13 @@ def gather_rounds(tree: Any, filler: bool, layout: ParallelLayout, as_objects: b
     """
     if as_objects:
         everything = distributed.gather_objects((filler, map_leaves(_to_host, tree)))
-        trees = [everything[rank][1] for rank in _speakers(layout) if not everything[rank][0]]
+        trees = [everything[rank][1] for rank in layout.speakers if not everything[rank][0]]
         return _joined(trees, samples_in_lists=True)
     parts = distributed.gather_objects(_describe(tree, filler))
     problem = next((part.problem for part in parts if part.problem), None)
     if problem:
         raise ConfigError(problem)
-    speaking = [rank for rank in _speakers(layout) if not parts[rank].filler]
+    speaking = [rank for rank in layout.speakers if not parts[rank].filler]
     template = parts[speaking[0]].structure
     if any(parts[rank].structure != template for rank in speaking):
         raise ConfigError(
@@ -60,16 +61,9 @@ def gather_rounds(tree: Any, filler: bool, layout: ParallelLayout, as_objects: b
         )
     if distributed.world_size() == 1:
         return _joined([tree])
-    received = _exchange(leaves_of(tree), parts)
-    return _joined([_filled(template, received[rank]) for rank in speaking])
-
-
-def _speakers(layout: ParallelLayout) -> list[int]:
-    """One rank of each replica, in the order of the replicas."""
-    first: dict[int, int] = {}
-    for rank in range(layout.world_size):
-        first.setdefault(layout.coordinates(rank).dp, rank)
-    return [first[dp] for dp in sorted(first)]
+    received = _exchange(leaves_of(tree), [parts[rank] for rank in layout.speakers], parallel_groups(layout))
+    pairs = zip(layout.speakers, received, strict=True)
+    return _joined([_filled(template, tensors) for rank, tensors in pairs if rank in speaking])
 
 
 def _describe(tree: Any, filler: bool) -> _Part:
@@ -83,8 +77,12 @@ def _describe(tree: Any, filler: bool) -> _Part:
     )
 
 
-def _exchange(leaves: list[torch.Tensor], parts: list[_Part]) -> list[list[torch.Tensor]]:
-    """The tensors of every rank. One collective, in bytes, so that the dtype does not matter."""
+def _exchange(leaves: list[torch.Tensor], parts: list[_Part], groups: ParallelGroups) -> list[list[torch.Tensor]]:
+    """The tensors of one rank of every replica; in bytes, so that the dtype does not matter.
+
+    Those ranks gather from each other and then tell their replica: a rank receives no tensor more than once, and all
+    ranks have the same bits.
+    """
     sizes = [sum(_room(shape, dtype) for shape, dtype in part.tensors) for part in parts]
     device = distributed.collective_device()
     mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -94,10 +92,17 @@ def _exchange(leaves: list[torch.Tensor], parts: list[_Part]) -> list[list[torch
         mine[start : start + flat.numel()] = flat
         start += _room(tuple(leaf.shape), leaf.dtype)
     everything = mine.new_empty(len(parts) * mine.numel())
-    dist.all_gather_into_tensor(everything, mine)
+    layout, rank = groups.layout, distributed.rank()
+    if layout.speaks(rank):
+        if layout.dp > 1:
+            dist.all_gather_into_tensor(everything, mine, group=groups.dp)
+        else:
+            everything = mine
+    if layout.replica_size > 1:
+        dist.broadcast(everything, layout.rank_at(dp=groups.place.dp), group=groups.replica)
     received = []
-    for rank, part in enumerate(parts):
-        start, tensors = rank * mine.numel(), []
+    for place, part in enumerate(parts):
+        start, tensors = place * mine.numel(), []
         for shape, dtype in part.tensors:
             numel = _numel(shape)
             size = numel * dtype.itemsize

@@ -102,7 +102,8 @@ class EvalLoop:
         self._keep = keep or not self._batch_metrics
         self._as_objects = args.eval_use_gather_object
         self._kept = {kind: Kept(args.eval_do_concat_batches, self._as_objects) for kind in _KINDS}
-        self._loss = LossMean(trainer.device, args.logging_nan_inf_filter)
+        self._speaks = trainer.layout.speaks(distributed.rank())
+        self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._speaks)
         self._samples = 0
         self._metrics: dict[str, Any] = {}
 
@@ -196,8 +197,7 @@ class EvalLoop:
     def _number_of_samples(self) -> int:
         if isinstance(self.loader, PlannedLoader):
             return len(self.loader.dataset)  # type: ignore[arg-type]  # it has a length: it is planned
-        here = self.trainer.layout.coordinates(distributed.rank())
-        counted = torch.tensor(self._samples if here.cp == here.sp == here.tp == 0 else 0)
+        counted = torch.tensor(self._samples if self._speaks else 0)
         counted = counted.to(distributed.collective_device())
         distributed.all_reduce_sum(counted)
         return int(counted)

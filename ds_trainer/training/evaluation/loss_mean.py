@@ -29,17 +29,21 @@ class LossMean:
     Args:
         device: where the losses are.
         filtered: leave batches whose loss is not finite out of the mean, with a warning that counts them.
+        counts: whether this rank's batches count: of the ranks of a replica, which have the same, one does.
     """
 
-    def __init__(self, device: torch.device, filtered: bool) -> None:
+    def __init__(self, device: torch.device, filtered: bool, counts: bool = True) -> None:
         self._device = device
         self._filtered = filtered
+        self._counts = counts
         # float64, where the device has it: thousands of batches must not cost digits. Loss, items, and of finite
         # losses alone: loss, items; batches that are not finite; batches.
         self._sums = torch.zeros(6, dtype=torch.float64, device=device)
 
     def add(self, loss: torch.Tensor, items: torch.Tensor) -> None:
         """Add a batch: the mean loss over its ``items`` (a count), a scalar. A mean over nothing counts for nothing."""
+        if not self._counts:
+            return
         items = items.to(self._device).double()
         loss = loss.detach().to(self._device).double().mean()
         total = torch.where(items > 0, loss * items, 0.0)

@@ -22,7 +22,9 @@ class DataHooks(Parts):
     @property
     def batch_plan(self) -> BatchPlan:
         """Batch arithmetic of training."""
-        args = self.args
+        return self._batch_plan_of(self.args)
+
+    def _batch_plan_of(self, args: TrainingArguments) -> BatchPlan:
         return BatchPlan(
             self.layout, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
         )
@@ -31,8 +33,11 @@ class DataHooks(Parts):
         """Samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel replicas.
 
         The number of replicas is ``world size / (tp x cp x sp)``: the layout's arithmetic.
+
+        Args:
+            args: whose micro-batch and accumulation; default: the Trainer's.
         """
-        return self.batch_plan.step_size
+        return self._batch_plan_of(self.args if args is None else args).step_size
 
     def get_tp_size(self) -> int:
         """Ranks that share each weight matrix (tensor parallelism)."""

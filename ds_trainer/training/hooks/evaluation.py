@@ -11,7 +11,9 @@ from torch import nn
 
 from ds_trainer.data.columns import find_label_names
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
+from ds_trainer.parallel.attention import active_cut
 from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.training.batches import number_of_samples, on_device
 from ds_trainer.training.evaluation.labels import (
     labels_of,
     loss_if_any,
@@ -22,11 +24,15 @@ from ds_trainer.training.evaluation.loop import EvalLoop
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.evaluation.precision import half_of, weights_in
+from ds_trainer.training.evaluation.rejoin import rejoined
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
+from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.model.cache import without_cache
+from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.logging import get_logger
@@ -144,37 +150,53 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
 
         Args:
             model: the model, or the engine around it.
-            inputs: the batch.
+            inputs: the batch, whole. Where sequences are cut, every rank works on its part of it.
             prediction_loss_only: return the loss alone.
             ignore_keys: keys of the model's output that are no predictions.
 
         Returns:
             The mean loss over the batch's own items (None without labels), the model's outputs but the loss, and the
-            labels. The loop weighs the loss with the number of items, so that the mean over the dataset is exact.
+            labels, all of the whole batch. The loop weighs the loss with the number of items, so that the mean over
+            the dataset is exact.
 
         Raises:
-            ConfigError: ``compute_loss`` cannot return outputs, but they are asked for.
+            ConfigError: ``compute_loss`` cannot return outputs, but they are asked for; or outputs of parts of
+                sequences cannot be put together.
         """
-        inputs = self._prepare_inputs(inputs)
-        # Labels may be taken out of the batch when the loss is computed.
-        labels = detached(labels_of(inputs, self.label_names))
+        if self.sequence_cut is None:
+            inputs = self._prepare_inputs(inputs)
+        # Labels may be taken out of the batch when the loss is computed, and are shifted where it is cut.
+        labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
         by_itself = inputs.get("return_loss")
         by_itself = returns_loss_by_itself(self.model) if by_itself is None else by_itself
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
-        with torch.no_grad(), self.compute_loss_context_manager():
+        has_loss = labels is not None or by_itself or self._loss_needs_no_labels()
+        items = self.loss_rule.count(inputs).clamp(min=1).to(self.device, torch.float32)
+        with torch.no_grad(), self._own_part(inputs, has_loss) as own, self.compute_loss_context_manager():
+            cut = active_cut()
+            own_items = items
+            if cut is not None:
+                own = self._prepare_inputs(own)
+                own_items = self.loss_rule.count(own)
+                if has_loss:
+                    self._verify_loss_rule(model, own, items)
             loss: torch.Tensor | None
-            if labels is not None or by_itself or self._loss_needs_no_labels():
-                items = self.loss_rule.count(inputs).clamp(min=1).to(self.device, torch.float32)
-                loss, outputs = self._loss_and_outputs(model, inputs, items, wanted=not prediction_loss_only)
+            if has_loss:
+                loss, outputs = self._loss_and_outputs(model, own, items, wanted=not prediction_loss_only)
             else:
-                outputs = model(**inputs)
+                outputs = model(**own)
                 loss = loss_if_any(outputs)
-        loss = None if loss is None else loss.detach().mean()
-        if prediction_loss_only:
-            return loss, None, None
-        return loss, detached(without_loss(outputs, ignore_keys)), labels
+            loss = None if loss is None else loss.detach().mean()
+            if cut is not None and loss is not None:
+                loss = self._loss_of_all_parts(loss, own_items, items)
+            if prediction_loss_only:
+                return loss, None, None
+            logits = detached(without_loss(outputs, ignore_keys))
+            if cut is not None and self.sequence_cut is not None:
+                logits = rejoined(logits, cut, number_of_samples(inputs), self.sequence_cut.length(inputs))
+        return loss, logits, labels
 
     # -- details ---------------------------------------------------------------------------------------------------
 
@@ -195,6 +217,24 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **keywords)
         return loss, outputs
 
+    def _loss_of_all_parts(self, loss: torch.Tensor, own: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """The mean loss over a batch of ``items`` from that of this rank's part, which has ``own`` of them. Collective
+        over the ranks that share the sequences."""
+        share = self.loss_rule.contribution(loss, own.to(self.device), ItemCount(items)).to(torch.float32)
+        distributed.all_reduce_sum(share, group=self.groups.sequence)
+        return share
+
+    def _verify_loss_rule(self, model: nn.Module, own: dict[str, Any], items: torch.Tensor) -> None:
+        """Find out whether the loss uses the item count: that decides what the share of a part is. Once; collective."""
+
+        def of_all_ranks(count: torch.Tensor) -> torch.Tensor:
+            loss = torch.nan_to_num(self.loss_of(model, dict(own), count).detach())
+            distributed.all_reduce_sum(loss)
+            return loss
+
+        if not self.loss_rule.verified:
+            self.loss_rule.verify(items, items, of_all_ranks)
+
     def _loss_needs_no_labels(self) -> bool:
         """Whether a batch without labels has a loss: a loss of the user's own over a model that takes no labels."""
         if self.args.label_names is not None:
@@ -203,11 +243,13 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         return own and not find_label_names(self.model)
 
     def _model_for_evaluation(self, half: str | None) -> nn.Module:
-        """The engine of the training; before one, an engine of its own (ZeRO-3), or the model on the device."""
+        """The engine of the training; before one, an engine of its own where weights are sharded (ZeRO-3) or sliced
+        (tensor parallelism), or the model on the device."""
         if self._engine is not None:
             return self.model_wrapped
+        use_split_attention(self.model, self.layout)
         start = time.perf_counter()
-        if self.compiled.get("zero_optimization.stage") == 3:
+        if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:
                 self._evaluation_engine = EvaluationEngine(
                     self.model, self.compiled, self.layout, half, self._reads_logits

@@ -13,6 +13,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.data.sequence_cut import SequenceCut
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
@@ -49,6 +50,8 @@ class Parts:
     compiled: CompiledConfig
     accelerator: TrainerAccelerator
     loss_rule: LossRule
+    sequence_cut: SequenceCut | None
+    """How the sequences of a replica's batch are cut over its ranks; None where they stay whole."""
     optimizer: Any
     lr_scheduler: Any
     state: TrainerState
@@ -80,6 +83,10 @@ class Parts:
     def gradient_group(self) -> ProcessGroup | None:
         """The ranks whose shares add up to a sum over the global batch; None for all, or without a process group."""
         return self.groups.gradient if distributed.world_size() > 1 else None
+
+    def replicas_group(self) -> ProcessGroup | None:
+        """The ranks that hold other samples than this one, and itself; None without a process group."""
+        return self.groups.dp if distributed.world_size() > 1 else None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Set ``self.accelerator``, and what scripts ask about it. Called once, when the configuration is compiled."""

@@ -11,11 +11,13 @@ from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.parallel.attention import use_cut
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
 from ds_trainer.training.model.randomness import randomness_of
+from ds_trainer.training.sequence import check_cut, takes_shifted_labels
 from ds_trainer.training.signatures import is_overridden
 
 
@@ -27,7 +29,8 @@ class StepHooks(Parts):
     _nobody_looks_at_counts: bool
     _items: ItemCount | None = None
     _loop_asks = False
-    _names_checked: bool = False
+    _names_checked = False
+    _cut_checked = False
     _micro_batch = 0
 
     def get_batch_samples(
@@ -43,7 +46,8 @@ class StepHooks(Parts):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         counts = [self.loss_rule.count(checked_batch(batch)) for batch in batches]
         own = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
-        self._items = ItemCount.of_all_ranks(own, self._nobody_looks_at_counts, self.gradient_group())
+        # Batches are whole here, and all ranks of a replica hold the same one.
+        self._items = ItemCount.of_all_ranks(own, self._nobody_looks_at_counts, self.replicas_group())
         return batches, self._items.divisor
 
     def begin_step(self, iterator: Iterator[Any], rounds: int) -> tuple[list[Any], ItemCount]:
@@ -54,6 +58,9 @@ class StepHooks(Parts):
         if batches and self._nobody_looks_at_counts and not self._names_checked:
             check_names(batches[0], self.model)
             self._names_checked = True
+        if batches and self.sequence_cut is not None and not self._cut_checked:
+            check_cut(self.model_wrapped, self.sequence_cut, batches[0], self.groups, self._prepare_inputs)
+            self._cut_checked = True
         if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
             self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
         return batches, self._items
@@ -64,19 +71,26 @@ class StepHooks(Parts):
         place = self.layout.coordinates(self.args.process_index)
         numbers = randomness_of(self.layout, place, self.args.seed, self.state.global_step, self._micro_batch)
         self._micro_batch += 1
-        with self.accelerator.batch(inputs), numbers:
-            return self.accelerator.share_of(self.training_step(self.model_wrapped, inputs, **keywords))
+        with self.accelerator.batch(inputs), self._own_part(inputs) as own, numbers:
+            return self.accelerator.share_of(self.training_step(self.model_wrapped, own, **keywords))
+
+    @contextmanager
+    def _own_part(self, inputs: Any, needs_labels: bool = True) -> Iterator[Any]:
+        """This rank's part of the replica's batch, and the cut that attention must know while it is worked on."""
+        if self.sequence_cut is None:
+            yield inputs
+            return
+        groups = self.groups
+        own, plan = self.sequence_cut.cut(inputs, groups.place.cp, groups.place.sp, needs_labels)
+        with use_cut(plan, groups):  # around the backward pass too: recomputation runs attention again
+            yield own
 
     @property
     def _reads_logits(self) -> bool:
         """Whether somebody besides the model's own loss may look at the logits of a training step."""
         hooks = ("compute_loss", "training_step")
-        smoothed = self.label_smoother is not None
-        return (
-            smoothed
-            or self.compute_loss_func is not None
-            or any(is_overridden(self, StepHooks, hook) for hook in hooks)
-        )
+        own = self.compute_loss_func is not None or any(is_overridden(self, StepHooks, hook) for hook in hooks)
+        return own or self.label_smoother is not None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -85,7 +99,7 @@ class StepHooks(Parts):
 
         Args:
             model: the engine.
-            inputs: one micro-batch.
+            inputs: one micro-batch; where sequences are cut, this rank's part of it.
             num_items_in_batch: items of the global batch.
 
         Returns:
@@ -137,8 +151,11 @@ class StepHooks(Parts):
         if self.compute_loss_func is not None:
             name = labels_in(inputs, self.label_names)
             labels = inputs.pop(name) if name is not None else None
+            shifted = {}
+            if "shift_labels" in inputs and takes_shifted_labels(self.compute_loss_func):
+                shifted = {"shift_labels": inputs.pop("shift_labels")}
             outputs = model(**inputs)
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch, **shifted)
         elif self.label_smoother is not None:
             targets = self.label_smoother.take_targets(inputs)
             outputs = model(**inputs)

@@ -24,6 +24,7 @@ from ds_trainer.training.model.neftune import noise_problems, noisy_embeddings
 from ds_trainer.training.model.overflow import overflow_problems, watched_for_overflow
 from ds_trainer.training.model.recomputation import enable_recomputation, recomputation_problems
 from ds_trainer.training.model.special_tokens import align_tokens
+from ds_trainer.training.model.split_problems import split_problems
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -51,6 +52,7 @@ def check_model(
     """
     problems = [] if own_loss or loss_function else head_problems(model)
     problems += cut_problems(model, compiled, layout.tp)
+    problems += split_problems(model, layout)
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:

@@ -35,7 +35,8 @@ def check_cut_model(
 
     Args:
         model: set to evaluation for the comparison, and back.
-        whole: computes the logits ``[batch, plan.length, ...]`` of whole sequences as training without a cut would.
+        whole: computes the logits ``[batch, plan.length, ...]`` of whole sequences as training without a cut would
+            (``use_cache=False``: beside a KV cache, transformers does not look for documents in position_ids).
         cut: computes the logits ``[batch, local length, ...]`` of this rank's part. ``plan`` is in force for it.
         plan: the cut.
         groups: the process groups of its layout.

@@ -85,7 +85,6 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             "its code computes attention without transformers' attention interface (or has none), so that ours cannot "
             "take its place. Set both to 1."
         )
-        return
     for config in configs:
         yield from _reasons_of_config(config)
     if not _takes_positions(model):

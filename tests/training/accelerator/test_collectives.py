@@ -9,6 +9,9 @@ import torch
 from accelerate.utils import operations
 
 from ds_trainer.data.loader import FillerBatch
+from ds_trainer.parallel.attention import use_cut
+from ds_trainer.parallel.groups import parallel_groups
+from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.utils.errors import ConfigError
 from tests.support.pool import pool
 from tests.training.accelerator.support import accelerator
@@ -74,6 +77,54 @@ def test_the_arithmetic_of_two_ranks() -> None:
     first, second = pool(2).run(gathered_values)
     common = {"gather": [0, 7, 1, 7], "scalar": [0, 1], "sum": 3.0, "mean": 1.5}
     assert first == {**common, "padded": [1, 9]} and second == {**common, "padded": [1, 1]}
+
+
+def values_under_a_layout(sizes: dict[str, int], cut: bool) -> dict[str, Any]:
+    """What a rank brings: its replica's number, and its own number where a sequence is cut."""
+    ours = accelerator(**sizes)
+    layout, rank = ours._layout, ours.process_index
+    place = layout.coordinates(rank)
+    ours._joined()
+    plan = SequencePlan(layout, layout.length_multiple) if cut else None
+    with use_cut(plan, parallel_groups(layout)):
+        value = float(rank - place.tp if cut else place.dp)
+        rows = torch.full((1 + place.dp, 2), value)
+        with ours.split_between_processes(list("abcde")) as part:
+            pass
+        return {
+            "gather": ours.gather(torch.tensor([value])).tolist(),
+            "scalar": ours.gather(torch.tensor(value)).tolist(),
+            "metrics": ours.gather_for_metrics(rows)[:, 0].tolist(),
+            "objects": ours.gather_for_metrics([f"{place.dp}"] * (1 + place.dp)),
+            "sum": float(ours.reduce(torch.tensor(value + 1))),
+            "mean": float(ours.reduce(torch.tensor(value + 1), "mean")),
+            "max": float(ours.reduce(torch.tensor(value + 1), "max")),
+            "part": part,
+        }
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "sequence"])
+def test_one_rank_of_a_replica_speaks(axis: str) -> None:
+    """Two replicas of two ranks. Were all four heard, sums would be twice as large, and rows there twice."""
+    found = pool(4).run(values_under_a_layout, {f"{axis}_parallel_size": 2}, False)
+    for rank, answer in enumerate(found):
+        assert answer.pop("part") == [["a", "b", "c"], ["d", "e"]][rank // 2]
+        assert answer == {
+            "gather": [0, 1],
+            "scalar": [0, 1],
+            "metrics": [0, 1, 1],
+            "objects": ["0", "1", "1"],
+            "sum": 3,
+            "mean": 1.5,
+            "max": 2,
+        }
+
+
+def test_ranks_that_hold_parts_of_a_sequence_all_speak() -> None:
+    sizes = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}
+    for answer in pool(4).run(values_under_a_layout, sizes, True):
+        assert answer["gather"] == [0, 2] and answer["metrics"] == [0, 2]
+        assert answer["sum"] == 4 and answer["mean"] == 2 and answer["max"] == 3
 
 
 def test_one_process_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,11 @@ def case(
     return float(apart / logits.abs().max()), worst
 
 
-@pytest.mark.parametrize(("cp", "sp"), [(1, 2), (1, 4), (2, 2), (2, 4)])
-@pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = [(kind, cp, sp) for kind in KINDS for cp, sp in [(1, 2), (1, 4), (2, 2)]]
+LAYOUTS += [(kind, 2, 4) for kind in ("qwen2", "bert")]
+
+
+@pytest.mark.parametrize(("kind", "cp", "sp"), LAYOUTS)
 def test_logits_and_gradients_of_one_process(kind: str, cp: int, sp: int) -> None:
     for rows in ("whole", "packed", "padded"):
         if rows == "packed" and kind in ENCODERS:

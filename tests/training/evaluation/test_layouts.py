@@ -1,0 +1,248 @@
+"""Evaluation and prediction under every layout: the loss, the logits and the counts of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_trainer import Trainer
+from ds_trainer.parallel.attention import use_cut
+from ds_trainer.parallel.groups import parallel_groups
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.parallel.sequence_plan import SequencePlan
+from ds_trainer.training.evaluation import loss_mean
+from ds_trainer.training.evaluation.rejoin import rejoined
+from ds_trainer.utils.errors import ConfigError
+from tests.support.compare import assert_equal
+from tests.support.layouts import PlainAttention
+from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.oracle import stack, token_loss, train_plainly
+from tests.support.pool import pool
+from tests.support.predictions import arguments
+from tests.support.runs import trajectory_of
+
+SAMPLES = 7  # rounds are ragged, and one replica of two works on a filler at the end
+Sizes = tuple[int, int, int]
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    targets = found.label_ids[:, 1:]
+    hit = (found.predictions[:, :-1].argmax(-1) == targets) & (targets != -100)
+    return {"hits": float(hit.sum()), "rows": float(len(found.predictions))}
+
+
+def trainer_of(output_dir: str, sizes: Sizes, **changes: Any) -> Trainer:
+    """``sizes`` are those of tensor, context and sequence parallelism."""
+    names = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size")
+    args = arguments(output_dir, **dict(zip(names, sizes, strict=True)), **changes)
+    data = RaggedTokens(16), RaggedTokens(SAMPLES)
+    return Trainer(tiny_llama(), args, train_dataset=data[0], eval_dataset=data[1], compute_metrics=accuracy)
+
+
+def evaluated(output_dir: str, sizes: Sizes, stage: int) -> Any:
+    trainer = trainer_of(output_dir, sizes, zero_stage=stage)
+    metrics = trainer.evaluate()
+    found = trainer.predict(RaggedTokens(SAMPLES))
+    held = sum(p.numel() for p in trainer.model.parameters())
+    return metrics, found.metrics, found.predictions, found.label_ids, held
+
+
+def check(results: list[Any]) -> None:
+    """Against plain PyTorch in one process, and equal on all ranks to the last bit."""
+    data = RaggedTokens(SAMPLES)
+    model = tiny_llama().eval()
+    batch = stack(data.rows)
+    with torch.no_grad():
+        loss = token_loss(model, batch).item()
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.numpy()
+    for metrics, of_predict, predictions, labels, _ in results:
+        assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        assert metrics["eval_items"] == int((batch["labels"][:, 1:] != -100).sum())
+        assert metrics["eval_rows"] == SAMPLES == len(predictions)
+        assert of_predict["test_loss"] == metrics["eval_loss"] == results[0][0]["eval_loss"]
+        assert of_predict["test_hits"] == metrics["eval_hits"] == results[0][0]["eval_hits"]
+        np.testing.assert_array_equal(labels, batch["labels"].numpy())
+        np.testing.assert_array_equal(predictions, results[0][2])
+        np.testing.assert_allclose(predictions, logits, atol=1e-5)
+
+
+LAYOUTS = {
+    "tp 2": (2, (2, 1, 1)),
+    "dp 2 x tp 2": (4, (2, 1, 1)),
+    "sp 2": (2, (1, 1, 2)),
+    "cp 2": (2, (1, 2, 1)),
+    "cp 2 x sp 2": (4, (1, 2, 2)),
+    "dp 2 x sp 2": (4, (1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> None:
+    """The layout is not switched off: with tensor parallelism nobody holds the whole model, at stage 0 neither."""
+    world, sizes = LAYOUTS[layout]
+    results = pool(world).run(evaluated, str(tmp_path), sizes, stage)
+    check(results)
+    whole = sum(p.numel() for p in tiny_llama().parameters())
+    if sizes[0] > 1:
+        assert all(held < whole for *_, held in results)
+
+
+# -- losses of all kinds, of sequences that are cut -------------------------------------------------------------------
+
+
+class IgnoresItems(PlainAttention):
+    """Accepts the item count and returns a mean all the same."""
+
+    def forward(
+        self,
+        input_ids: Any,
+        labels: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        return super().forward(input_ids, labels, attention_mask, position_ids, shift_labels)
+
+
+MEANS = {"mean": PlainAttention, "ignores the count": IgnoresItems}
+
+
+def smoothed_or_plain(output_dir: str, sizes: Sizes, kind: str, smoothing: float) -> Any:
+    names = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size")
+    args = arguments(
+        output_dir,
+        **dict(zip(names, sizes, strict=True)),
+        label_smoothing_factor=smoothing,
+        remove_unused_columns=False,
+    )
+    model = MEANS[kind]() if kind in MEANS else tiny_llama()
+    trainer = Trainer(model, args, eval_dataset=RaggedTokens(SAMPLES))
+    before = trainer.loss_rule.normalised
+    return trainer.evaluate()["eval_loss"], before, trainer.loss_rule.normalised
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing"), [("mean", 0.0), ("ignores the count", 0.0), ("own loss", 0.2)], ids=lambda value: str(value)
+)
+def test_the_loss_of_parts_is_the_loss_of_the_whole(kind: str, smoothing: float, tmp_path: Path) -> None:
+    ((one, *_),) = pool(1).run(smoothed_or_plain, str(tmp_path), (1, 1, 1), kind, smoothing)
+    for found, before, after in pool(2).run(smoothed_or_plain, str(tmp_path), (1, 2, 1), kind, smoothing):
+        assert found == pytest.approx(one, rel=1e-5)
+        assert (before, after) == {
+            "mean": (False, False), "ignores the count": (True, False), "own loss": (True, True)
+        }[kind]  # fmt: skip
+
+
+# -- what is put together again ----------------------------------------------------------------------------------------
+
+
+def rejoin_all(shapes: dict[str, tuple[int, ...]], by_rank: bool) -> dict[str, Any]:
+    """Of each shape a tensor of numbers, other ones on every rank with ``by_rank``; what becomes of it."""
+    layout = ParallelLayout(2, sp=2)
+    groups = parallel_groups(layout)
+    found: dict[str, Any] = {}
+    with use_cut(SequencePlan(layout, 8), groups) as cut:
+        assert cut is not None
+        for name, shape in shapes.items():
+            numbers = torch.arange(float(torch.Size(shape).numel())).view(shape) + 100.0 * groups.place.sp * by_rank
+            try:
+                found[name] = rejoined((numbers, "text"), cut, rows=3, length=7)
+            except ConfigError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_tokens_are_laid_together_and_samples_taken_once() -> None:
+    shapes = {"tokens": (3, 4), "logits": (3, 4, 5), "squares": (3, 4, 4)}
+    for found in pool(2).run(rejoin_all, shapes, True):
+        for name, shape in shapes.items():
+            whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+            joined, text = found[name]
+            assert text == "text"
+            assert torch.equal(joined, torch.cat([whole, whole + 100], dim=1)[:, :7])
+    for found in pool(2).run(rejoin_all, {"sample": (3, 6), "scalar": ()}, False):
+        assert torch.equal(found["sample"][0], torch.arange(18.0).view(3, 6)) and found["scalar"][0] == 0
+
+
+def test_what_cannot_be_put_together_is_refused_in_words() -> None:
+    for found in pool(2).run(rejoin_all, {"pooled": (3, 6), "attentions": (3, 2, 4, 4), "scalar": ()}, True):
+        for words in found.values():
+            assert "differs between the ranks, but is not for each token ([3, 4, ...])" in words
+            assert "ignore_keys" in words
+    for found in pool(2).run(rejoin_all, {"either": (3, 4)}, False):
+        assert "whether it has a number for each token or 4 for each sample cannot be told" in found["either"]
+
+
+def unlabelled(output_dir: str, sizes: Sizes) -> Any:
+    trainer = trainer_of(output_dir, sizes)
+    rows = [{key: value for key, value in row.items() if key != "labels"} for row in RaggedTokens(SAMPLES).rows]
+    found = trainer.predict(rows)
+    return found.predictions, found.label_ids, found.metrics
+
+
+def test_prediction_without_labels(tmp_path: Path) -> None:
+    batch = stack(RaggedTokens(SAMPLES).rows)
+    with torch.no_grad():
+        model = tiny_llama().eval()
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.numpy()
+    for predictions, labels, metrics in pool(2).run(unlabelled, str(tmp_path), (1, 2, 1)):
+        np.testing.assert_allclose(predictions, logits, atol=1e-5)
+        assert labels is None and "test_loss" not in metrics
+
+
+# -- counted once ------------------------------------------------------------------------------------------------------
+
+
+def counted_twice(output_dir: str, sizes: Sizes) -> Any:
+    of_everybody = loss_mean.LossMean.add
+
+    def add(self: Any, *args: Any) -> None:
+        self._counts = True
+        of_everybody(self, *args)
+
+    loss_mean.LossMean.add = add  # type: ignore[method-assign]
+    try:
+        return evaluated(output_dir, sizes, 0)
+    finally:
+        loss_mean.LossMean.add = of_everybody  # type: ignore[method-assign]
+
+
+def test_a_replica_that_counts_twice_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check(pool(2).run(counted_twice, str(tmp_path), (2, 1, 1)))
+
+
+def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool) -> Any:
+    changes: dict[str, Any] = dict(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, max_steps=3)
+    trainer = trainer_of(
+        output_dir,
+        sizes,
+        zero_stage=stage,
+        per_device_train_batch_size=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        **changes,
+    )
+    if before:
+        trainer.evaluate()
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return trajectory_of(trainer), losses, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("stage", "before"), [(0, True), (1, True), (3, True), (3, False)])
+def test_evaluation_before_between_and_after_steps_changes_no_weight(stage: int, before: bool, tmp_path: Path) -> None:
+    model = tiny_llama()
+    wanted = train_plainly(model, RaggedTokens(16), clip=0.5, global_batch=2, steps=3)
+    with torch.no_grad():
+        after = token_loss(model.eval(), stack(RaggedTokens(SAMPLES).rows)).item()
+    for found, losses, last in pool(2).run(around_training, str(tmp_path), (2, 1, 1), stage, before):
+        assert_equal(found, wanted)
+        assert len(losses) == 3
+        assert losses[-1] == pytest.approx(after, rel=1e-5) and last == losses[-1]

@@ -1,0 +1,155 @@
+"""Samples, tokens, operations and steps of a run: every layout counts what one process does for the same batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_trainer import Trainer
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.hooks.data import DataHooks
+from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.utils.errors import ConfigError
+from tests.support.models import LENGTH, RaggedTokens, tiny_llama
+from tests.support.pool import pool
+from tests.support.predictions import arguments
+
+SAMPLES = 21  # with global batches of 8: the last one is ragged, and the last round too
+
+
+def counts(output_dir: str, sizes: dict[str, int], micro_batch: int, mode: str, smoothing: float) -> dict[str, Any]:
+    args = arguments(
+        output_dir,
+        **sizes,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        max_grad_norm=0.0,
+        include_num_input_tokens_seen=mode,
+        label_smoothing_factor=smoothing,
+    )
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(SAMPLES))
+    metrics = trainer.train().metrics
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    found: dict[str, Any] = {
+        "steps": (trainer.state.global_step, trainer.state.max_steps, trainer.state.epoch),
+        "tokens seen": [log.get("num_input_tokens_seen") for log in logs],
+        "operations": (trainer.state.total_flos, metrics["total_flos"]),
+        "batch": trainer.get_total_train_batch_size(args),
+        "of the engine": trainer.engine.deepspeed.train_batch_size(),
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [log["grad_norm"] for log in logs],
+    }
+    for what in ("samples", "tokens"):
+        found[what] = round(metrics[f"train_{what}_per_second"] * metrics["train_runtime"])
+    trainer.engine.close()
+    return found
+
+
+LAYOUTS = {
+    "dp 2": (2, {}, 2),
+    "tp 2": (2, {"tensor_parallel_size": 2}, 4),
+    "sp 2": (2, {"sequence_parallel_size": 2}, 4),
+    "cp 2": (2, {"context_parallel_size": 2}, 4),
+    "dp 2 x tp 2": (4, {"tensor_parallel_size": 2}, 2),
+    "tp 2 x sp 2": (4, {"tensor_parallel_size": 2, "sequence_parallel_size": 2}, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (found,) = pool(1).run(counts, str(tmp_path_factory.mktemp("one")), {}, 4, "non_padding", 0.1)
+    return dict(found)
+
+
+def test_one_process_counts_right(of_one_process: dict[str, Any]) -> None:
+    rows = RaggedTokens(SAMPLES).rows
+    assert of_one_process["samples"] == SAMPLES and of_one_process["tokens"] == SAMPLES * LENGTH
+    assert of_one_process["tokens seen"][-1] == sum(int(row["attention_mask"].sum()) for row in rows)
+    assert of_one_process["batch"] == of_one_process["of the engine"] == 8
+    assert of_one_process["steps"] == (3, 3, 1.0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_counts_what_one_process_does(name: str, of_one_process: dict[str, Any], tmp_path: Path) -> None:
+    """With label smoothing, whose sums over tokens are cut too."""
+    world, sizes, micro_batch = LAYOUTS[name]
+    numbers = ("losses", "grad_norms", "operations")
+    for found in pool(world).run(counts, str(tmp_path), sizes, micro_batch, "non_padding", 0.1):
+        for what, wanted in of_one_process.items():
+            assert found[what] == (pytest.approx(wanted, rel=1e-5) if what in numbers else wanted), what
+
+
+def everybody_speaks(*job: Any) -> dict[str, Any]:
+    speaks = ParallelLayout.speaks
+    ParallelLayout.speaks = lambda self, rank: True  # type: ignore[method-assign]
+    try:
+        return counts(*job)
+    finally:
+        ParallelLayout.speaks = speaks  # type: ignore[method-assign]
+
+
+def test_a_replica_that_counts_on_all_ranks_is_seen(of_one_process: dict[str, Any], tmp_path: Path) -> None:
+    """Negative control."""
+    job = (str(tmp_path), {"tensor_parallel_size": 2}, 4, "non_padding", 0.1)
+    for found in pool(2).run(everybody_speaks, *job):
+        assert found["tokens"] == 2 * of_one_process["tokens"]
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+small = st.integers(1, 4)
+
+
+@given(small, small, small, small, st.integers(1, 9), st.integers(1, 5), st.integers(1, 500), st.booleans())
+def test_every_size_of_a_batch_comes_from_one_plan(
+    dp: int, tp: int, cp: int, sp: int, micro_batch: int, accumulation: int, samples: int, drop_last: bool
+) -> None:
+    world = dp * tp * cp * sp
+    sizes = {"tensor_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel_size": sp}
+    batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    wanted = micro_batch * accumulation * world // (tp * cp * sp)
+    args = TrainingArguments("out", **sizes, **batch, dataloader_drop_last=drop_last, use_cpu=True)  # type: ignore[arg-type]
+    hooks = DataHooks()
+    hooks.args, hooks.layout = args, ParallelLayout.of(args, world)
+    plan = hooks.batch_plan
+    assert hooks.get_total_train_batch_size(args) == plan.step_size == wanted
+    assert plan.describe().startswith(f"{wanted} = {micro_batch} per device x {accumulation} accumulation x {dp} ")
+    # The configuration: DeepSpeed multiplies these by the size of the data-parallel world that our mpu tells it.
+    compiled = compile_config(args, hooks.layout)
+    told = compiled.get("train_micro_batch_size_per_gpu") * compiled.get("gradient_accumulation_steps")
+    assert told * hooks.layout.dp == wanted
+    # Steps: as those of one process with the same global batch.
+    alone = BatchPlan(ParallelLayout(1), micro_batch * dp, accumulation, drop_last)
+    assert plan.rounds(samples) == alone.rounds(samples) and plan.steps(samples) == alone.steps(samples)
+    if plan.rounds(samples):
+        assert RunPlan.of(args, plan.rounds(samples)) == RunPlan.of(args, alone.rounds(samples))
+    # Samples: those of all replicas in a round are those of one process.
+    for index in range(min(3, plan.rounds(samples))):
+        held = [position for rank in range(dp) for position in plan.share(index, rank, samples)]
+        assert held == list(alone.share(index, 0, samples))
+
+
+@given(small, small, small, small, st.integers(1, 9), st.integers(1, 5), st.integers(1, 400))
+def test_a_batch_size_in_the_file_must_be_that_of_the_plan(
+    dp: int, tp: int, cp: int, sp: int, micro_batch: int, accumulation: int, said: int
+) -> None:
+    sizes = {"tensor_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel_size": sp}
+    batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+
+    def compiled(size: int) -> None:
+        args = TrainingArguments("out", **sizes, **batch, deepspeed={"train_batch_size": size})  # type: ignore[arg-type]
+        compile_config(args, ParallelLayout.of(args, dp * tp * cp * sp))
+
+    right = micro_batch * accumulation * dp
+    compiled(right)
+    if said != right:
+        with pytest.raises(ConfigError, match=f"= {right}. Write"):
+            compiled(said)
