@@ -17,6 +17,7 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.parallelism import check_beliefs, take_over, tell_deepspeed
+from ds_trainer.engine.tensor_agreement import GradientAgreement
 from ds_trainer.engine.tensor_cut import completed_cut
 from ds_trainer.engine.tensor_parallel import clip_gradients, gradient_norm
 from ds_trainer.engine.tensor_repairs import keep_empty_slices
@@ -87,6 +88,7 @@ class TrainingEngine:
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
             self.deepspeed.compile(**(compile_options or {}))  # DeepSpeed's configuration alone compiles nothing
+        self._agreement = GradientAgreement(model, self.groups) if layout.tp > 1 else None
         self.precision = precision_of(config)
         self._averaged_over = layout.gradient_ranks
         # DeepSpeed computes no gradient norm where it neither shards nor scales (float32 at stage 0): we do.
@@ -117,7 +119,13 @@ class TrainingEngine:
         self.deepspeed.backward(loss * 1.0, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self) -> bool:
-        """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated."""
+        """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated.
+
+        Raises:
+            ConfigError: in the first step, where tensor-parallel ranks disagree about what they all hold.
+        """
+        if self._agreement is not None and self._agreement.check(self.deepspeed.device):
+            self._agreement = None
         if self._own_norm and self._clipping == 0.0:
             self._grad_norm = gradient_norm(self._parameters, self.groups)
         self.deepspeed.step()

@@ -249,6 +249,24 @@ EXAMPLES: dict[str, Example] = {
         {"tensor_parallel_size": 1},
         ("auto_find_batch_size=True (argument)", "tensor_parallel_size=2 (argument)"),
     ),
+    "tensor-parallel-inference-kernels": Example(
+        {"world": 2, "tensor_parallel_size": 2, "deepspeed": {"tensor_parallel": {"replace_with_kernel_inject": True}}},
+        {"deepspeed": None},
+    ),
+    "tensor-parallel-injection-policy": Example(
+        {"world": 2, "tensor_parallel_size": 2, "deepspeed": {"tensor_parallel": {"injection_policy_tuple": ["fc2"]}}},
+        {"deepspeed": None},
+    ),
+    "lamb-needs-whole-matrices": Example(
+        {
+            "world": 2,
+            "tensor_parallel_size": 2,
+            "zero_stage": 0,
+            "device": "cuda",
+            "deepspeed": {"optimizer": {"type": "Lamb"}},
+        },
+        {"tensor_parallel_size": 1},
+    ),
     "partitioned-activations-need-tensor-parallelism": Example(
         {
             "activation_checkpointing": True,

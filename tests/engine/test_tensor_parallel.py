@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine import tensor_repairs
+from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import train_plainly
@@ -31,37 +33,45 @@ ARGUMENTS: dict[str, Any] = dict(
 )
 
 
-def transposed_gradients(repaired: bool, overlapped: bool) -> float:
-    """Largest relative error of the gradients of a column- and a row-parallel layer whose input is transposed."""
+def layers_of_deepspeed(repaired: bool) -> Any:
+    """The module of DeepSpeed's layers: as it is used here, or a new copy as it was installed."""
     from deepspeed.module_inject import layers
 
-    saved = layers.RowParallel.forward, layers.ColumnParallel.backward, layers.AsyncColumnParallel.backward
-    layers.set_autotp_mode(training=True)
     if repaired:
         tensor_repairs.repair_layers()
+        return layers
+    name = "deepspeed.module_inject.layers_as_installed"
+    spec = importlib.util.spec_from_file_location(name, layers.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def transposed_gradients(repaired: bool, overlapped: bool) -> float:
+    """Largest relative error of the gradients of a column- and a row-parallel layer whose input is transposed."""
+    layers = layers_of_deepspeed(repaired)
+    layers.set_autotp_mode(training=True)
+    torch.manual_seed(0)
+    wide, narrow = nn.Linear(6, 8), nn.Linear(8, 6)
+    inputs, seen = torch.randn(6, 5), torch.randn(5, 6)
+    plain = inputs.clone().requires_grad_()
+    (narrow(wide(plain.t())) * seen).sum().backward()
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    part = slice(4 * rank, 4 * rank + 4)
+    wanted = [plain.grad, wide.weight.grad[part], wide.bias.grad[part]]
+    for parameter in (*wide.parameters(), *narrow.parameters()):
+        parameter.grad = None
+    layers.LinearLayer.tp_overlap_comm = overlapped
     try:
-        torch.manual_seed(0)
-        wide, narrow = nn.Linear(6, 8), nn.Linear(8, 6)
-        inputs, seen = torch.randn(6, 5), torch.randn(5, 6)
-        plain = inputs.clone().requires_grad_()
-        (narrow(wide(plain.t())) * seen).sum().backward()
-        wanted = [plain.grad, wide.weight.grad, wide.bias.grad]
-        rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
-        part = slice(4 * rank, 4 * rank + 4)
-        wanted[1:] = [whole[part] for whole in wanted[1:]]
-        for parameter in (*wide.parameters(), *narrow.parameters()):
-            parameter.grad = None
-        layers.LinearLayer.tp_overlap_comm = overlapped
         wide, narrow = layers.LinearLayer(wide, group), layers.LinearAllreduce(narrow, group)
         own = inputs.clone().requires_grad_()
         (narrow(wide(own.t())) * seen).sum().backward()
-        found = [own.grad, wide.weight.grad, wide.bias.grad]
-        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
     finally:
         layers.LinearLayer.tp_overlap_comm = False
-        names = (layers.RowParallel, "forward"), (layers.ColumnParallel, "backward")
-        for (owner, name), value in zip((*names, (layers.AsyncColumnParallel, "backward")), saved, strict=True):
-            setattr(owner, name, staticmethod(value))
+    found = [own.grad, wide.weight.grad, wide.bias.grad]
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -92,6 +102,31 @@ def test_the_block_is_followed_exactly(model: Any, settings: dict[str, Any], tmp
     )
     for found in pool(2).run(job):
         assert_equal(found, wanted)
+
+
+def partly(forgotten: bool, output_dir: str, stage: int) -> str:
+    """What is said of a Qwen3 that is cut without, or with, adding up the gradients of the norms of its heads."""
+    specs = [
+        {"patterns": [r".*[qkv]_proj\.weight"], "partition_type": "column"},
+        {"patterns": [r".*o_proj\.weight"], "partition_type": "row"},
+    ]
+    if not forgotten:
+        specs.append({"patterns": [r".*[qk]_norm\.weight"], "partition_type": "skip", "grad_allreduce": True})
+    deepspeed = {"tensor_parallel": {"partition_config": {"layer_specs": specs}}}
+    arguments = {**ARGUMENTS, "deepspeed": deepspeed, "zero_stage": stage, "max_steps": 2}
+    try:
+        train_and_report(FAMILIES["qwen3"], make_data, output_dir, **arguments)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_weights_whose_gradients_differ_are_noticed(stage: int, tmp_path: Any) -> None:
+    for said in pool(2).run(partly, True, str(tmp_path), stage):
+        assert "layers.0.self_attn.q_norm.weight" in said
+        assert "grad_allreduce" in said
+    assert pool(2).run(partly, False, str(tmp_path), stage) == ["", ""]
 
 
 # -- logits of a head that is spread over the vocabulary -----------------------------------------------------------

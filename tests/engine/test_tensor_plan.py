@@ -45,11 +45,10 @@ def _specs(*specs: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {"partition_config": {"layer_specs": rows, **more}}
 
 
-def _lora() -> nn.Module:
+def _lora(family: str) -> nn.Module:
     peft = pytest.importorskip("peft")
-    model: nn.Module = peft.get_peft_model(
-        FAMILIES["opt"](), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
+    adapters = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(FAMILIES[family](), adapters)
     return model
 
 
@@ -78,9 +77,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any], str]] = {
         {},
         "strict_mode is on, and nothing in partition_config is about model.layers.0.self_attn.q_proj.weight",
     ),
-    "an unknown preset": (tiny_llama, {"preset_model": "lama"}, {}, preset_model=.lama. .* is none of DeepSpeed's: .*llama),
+    "an unknown preset": (
+        tiny_llama,
+        {"preset_model": "lama"},
+        {},
+        "preset_model=.lama. .*is none of .*: llama, bloom",
+    ),
     "an unknown kind": (tiny_llama, _specs((".*", "diagonal")), {}, "diagonal"),
-    "adapters": (_lora, None, {}, "wrapped by an adapter library"),
+    "adapters, cut by name": (partial(_lora, "opt"), None, {}, "wrapped by an adapter library"),
+    "adapters, cut by plan": (partial(_lora, "qwen2"), None, {}, "put a plain layer in the place of one that"),
     "no head": (Mixer, {**MIXER_CUT["tensor_parallel"], "vocab_parallel_lm_head": True}, {}, "Mixer has 0 layers"),
     "layers dropped at random": (
         partial(of_family, "OPT", "OPTForCausalLM", hidden_size=32, num_attention_heads=4, layerdrop=0.1),

@@ -24,20 +24,16 @@ class Recomputing(Mixer):
     supports_gradient_checkpointing = True
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
-        inner, outer, wide, narrow = self.inner, self.outer, self.wide, self.narrow
+        self.how = gradient_checkpointing_kwargs
 
-        class Block(nn.Module):
-            def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-                result: torch.Tensor = torch.utils.checkpoint.checkpoint(
-                    lambda x: outer(narrow(inner(torch.tanh(wide(x))))), hidden, **gradient_checkpointing_kwargs
-                )
-                return result
-
-        self.block = Block()
+    def block(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.outer(self.narrow(self.inner(torch.tanh(self.wide(hidden)))))
+        return torch.tanh(hidden)  # a repetition stops where it has all it needs: after the masks
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
         hidden = self.embedding(input_ids)
-        logits = self.head(self.norm(hidden + self.block(hidden)))
+        hidden = hidden + torch.utils.checkpoint.checkpoint(self.block, hidden, **self.how)
+        logits = self.head(self.norm(hidden))
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return {"loss": loss, "logits": logits}
 
@@ -144,7 +140,9 @@ def attention_run(output_dir: str, steps: list[int], **arguments: Any) -> list[f
             disable_tqdm=True,
             use_cpu=True,
         )
-        model = tiny_llama(attention_dropout=0.5, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
+        model = tiny_llama(
+            attention_dropout=0.5, num_attention_heads=6, num_key_value_heads=3, head_dim=8, hidden_size=48
+        )
         trainer = Trainer(model, args, train_dataset=RaggedTokens(37))
         trainer.train(resume_from_checkpoint=count != steps[0])
         trainer.engine.close()

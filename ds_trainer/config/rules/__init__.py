@@ -10,12 +10,13 @@ from ds_trainer.config.rules.library_optimizers import LIBRARY_OPTIMIZERS
 from ds_trainer.config.rules.offload_engines import OFFLOAD_ENGINES
 from ds_trainer.config.rules.optimizers import OPTIMIZERS
 from ds_trainer.config.rules.precision import PRECISION
+from ds_trainer.config.rules.tensor import TENSOR
 from ds_trainer.config.rules.trainer import TRAINER
 from ds_trainer.config.rules.zero import ZERO
 
 __all__ = ["RULES", "Case", "Rule", "broken_rules"]
 
-RULES: tuple[Rule, ...] = (*PRECISION, *ZERO, *OFFLOAD_ENGINES, *OPTIMIZERS, *LIBRARY_OPTIMIZERS, *TRAINER)
+RULES: tuple[Rule, ...] = (*PRECISION, *ZERO, *OFFLOAD_ENGINES, *OPTIMIZERS, *LIBRARY_OPTIMIZERS, *TENSOR, *TRAINER)
 
 
 def broken_rules(case: Case) -> list[str]:

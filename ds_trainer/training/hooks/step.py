@@ -71,7 +71,7 @@ class StepHooks(Parts):
         place = self.layout.coordinates(self.args.process_index)
         numbers = randomness_of(self.layout, place, self.args.seed, self.state.global_step, self._micro_batch)
         self._micro_batch += 1
-        with self.accelerator.batch(inputs), numbers, self._own_part(inputs) as own:
+        with self.accelerator.batch(inputs), self._own_part(inputs) as own, numbers:
             return self.accelerator.share_of(self.training_step(self.model_wrapped, own, **keywords))
 
     @contextmanager
@@ -89,12 +89,8 @@ class StepHooks(Parts):
     def _reads_logits(self) -> bool:
         """Whether somebody besides the model's own loss may look at the logits of a training step."""
         hooks = ("compute_loss", "training_step")
-        smoothed = self.label_smoother is not None
-        return (
-            smoothed
-            or self.compute_loss_func is not None
-            or any(is_overridden(self, StepHooks, hook) for hook in hooks)
-        )
+        own = self.compute_loss_func is not None or any(is_overridden(self, StepHooks, hook) for hook in hooks)
+        return own or self.label_smoother is not None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None

@@ -51,8 +51,8 @@ def check_model(
         ConfigError: with a sentence for each problem.
     """
     problems = [] if own_loss or loss_function else head_problems(model)
-    problems += split_problems(model, layout)
     problems += cut_problems(model, compiled, layout.tp)
+    problems += split_problems(model, layout)
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:
