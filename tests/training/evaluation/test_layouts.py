@@ -26,6 +26,7 @@ from tests.support.predictions import arguments
 from tests.support.runs import trajectory_of
 
 SAMPLES = 7  # rounds are ragged, and one replica of two works on a filler at the end
+SGD: dict[str, Any] = dict(optimizer="sgd", learning_rate=0.3)
 Sizes = tuple[int, int, int]
 
 
@@ -99,7 +100,7 @@ def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> 
 def test_heads_that_do_not_go_evenly(sizes: Sizes, heads: tuple[int, int], tmp_path: Path) -> None:
     """Tensor-parallel ranks with 4 and 0, or with 4 and 2 query heads."""
     shape = dict(hidden_size=24, num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    wanted = train_plainly(tiny_llama(**shape), RaggedTokens(16), clip=0.5, global_batch=2, steps=3)
+    wanted = train_plainly(tiny_llama(**shape), RaggedTokens(16), **SGD, clip=0.5, global_batch=2, steps=3)
     for found, _, _ in pool(4).run(around_training, str(tmp_path), sizes, 1, True, shape):
         assert_equal(found, wanted)
 
@@ -231,16 +232,9 @@ def test_a_replica_that_counts_twice_is_seen(tmp_path: Path) -> None:
 
 
 def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool, shape: Any = None) -> Any:
-    changes: dict[str, Any] = dict(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, max_steps=3)
-    trainer = trainer_of(
-        output_dir,
-        sizes,
-        zero_stage=stage,
-        per_device_train_batch_size=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        **changes,
-    )
+    changes: dict[str, Any] = dict(optim="sgd", learning_rate=0.3, weight_decay=0.1, max_grad_norm=0.5, max_steps=3)
+    changes |= dict(per_device_train_batch_size=2, eval_strategy="steps", eval_steps=1)
+    trainer = trainer_of(output_dir, sizes, shape, zero_stage=stage, **changes)
     if before:
         trainer.evaluate()
     trainer.train()
@@ -264,7 +258,7 @@ def test_evaluation_before_between_and_after_steps_changes_no_weight(
     sizes: Sizes, stage: int, before: bool, tmp_path: Path
 ) -> None:
     model = tiny_llama()
-    wanted = train_plainly(model, RaggedTokens(16), clip=0.5, global_batch=2, steps=3)
+    wanted = train_plainly(model, RaggedTokens(16), **SGD, clip=0.5, global_batch=2, steps=3)
     with torch.no_grad():
         after = token_loss(model.eval(), stack(RaggedTokens(SAMPLES).rows)).item()
     for found, losses, last in pool(2).run(around_training, str(tmp_path), sizes, stage, before):
