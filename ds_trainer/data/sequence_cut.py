@@ -126,6 +126,13 @@ class SequenceCut:
         """Tokens of each sequence of ``batch`` before it is filled up: what :func:`join` cuts off again."""
         return self._size(batch)[1]
 
+    def head(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+        """The first ``tokens`` of each sequence of ``batch``, as a batch of its own, with what stays whole."""
+        rows, length = self._size(batch)
+        kept = {key: value for key, value in batch.items() if value is not None}
+        self._drop_flash_keys(kept)
+        return {key: v[:, :tokens] if self._is_cut(key, v, rows, length) else v for key, v in kept.items()}
+
     def _accepts(self, name: str) -> bool:
         return self._takes_any or name in self._takes
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.parallelism import take_over, tell_deepspeed
+from ds_trainer.engine.tensor_cut import completed_cut
+from ds_trainer.engine.tensor_repairs import keep_empty_slices
 from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -35,12 +37,18 @@ class EvaluationEngine:
         config: the compiled configuration.
         layout: where every rank stands.
         half: ``"bf16"`` or ``"fp16"`` to run in that precision with ZeRO-3; None for the configuration's.
+        whole_logits: as of the engine that trains: the model stays cut for it.
 
     Needs a process group.
     """
 
     def __init__(
-        self, model: nn.Module, config: CompiledConfig, layout: ParallelLayout, half: str | None = None
+        self,
+        model: nn.Module,
+        config: CompiledConfig,
+        layout: ParallelLayout,
+        half: str | None = None,
+        whole_logits: bool = False,
     ) -> None:
         import deepspeed
 
@@ -61,8 +69,10 @@ class EvaluationEngine:
             settings = {key: value for key, value in settings.items() if key not in (*HALF_TYPES, "torch_autocast")}
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
-        self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
+        with completed_cut(self.groups, whole_logits):
+            self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         take_over(self.deepspeed, mpu)
+        keep_empty_slices(self.deepspeed)
 
     def close(self) -> None:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""

@@ -17,7 +17,9 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.parallelism import check_beliefs, take_over, tell_deepspeed
+from ds_trainer.engine.tensor_cut import completed_cut
 from ds_trainer.engine.tensor_parallel import clip_gradients, gradient_norm
+from ds_trainer.engine.tensor_repairs import keep_empty_slices
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
@@ -46,11 +48,13 @@ class TrainingEngine:
         layout: where every rank stands.
         compile_options: keywords of DeepSpeed's ``engine.compile`` (``backend``, ``compile_kwargs``); None leaves the
             model as it is, unless ``config`` asks for DeepSpeed's own compiler.
+        whole_logits: somebody besides the model's own loss reads the logits of a training step; under tensor
+            parallelism they are gathered then (:mod:`ds_trainer.engine.tensor_head`).
 
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
     Raises:
-        ConfigError: the engine's picture of the ranks is not the layout's.
+        ConfigError: the engine's picture of the ranks is not the layout's, or nothing of the model could be sliced.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class TrainingEngine:
         config: CompiledConfig,
         layout: ParallelLayout,
         compile_options: dict[str, Any] | None = None,
+        whole_logits: bool = False,
     ) -> None:
         import deepspeed
 
@@ -71,10 +76,11 @@ class TrainingEngine:
         self._clipping: float = config.get("gradient_clipping")
         self.deepspeed: DeepSpeedEngine
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
-        with no_step_before_the_first():
+        with no_step_before_the_first(), completed_cut(self.groups, whole_logits):
             keywords = {given: optimizer, "config": config.to_dict(), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
         take_over(self.deepspeed, mpu)
+        keep_empty_slices(self.deepspeed)
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
         check_beliefs(self.deepspeed, self.groups, *sizes)
         by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")

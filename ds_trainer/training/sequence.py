@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_trainer.data.columns import base_model, forward_names, takes_any_name
 from ds_trainer.data.sequence_cut import SequenceCut
+from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loss import shifts_labels
+from ds_trainer.training.model.split_check import check_cut_model
 from ds_trainer.training.model.split_problems import library_models
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -70,6 +73,69 @@ def sequence_cut_of(
         own_positions=_numbers_by_mask(core),
         model_name=type(core).__name__,
     )
+
+
+def check_cut(
+    model: nn.Module,
+    cut: SequenceCut,
+    batch: Mapping[str, Any],
+    groups: ParallelGroups,
+    prepare: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> None:
+    """Compare ``model`` on the head of a batch, whole and cut (:func:`check_cut_model`). Collective over all ranks.
+
+    A model whose outputs hold nothing for each token cannot be compared; a warning says so.
+
+    Args:
+        model: the engine.
+        cut: how its batches are cut.
+        batch: whole sequences, the same on all ranks of a replica.
+        groups: the process groups of the layout.
+        prepare: brings a batch to the device.
+
+    Raises:
+        ConfigError: the results differ by more than rounding.
+    """
+    core = base_model(model)
+    head = cut.head(batch, 4 * groups.layout.cp * groups.layout.sp)
+    own, plan = cut.cut(head, groups.place.cp, groups.place.sp)
+    length = cut.length(head)
+    # Beside a KV cache, transformers does not look for documents in position_ids.
+    without_cache = {"use_cache": False} if library_models(core) and "use_cache" in forward_names(core) else {}
+    with torch.no_grad():
+        found = _of_each_token(model(**prepare(head), **without_cache), length)
+    if found is None:
+        logger.warning(
+            "%s returns nothing for each token beside its loss, so that its results for cut sequences cannot be "
+            "compared with those for whole ones. Let it return its logits as well, [batch, tokens, ...].",
+            type(core).__name__,
+        )
+        return
+
+    def whole() -> torch.Tensor:
+        result = _value(model(**prepare(head), **without_cache), found)
+        missing = plan.length - length  # filled up, as the cut sequence is; nobody compares these
+        return nn.functional.pad(result, (0, 0) * (result.dim() - 2) + (0, missing))
+
+    check_cut_model(model, whole, lambda: _value(model(**prepare(own), **without_cache), found), plan, groups)
+
+
+def _of_each_token(outputs: Any, length: int) -> Any:
+    """Key or place of the first output that has a value for each token; None where there is none."""
+    items = outputs.items() if isinstance(outputs, Mapping) else enumerate(_sequence(outputs))
+    for key, value in items:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[1:2] == (length,):
+            return key
+    return None
+
+
+def _sequence(outputs: Any) -> Sequence[Any]:
+    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _value(outputs: Any, key: Any) -> torch.Tensor:
+    value: torch.Tensor = outputs[key] if isinstance(outputs, Mapping) else _sequence(outputs)[key]
+    return value
 
 
 def takes_shifted_labels(function: Callable[..., Any]) -> bool:

@@ -279,7 +279,9 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
         self._group_members = members_of(optimizer)
-        self._engine = TrainingEngine(self.model, optimizer, self.compiled, self.layout, compile_options(self.args))
+        self._engine = TrainingEngine(
+            self.model, optimizer, self.compiled, self.layout, compile_options(self.args), self._reads_logits
+        )
         self.optimizer = self._engine.basic_optimizer
         if self.lr_scheduler is None:
             self.lr_scheduler = self._engine.own_schedule or self.create_scheduler(num_training_steps, self.optimizer)

@@ -251,7 +251,9 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         start = time.perf_counter()
         if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:
-                self._evaluation_engine = EvaluationEngine(self.model, self.compiled, self.layout, half)
+                self._evaluation_engine = EvaluationEngine(
+                    self.model, self.compiled, self.layout, half, self._reads_logits
+                )
                 self._preparation_time = round(time.perf_counter() - start, 4)
             return self._evaluation_engine.deepspeed
         if half is None:

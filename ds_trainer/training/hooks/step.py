@@ -16,7 +16,9 @@ from ds_trainer.training.batches import check_names, checked_batch, labels_in, o
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import loss_in
-from ds_trainer.training.sequence import takes_shifted_labels
+from ds_trainer.training.model.randomness import randomness_of
+from ds_trainer.training.sequence import check_cut, takes_shifted_labels
+from ds_trainer.training.signatures import is_overridden
 
 
 class StepHooks(Parts):
@@ -27,7 +29,9 @@ class StepHooks(Parts):
     _nobody_looks_at_counts: bool
     _items: ItemCount | None = None
     _loop_asks = False
-    _names_checked: bool = False
+    _names_checked = False
+    _cut_checked = False
+    _micro_batch = 0
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -50,9 +54,13 @@ class StepHooks(Parts):
         """:meth:`get_batch_samples` for the loop, which wants the count as the loss rule does."""
         batches, items = self.get_batch_samples(iterator, rounds, self.device)
         self.current_gradient_accumulation_steps = max(1, len(batches))
+        self._micro_batch = 0
         if batches and self._nobody_looks_at_counts and not self._names_checked:
             check_names(batches[0], self.model)
             self._names_checked = True
+        if batches and self.sequence_cut is not None and not self._cut_checked:
+            check_cut(self.model_wrapped, self.sequence_cut, batches[0], self.groups, self._prepare_inputs)
+            self._cut_checked = True
         if self._items is None or self._items.divisor is not items:  # a subclass counts in its own way
             self._items = ItemCount(torch.as_tensor(items, dtype=torch.float32, device=self.device))
         return batches, self._items
@@ -60,7 +68,10 @@ class StepHooks(Parts):
     def call_training_step(self, inputs: Any, items: ItemCount) -> torch.Tensor:
         """:meth:`training_step` with the arguments that it takes."""
         keywords = {"num_items_in_batch": items.divisor} if self._training_step_takes else {}
-        with self.accelerator.batch(inputs), self._own_part(inputs) as own:
+        place = self.layout.coordinates(self.args.process_index)
+        numbers = randomness_of(self.layout, place, self.args.seed, self.state.global_step, self._micro_batch)
+        self._micro_batch += 1
+        with self.accelerator.batch(inputs), numbers, self._own_part(inputs) as own:
             return self.accelerator.share_of(self.training_step(self.model_wrapped, own, **keywords))
 
     @contextmanager
@@ -73,6 +84,17 @@ class StepHooks(Parts):
         own, plan = self.sequence_cut.cut(inputs, groups.place.cp, groups.place.sp, needs_labels)
         with use_cut(plan, groups):  # around the backward pass too: recomputation runs attention again
             yield own
+
+    @property
+    def _reads_logits(self) -> bool:
+        """Whether somebody besides the model's own loss may look at the logits of a training step."""
+        hooks = ("compute_loss", "training_step")
+        smoothed = self.label_smoother is not None
+        return (
+            smoothed
+            or self.compute_loss_func is not None
+            or any(is_overridden(self, StepHooks, hook) for hook in hooks)
+        )
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None

@@ -13,6 +13,7 @@ from ds_trainer.arguments.enums import DebugOption
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.activation_checkpointing import SECTION, checkpoint_with_deepspeed
+from ds_trainer.engine.tensor_plan import cut_problems
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.label_smoothing import smoothing_problems
 from ds_trainer.training.model.cache import without_cache
@@ -51,6 +52,7 @@ def check_model(
     """
     problems = [] if own_loss or loss_function else head_problems(model)
     problems += split_problems(model, layout)
+    problems += cut_problems(model, compiled, layout.tp)
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:
@@ -60,6 +62,11 @@ def check_model(
         problems.append(f"liger_kernel_config={args.liger_kernel_config} needs use_liger_kernel=True.")
     if args.use_liger_kernel:
         problems += liger_problems(model, args.liger_kernel_config, args.device_type)
+        if layout.tp > 1:
+            problems.append(
+                f"use_liger_kernel=True and tensor_parallel_size={layout.tp}: Liger's loss multiplies with the head's "
+                "weight itself, of which a rank has a slice. Set one of them back."
+            )
     if args.neftune_noise_alpha is not None:
         problems += noise_problems(model)
     if _watches(args):
