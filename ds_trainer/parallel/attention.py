@@ -110,6 +110,10 @@ def attention(
             f"{cut.plan.length} ({cut.plan.layout.describe()})"
         )
     cut.calls += 1
+    if query.shape[1] == 0:
+        # Tensor parallelism over more ranks than there are key heads leaves some without any, and with them all ranks
+        # that they would exchange with. What is empty still belongs to the graph: gradients of no elements are awaited.
+        return scaled_dot_product_attention(query, key, value)
     exchanged = cut.plan.layout.sp > 1
     if exchanged:
         query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))  # travel at half the size

@@ -31,7 +31,7 @@ def misfits(shape: ModelShape, layout: ParallelLayout) -> list[str]:
     stacks = () if shape.transformer is None else shape.transformer.stacks
     for stack in stacks:
         shares = head_shares(stack, layout.tp)
-        if layout.sp > 1 and any(share == 0 or share % layout.sp for share in shares):
+        if any(share % layout.sp for share in shares):
             held = f"{stack.heads} query heads"
             if layout.tp > 1:
                 held += f" ({stack.kv_heads} key heads) give the tensor-parallel ranks {_listed(shares)}, which"

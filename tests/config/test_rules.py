@@ -118,6 +118,11 @@ EXAMPLES: dict[str, Example] = {
         {"zero_stage": 1},
         ('data_types.grad_accum_dtype="fp32"', "zero_stage=0"),
     ),
+    "half-at-stage-0-with-slices": Example(
+        {"bf16": True, "zero_stage": 0, "tensor_parallel_size": 2, "world": 2},
+        {"zero_stage": 1},
+        ("zero_stage=0 (argument)", "bf16=True (argument)"),
+    ),
     "param-dtype-agrees": Example({"deepspeed": {"data_types": {"param_dtype": "bf16"}}}, {"bf16": True}),
     "offload-optimizer-needs-zero": Example(
         {"zero_stage": 0, "offload_optimizer": "cpu"}, {"zero_stage": 2}, ("offload_optimizer=cpu", "zero_stage=0")

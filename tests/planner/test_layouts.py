@@ -47,6 +47,7 @@ def test_tensor_parallelism_alone_fits_any_heads() -> None:
     """AutoTP deals whole heads out unevenly, and the numbers stay exact (tests/training/evaluation/test_layouts.py)."""
     assert misfits(llama(3, 3), ParallelLayout(2, tp=2)) == []
     assert misfits(llama(4, 1), ParallelLayout(4, tp=4)) == []
+    assert misfits(llama(4, 1), ParallelLayout(4, tp=2, sp=2)) == []  # 4 and 0: who has none exchanges none
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,9 @@ def test_tensor_parallelism_alone_fits_any_heads() -> None:
             "sequence-parallel ranks. Nearest sizes that this model fits into on 8 ranks: tensor 2 x sequence 2 or ",
         ),
         (
-            llama(4, 1),
+            llama(3, 3),
             ParallelLayout(4, tp=2, sp=2),
-            "4 query heads (1 key heads) give the tensor-parallel ranks 4 and 0, which cannot be divided among 2 "
+            "3 query heads (3 key heads) give the tensor-parallel ranks 2 and 1, which cannot be divided among 2 "
             "sequence-parallel ranks. Nearest sizes that this model fits into on 4 ranks: ",
         ),
         (

@@ -16,6 +16,7 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import LENGTH, RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -101,6 +102,25 @@ def test_a_replica_that_counts_on_all_ranks_is_seen(of_one_process: dict[str, An
     job = (str(tmp_path), {"tensor_parallel_size": 2}, 4, "non_padding", 0.1)
     for found in pool(2).run(everybody_speaks, *job):
         assert found["tokens"] == 2 * of_one_process["tokens"]
+
+
+def test_what_does_not_fit_is_refused_before_a_process_group_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refusal(world: int, **sizes: Any) -> str:
+        for name, value in dict(WORLD_SIZE=world, RANK=0, LOCAL_RANK=0, MASTER_ADDR="nowhere", MASTER_PORT=1).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ConfigError) as error:
+            Trainer(tiny_llama(), arguments(tmp_path, **sizes), train_dataset=RaggedTokens(8))
+        assert not distributed.is_initialized()
+        return str(error.value)
+
+    assert "Choose tensor 4 or tensor 2 or tensor 8, or start 9 ranks." in refusal(8, tensor_parallel_size=3)
+    words = refusal(8, sequence_parallel_size=8)
+    assert "sequence_parallel_size=8 (argument): 4 query heads cannot be divided among 8" in words
+    assert "Nearest sizes that this model fits into on 8 ranks: sequence 4 or sequence 2 or data" in words
+    assert "of at most 64 tokens are shorter than the 128 pieces" in refusal(64, context_parallel_size=64)
+    assert "auto_find_batch_size=True" in refusal(2, tensor_parallel_size=2, auto_find_batch_size=True)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

@@ -84,6 +84,15 @@ PRECISION = (
         "Set zero_stage to 1 or more, or remove data_types.grad_accum_dtype.",
     ),
     Rule(
+        "half-at-stage-0-with-slices",
+        "Precision",
+        (_STAGE, "bf16.enabled", "fp16.enabled", "tensor_parallel.autotp_size"),
+        lambda c: c.stage == 0 and c.layout.tp > 1 and (c.on("bf16.enabled") or c.on("fp16.enabled")),
+        "in 16 bits without ZeRO, DeepSpeed leaves the slices of all tensor-parallel ranks but the first out of the "
+        "gradient norm, and clips by it",
+        "Set zero_stage to 1 or more.",
+    ),
+    Rule(
         "param-dtype-agrees",
         "Precision",
         ("data_types.param_dtype", "bf16.enabled", "fp16.enabled"),

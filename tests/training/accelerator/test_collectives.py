@@ -13,8 +13,9 @@ from ds_trainer.parallel.attention import use_cut
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.utils.errors import ConfigError
+from tests.support.models import tiny_llama
 from tests.support.pool import pool
-from tests.training.accelerator.support import accelerator
+from tests.training.accelerator.support import accelerator, trainer_for
 
 
 def nest(rank: int) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_the_arithmetic_of_two_ranks() -> None:
 
 def values_under_a_layout(sizes: dict[str, int], cut: bool) -> dict[str, Any]:
     """What a rank brings: its replica's number, and its own number where a sequence is cut."""
-    ours = accelerator(**sizes)
+    ours = trainer_for(tiny_llama(), **sizes).accelerator
     layout, rank = ours._layout, ours.process_index
     place = layout.coordinates(rank)
     ours._joined()

@@ -26,6 +26,7 @@ from tests.support.predictions import arguments
 from tests.support.runs import trajectory_of
 
 SAMPLES = 7  # rounds are ragged, and one replica of two works on a filler at the end
+SGD: dict[str, Any] = dict(optimizer="sgd", learning_rate=0.3)
 Sizes = tuple[int, int, int]
 
 
@@ -35,12 +36,13 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"hits": float(hit.sum()), "rows": float(len(found.predictions))}
 
 
-def trainer_of(output_dir: str, sizes: Sizes, **changes: Any) -> Trainer:
+def trainer_of(output_dir: str, sizes: Sizes, shape: Any = None, **changes: Any) -> Trainer:
     """``sizes`` are those of tensor, context and sequence parallelism."""
     names = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size")
     args = arguments(output_dir, **dict(zip(names, sizes, strict=True)), **changes)
     data = RaggedTokens(16), RaggedTokens(SAMPLES)
-    return Trainer(tiny_llama(), args, train_dataset=data[0], eval_dataset=data[1], compute_metrics=accuracy)
+    model = tiny_llama(**(shape or {}))
+    return Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], compute_metrics=accuracy)
 
 
 def evaluated(output_dir: str, sizes: Sizes, stage: int) -> Any:
@@ -90,6 +92,17 @@ def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> 
     whole = sum(p.numel() for p in tiny_llama().parameters())
     if sizes[0] > 1:
         assert all(held < whole for *_, held in results)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"), [((2, 2, 1), (4, 1)), ((2, 1, 2), (4, 1)), ((2, 1, 2), (6, 3))], ids=lambda value: str(value)
+)
+def test_heads_that_do_not_go_evenly(sizes: Sizes, heads: tuple[int, int], tmp_path: Path) -> None:
+    """Tensor-parallel ranks with 4 and 0, or with 4 and 2 query heads."""
+    shape = dict(hidden_size=24, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    wanted = train_plainly(tiny_llama(**shape), RaggedTokens(16), **SGD, clip=0.5, global_batch=2, steps=3)
+    for found, _, _ in pool(4).run(around_training, str(tmp_path), sizes, 1, True, shape):
+        assert_equal(found, wanted)
 
 
 # -- losses of all kinds, of sequences that are cut -------------------------------------------------------------------
@@ -218,17 +231,10 @@ def test_a_replica_that_counts_twice_is_seen(tmp_path: Path) -> None:
         check(pool(2).run(counted_twice, str(tmp_path), (2, 1, 1)))
 
 
-def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool) -> Any:
-    changes: dict[str, Any] = dict(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, max_steps=3)
-    trainer = trainer_of(
-        output_dir,
-        sizes,
-        zero_stage=stage,
-        per_device_train_batch_size=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        **changes,
-    )
+def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool, shape: Any = None) -> Any:
+    changes: dict[str, Any] = dict(optim="sgd", learning_rate=0.3, weight_decay=0.1, max_grad_norm=0.5, max_steps=3)
+    changes |= dict(per_device_train_batch_size=2, eval_strategy="steps", eval_steps=1)
+    trainer = trainer_of(output_dir, sizes, shape, zero_stage=stage, **changes)
     if before:
         trainer.evaluate()
     trainer.train()
@@ -236,13 +242,26 @@ def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool) -> 
     return trajectory_of(trainer), losses, trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize(("stage", "before"), [(0, True), (1, True), (3, True), (3, False)])
-def test_evaluation_before_between_and_after_steps_changes_no_weight(stage: int, before: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "stage", "before"),
+    [
+        ((2, 1, 1), 0, True),
+        ((2, 1, 1), 1, True),
+        ((2, 1, 1), 3, True),
+        ((2, 1, 1), 3, False),
+        ((1, 2, 1), 1, True),
+        ((1, 1, 2), 3, True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_evaluation_before_between_and_after_steps_changes_no_weight(
+    sizes: Sizes, stage: int, before: bool, tmp_path: Path
+) -> None:
     model = tiny_llama()
-    wanted = train_plainly(model, RaggedTokens(16), clip=0.5, global_batch=2, steps=3)
+    wanted = train_plainly(model, RaggedTokens(16), **SGD, clip=0.5, global_batch=2, steps=3)
     with torch.no_grad():
         after = token_loss(model.eval(), stack(RaggedTokens(SAMPLES).rows)).item()
-    for found, losses, last in pool(2).run(around_training, str(tmp_path), (2, 1, 1), stage, before):
+    for found, losses, last in pool(2).run(around_training, str(tmp_path), sizes, stage, before):
         assert_equal(found, wanted)
         assert len(losses) == 3
         assert losses[-1] == pytest.approx(after, rel=1e-5) and last == losses[-1]
