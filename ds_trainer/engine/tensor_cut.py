@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.engine.tensor_adapters import lora_is_cut
 from ds_trainer.engine.tensor_head import install_whole_logits, loss_of_its_own
 from ds_trainer.engine.tensor_parallel import is_sliced
 from ds_trainer.engine.tensor_randomness import separate_randomness
@@ -38,7 +39,8 @@ def completed_cut(groups: ParallelGroups, whole_logits: bool) -> Iterator[None]:
         if getattr(model, "ds_autotp_parsed", False):
             return original(engine, model, settings)  # by an engine before, and completed then
         given_loss = loss_of_its_own(model)
-        replaced = original(engine, model, settings)
+        with lora_is_cut():
+            replaced = original(engine, model, settings)
         mark_sliced_embeddings(model, groups.tp)
         if not any(is_sliced(parameter) for parameter in model.parameters()):
             raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.tensor_adapters import is_lora
 
 CUT_BY_NAME = ("bart", "bert", "gpt_neox", "gptj", "opt", "t5")
 """Families without a plan of their own (``config.model_type``) that come out exact when cut by the names of layers."""
@@ -92,7 +93,7 @@ def _spec_problems(model: nn.Module, specs: Any, asked: str) -> list[str]:
         if spec.partition_type == PartitionType.SKIP:
             continue
         cut += 1
-        if not isinstance(module, nn.Linear | nn.Embedding):
+        if not (isinstance(module, nn.Linear | nn.Embedding) or is_lora(module)):
             unfit.setdefault(type(module).__name__, path)
     problems += [
         f"{asked}: {path} of {name} is a {what}, and only torch.nn.Linear and torch.nn.Embedding can be cut."
@@ -108,7 +109,10 @@ def _spec_problems(model: nn.Module, specs: Any, asked: str) -> list[str]:
     return problems
 
 
-_ADAPTERS = " DeepSpeed would put a plain layer in the place of one that an adapter library has wrapped."
+_ADAPTERS = (
+    " Of what an adapter library wraps, only LoRA around a plain layer, without dropout and DoRA, can be cut with the "
+    "layer."
+)
 
 
 def _by_name_problems(model: nn.Module, asked: str) -> list[str]:
@@ -122,7 +126,10 @@ def _by_name_problems(model: nn.Module, asked: str) -> list[str]:
         ]
     wrapped = [path for path, module in model.named_modules() if hasattr(module, "base_layer")]
     if wrapped:
-        return [f"{asked}: {wrapped[0]} of {name} is wrapped by an adapter library.{_ADAPTERS} Set it to 1."]
+        return [
+            f"{asked}: {wrapped[0]} of {name} is wrapped by an adapter library, and without a plan only plain layers "
+            "can be cut. Set it to 1."
+        ]
     return []
 
 

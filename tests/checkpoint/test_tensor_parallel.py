@@ -134,3 +134,26 @@ def best(output_dir: str, stage: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_best_model_is_loaded(stage: int, tmp_path: Path) -> None:
     assert pool(2).run(best, str(tmp_path), stage) == [(True, False)] * 2
+
+
+def adapters(output_dir: str, stage: int, tp: int) -> str:
+    """Digest of the adapters' file after steps that change nothing."""
+    import peft
+
+    def model() -> Any:
+        torch.manual_seed(1)
+        asked = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        return peft.get_peft_model(FAMILIES["qwen2"](), asked)
+
+    trainer = make(model, output_dir, stage, tp, learning_rate=0.0, weight_decay=0.0, max_steps=1)
+    trainer.train()
+    trainer.save_model(f"{output_dir}/adapters")
+    trainer.engine.close()
+    return hashlib.sha256(Path(f"{output_dir}/adapters/adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_are_saved_whole(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    wanted = pool(1).run(adapters, str(tmp_path / "one"), 0, 1)
+    assert pool(2).run(adapters, str(tmp_path / "two"), stage, 2) == wanted * 2

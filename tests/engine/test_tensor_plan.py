@@ -45,9 +45,9 @@ def _specs(*specs: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {"partition_config": {"layer_specs": rows, **more}}
 
 
-def _lora(family: str) -> nn.Module:
+def _lora(family: str, **more: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapters = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **more)
     model: nn.Module = peft.get_peft_model(FAMILIES[family](), adapters)
     return model
 
@@ -85,7 +85,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any], str]] = {
     ),
     "an unknown kind": (tiny_llama, _specs((".*", "diagonal")), {}, "diagonal"),
     "adapters, cut by name": (partial(_lora, "opt"), None, {}, "wrapped by an adapter library"),
-    "adapters, cut by plan": (partial(_lora, "qwen2"), None, {}, "put a plain layer in the place of one that"),
+    "adapters, cut by plan": (
+        partial(_lora, "qwen2", use_dora=True),
+        None,
+        {},
+        "q_proj of PeftModel.* only LoRA around a plain layer",
+    ),
+    "adapters with dropout": (partial(_lora, "qwen2", lora_dropout=0.1), None, {}, "without dropout and DoRA"),
     "no head": (Mixer, {**MIXER_CUT["tensor_parallel"], "vocab_parallel_lm_head": True}, {}, "Mixer has 0 layers"),
     "layers dropped at random": (
         partial(of_family, "OPT", "OPTForCausalLM", hidden_size=32, num_attention_heads=4, layerdrop=0.1),

@@ -83,3 +83,29 @@ def test_a_plain_module_is_cut_as_its_user_says(stage: int, tmp_path: Any) -> No
     )
     for found in pool(2).run(job):
         assert_equal(found, plainly(Mixer()))
+
+
+def with_lora() -> Any:
+    """Adapters around column- and row-parallel layers, whose second factors are not zero."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = peft.get_peft_model(FAMILIES["qwen2"](), adapters)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lora_is_cut_with_its_layer(stage: int, tmp_path: Any) -> None:
+    job = partial(
+        train_and_report, with_lora, make_data, str(tmp_path), zero_stage=stage, tensor_parallel_size=2, **ARGUMENTS
+    )
+    wanted = plainly(with_lora())
+    start = dict(with_lora().named_parameters())
+    assert all(not torch.equal(wanted.weights[name], start[name]) for name in start if "lora_" in name)
+    for found in pool(2).run(job):
+        assert_equal(found, wanted)

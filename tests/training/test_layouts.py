@@ -136,7 +136,7 @@ def with_adapters() -> torch.nn.Module:
 
 @pytest.mark.parametrize(("layout", "stage"), [(CUT, 0), (CUT, 3), (ParallelLayout(4, sp=2), 2)])
 def test_adapters(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
-    """LoRA: most weights are frozen. (Tensor parallelism refuses adapters: docs/tensor-parallelism.md.)"""
+    """LoRA: most weights are frozen. (Cut by tensor parallelism: tests/parity/test_tensor_families.py.)"""
     case = case_of(layout, stage, clip=0.0)
     options: dict[str, Any] = {"optimizer": adamw, "learning_rate": 2e-3, "collate": documents_as_rows}
     wanted = train_plainly(with_adapters(), Documents(DATA["padded"]()), **options)
