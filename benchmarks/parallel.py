@@ -170,9 +170,8 @@ def _run(turns: Turns, name: str, loop: Callable[[], None]) -> None:
 
 def attention_times(rounds: int, length: int) -> dict[str, Any]:
     """Forward and backward pass of attention alone: the ring, the all-to-all, half and half."""
-    from ds_trainer.parallel.attention import attention, use_cut
-
     from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.parallel.attention import attention, use_cut
     from ds_trainer.parallel.groups import parallel_groups
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.parallel.sequence_plan import SequencePlan
