@@ -13,8 +13,8 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.parallelism import take_over, tell_deepspeed
-from ds_trainer.engine.tensor_cut import completed_cut
-from ds_trainer.engine.tensor_repairs import keep_empty_slices
+from ds_trainer.engine.tensor.cut import completed_cut
+from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout

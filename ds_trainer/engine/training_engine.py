@@ -17,10 +17,10 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.parallelism import check_beliefs, take_over, tell_deepspeed
-from ds_trainer.engine.tensor_agreement import GradientAgreement
-from ds_trainer.engine.tensor_cut import completed_cut
-from ds_trainer.engine.tensor_parallel import clip_gradients, gradient_norm
-from ds_trainer.engine.tensor_repairs import keep_empty_slices
+from ds_trainer.engine.tensor.agreement import GradientAgreement
+from ds_trainer.engine.tensor.cut import completed_cut
+from ds_trainer.engine.tensor.repairs import keep_empty_slices
+from ds_trainer.engine.tensor.slices import clip_gradients, gradient_norm
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
@@ -50,7 +50,7 @@ class TrainingEngine:
         compile_options: keywords of DeepSpeed's ``engine.compile`` (``backend``, ``compile_kwargs``); None leaves the
             model as it is, unless ``config`` asks for DeepSpeed's own compiler.
         whole_logits: somebody besides the model's own loss reads the logits of a training step; under tensor
-            parallelism they are gathered then (:mod:`ds_trainer.engine.tensor_head`).
+            parallelism they are gathered then (:mod:`ds_trainer.engine.tensor.head`).
 
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.tensor_parallel import is_sliced, sliced_layers, whole_shape
+from ds_trainer.engine.tensor.slices import is_sliced, sliced_layers, whole_shape
 
 
 def full_numel(parameter: torch.Tensor) -> int:

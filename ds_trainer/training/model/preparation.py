@@ -13,7 +13,7 @@ from ds_trainer.arguments.enums import DebugOption
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.activation_checkpointing import SECTION, checkpoint_with_deepspeed
-from ds_trainer.engine.tensor_plan import cut_problems
+from ds_trainer.engine.tensor.plan import cut_problems
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.label_smoothing import smoothing_problems
 from ds_trainer.training.model.cache import without_cache

@@ -1,7 +1,7 @@
 """Random numbers of a model whose replica is spread over several ranks (tensor, context, sequence parallelism).
 
 Tensor-parallel ranks of one place hold parts of the same computation and must draw the same numbers (dropout of what
-they all hold; a rank's own parts are seen to by :mod:`ds_trainer.engine.tensor_randomness`). Ranks at other places of
+they all hold; a rank's own parts are seen to by :mod:`ds_trainer.engine.tensor.randomness`). Ranks at other places of
 dp, cp and sp see other tokens and must draw others. The state that a generator happens to be in promises neither: one
 rank of a replica reads the data, and may draw numbers for that.
 

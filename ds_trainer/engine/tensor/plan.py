@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.tensor_adapters import is_lora
+from ds_trainer.engine.tensor.adapters import is_lora
 
 CUT_BY_NAME = ("bart", "bert", "gpt_neox", "gptj", "opt", "t5")
 """Families without a plan of their own (``config.model_type``) that come out exact when cut by the names of layers."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from ds_trainer.engine.tensor_adapters import lora_is_cut
-from ds_trainer.engine.tensor_head import install_whole_logits, loss_of_its_own
-from ds_trainer.engine.tensor_parallel import is_sliced
-from ds_trainer.engine.tensor_randomness import separate_randomness
-from ds_trainer.engine.tensor_repairs import mark_sliced_embeddings, repair_layers
+from ds_trainer.engine.tensor.adapters import lora_is_cut
+from ds_trainer.engine.tensor.head import install_whole_logits, loss_of_its_own
+from ds_trainer.engine.tensor.randomness import separate_randomness
+from ds_trainer.engine.tensor.repairs import mark_sliced_embeddings, repair_layers
+from ds_trainer.engine.tensor.slices import is_sliced
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.utils.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.tensor_parallel import is_sliced
+from ds_trainer.engine.tensor.slices import is_sliced
 
 
 def repair_layers() -> None:
