@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from ds_trainer.config.environment import Environment
+from tests.support.async_io import ASYNC_IO, AsyncIOBuild
 from tests.support.pool import close_pools
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +19,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Deadlines measure the machine, not the code.
 settings.register_profile("ds_trainer", deadline=None, max_examples=60)
 settings.load_profile("ds_trainer")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin at once what a test will have to wait for."""
+    waiting = any("extensions" in getattr(item, "fixturenames", ()) for item in session.items)
+    if waiting and not session.config.option.collectonly and Environment().has_async_io():
+        folder = session.config.cache.mkdir("torch_extensions")  # type: ignore[union-attr]
+        session.config.stash[ASYNC_IO] = AsyncIOBuild(folder)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """No compiler outlives the tests."""
+    if ASYNC_IO in config.stash:
+        config.stash[ASYNC_IO].end()
 
 
 @pytest.fixture(scope="session", autouse=True)

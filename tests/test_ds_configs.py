@@ -7,8 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
+from tests.support.async_io import ASYNC_IO
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
@@ -154,24 +153,11 @@ def test_it_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPath
 
 # -- what a compiler must make first -----------------------------------------------------------------------------
 
-BUILD = """
-import os
-os.environ.update(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR={extensions!r}, MAX_JOBS="2")
-from deepspeed.ops.op_builder import AsyncIOBuilder
-AsyncIOBuilder().load(verbose=False)
-"""
-
 
 @pytest.fixture(scope="module")
 def extensions(request: pytest.FixtureRequest) -> str:
-    """A folder of our own with DeepSpeed's async_io operator: minutes the first time, kept between test runs."""
-    folder = request.config.cache.mkdir("torch_extensions")  # type: ignore[union-attr]
-    for lock in folder.rglob("lock"):  # of a build that was killed; every later one would wait for it
-        lock.unlink()
-    code = BUILD.format(extensions=str(folder))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return str(folder)
+    """A folder of our own with DeepSpeed's async_io operator, whose build began with the session."""
+    return request.config.stash[ASYNC_IO].folder()
 
 
 class DiskUse(TrainerCallback):
