@@ -54,7 +54,11 @@ def shifts_labels(model: nn.Module) -> bool:
         return declared
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    return str(getattr(model, "loss_type", "")).endswith(_SHIFTING_LOSSES)
+    kind = getattr(model, "loss_type", "")
+    if kind is None:  # transformers knows no loss by the name of the class; where one is asked for, it takes this
+        asked = inspect.unwrap(type(model).forward).__code__.co_names
+        return "loss_function" in asked
+    return str(kind).endswith(_SHIFTING_LOSSES)
 
 
 class ItemCounter:

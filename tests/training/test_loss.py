@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from ds_trainer.data.loader import FillerBatch
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.loss import ItemCounter, LossRule, accepts_item_count, depends_on, loss_in, shifts_labels
 from ds_trainer.utils.errors import ConfigError
-from tests.support.models import PlainLanguageModel, tiny_llama
+from tests.support.compare import distances
+from tests.support.models import VOCABULARY, PlainLanguageModel, RaggedTokens, tiny_llama
+from tests.support.oracle import train_plainly
 from tests.support.pool import pool
+from tests.support.runs import train_and_report
 
 TOKENS = torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])
 
@@ -48,6 +52,30 @@ def test_who_shifts() -> None:
     assert not shifts_labels(BertForMaskedLM(BertConfig(**small)))
     t5 = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
     assert not shifts_labels(T5ForConditionalGeneration(t5))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def test_a_class_whose_name_names_no_loss_has_that_of_causal_models(tmp_path: Any) -> None:
+    """GPT2LMHeadModel: transformers finds no loss by its name and takes the causal one, which has no first target."""
+    from transformers import BertConfig, BertForPreTraining
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    assert shifts_labels(gpt2())
+    assert not shifts_labels(BertForPreTraining(BertConfig(**small)))  # computes its loss itself
+    data = partial(RaggedTokens, 37)
+    wanted = train_plainly(gpt2(), data(), optimizer="sgd", learning_rate=0.1, weight_decay=0.0)
+    options = {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "per_device_train_batch_size": 8}
+    job = partial(train_and_report, gpt2, data, str(tmp_path), max_grad_norm=0.0, **options)
+    for found in pool(2).run(job):
+        far = distances(found, wanted)
+        assert max(far["losses"], far["grad_norms"]) < 1e-5, far
 
 
 def test_who_accepts_the_count() -> None:
