@@ -18,7 +18,6 @@ _SENT: dict[str, Callable[[int, int], float]] = {
     "reduce_scatter_tensor": lambda size, n: size * (n - 1) / n,
     "all_to_all_single": lambda size, n: size * (n - 1) / n,
     "broadcast": lambda size, n: size * (n - 1) / n,
-    "isend": lambda size, n: size,
 }
 _IS_SECOND = {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}  # (output, input, ...)
 
@@ -45,7 +44,7 @@ def traffic() -> Iterator[Counter[str]]:
 
         def count_batched(operations: list[Any]) -> Any:
             for operation in operations:
-                if operation.op.__name__ in ("isend", "call"):
+                if operation.op is dist.isend:
                     sent["isend"] += operation.tensor.numel() * operation.tensor.element_size()
             return batched(operations)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.engine import tensor_repairs
+from ds_trainer.engine.tensor import repairs
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
@@ -38,7 +38,7 @@ def layers_of_deepspeed(repaired: bool) -> Any:
     from deepspeed.module_inject import layers
 
     if repaired:
-        tensor_repairs.repair_layers()
+        repairs.repair_layers()
         return layers
     name = "deepspeed.module_inject.layers_as_installed"
     spec = importlib.util.spec_from_file_location(name, layers.__file__)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.engine import tensor_randomness
+from ds_trainer.engine.tensor import randomness
 from ds_trainer.parallel.layout import Coordinates
 from ds_trainer.training.model.randomness import seed_of
 from tests.support.models import RaggedTokens, tiny_llama
@@ -38,7 +38,7 @@ class Recomputing(Mixer):
         return {"loss": loss, "logits": logits}
 
 
-class SameRegion(tensor_randomness.SlicedRegion):
+class SameRegion(randomness.SlicedRegion):
     """Negative control: nothing is separated."""
 
     def enter(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -65,13 +65,13 @@ def masks(output_dir: str, recompute: bool, separated: bool = True, **arguments:
             lambda module, inputs, output, kept=kept: kept.append((output != 0).detach().clone())
         )
     torch.manual_seed(torch.distributed.get_rank())  # whatever state the data or a user has left
-    original = tensor_randomness.SlicedRegion
-    tensor_randomness.SlicedRegion = original if separated else SameRegion  # type: ignore[misc]
+    original = randomness.SlicedRegion
+    randomness.SlicedRegion = original if separated else SameRegion  # type: ignore[misc]
     trainer = Trainer(model, args, train_dataset=RaggedTokens(37))
     try:
         trainer.train()
     finally:
-        tensor_randomness.SlicedRegion = original  # type: ignore[misc]
+        randomness.SlicedRegion = original  # type: ignore[misc]
     trainer.engine.close()
     return found
 
