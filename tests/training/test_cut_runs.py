@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal, relative
+from tests.support.layouts import PlainAttention
 from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import pool
@@ -53,6 +54,41 @@ def check(way: str, output_dir: Path, trainer_class: type[Trainer] = Trainer, wa
     job = partial(train_and_report, tiny_llama, make_data, str(output_dir), trainer_class, **arguments(way, **more))
     for found in pool(WORLD[way]).run(job):
         assert_equal(found, reference() if wanted is None else wanted)
+
+
+class IgnoresTheCount(PlainAttention):
+    """Accepts the number of items and returns its mean all the same."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        return super().forward(input_ids, labels, attention_mask, position_ids, shift_labels)
+
+
+class TargetsAtTheStart(RaggedTokens):
+    """Only the first two tokens of a sequence have a target: the second rank of a ring has none at all."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = dict(super().__getitem__(index))
+        row["labels"] = row["labels"].clone()
+        row["labels"][3:] = -100
+        return row
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_without_targets_believes_the_others(stage: int, tmp_path: Path) -> None:
+    data = partial(TargetsAtTheStart, SAMPLES)
+    wanted = train_plainly(PlainAttention(), data(), learning_rate=2e-3)
+    more = {"zero_stage": stage, "optim": "adamw_torch_fused"}
+    job = partial(train_and_report, IgnoresTheCount, data, str(tmp_path), **arguments("cp2", **more))
+    for found in pool(2).run(job):
+        assert max(relative(found.losses, wanted.losses), relative(found.grad_norms, wanted.grad_norms)) < 1e-4
 
 
 @pytest.mark.parametrize("way", WAYS)

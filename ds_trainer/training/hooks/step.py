@@ -19,6 +19,7 @@ from ds_trainer.training.loss import loss_in
 from ds_trainer.training.model.randomness import randomness_of
 from ds_trainer.training.sequence import check_cut, takes_shifted_labels
 from ds_trainer.training.signatures import is_overridden
+from ds_trainer.utils import distributed
 
 
 class StepHooks(Parts):
@@ -122,6 +123,9 @@ class StepHooks(Parts):
                 leaf = count.divisor.clone().requires_grad_()
                 loss = self.loss_of(model, dict(inputs), leaf)
                 rule.verify(loss, leaf, lambda n: self._loss_without_graph(model, dict(inputs), n))
+                # A rank without any target in its part cannot tell.
+                if distributed.agree(torch.tensor([int(not rule.normalised)]))[0] and rule.normalised:
+                    rule.reject()
         share = rule.contribution(loss, own, count)
         if filler:
             share = share * 0.0
