@@ -48,7 +48,8 @@ def train_and_report(
         max_steps=4,
     )
     args = TrainingArguments(output_dir, **{**values, **arguments})
-    trainer = trainer_class(make_model(), args, collator, train_dataset=make_data())
+    options = {} if collator is None else {"data_collator": collator}
+    trainer = trainer_class(make_model(), args, train_dataset=make_data(), **options)
     trainer.train()
     report = trajectory_of(trainer)
     trainer.engine.close()
