@@ -7,6 +7,7 @@ and, at world 4, replicas work on fillers. Every micro-batch has another number 
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,20 +41,37 @@ def sizes(world: int, accumulation: int) -> dict[str, int]:
     return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_trajectory_is_that_of_one_process(
-    world: int, stage: int, accumulation: int, optimizer: str, clip: float, tmp_path: Any
-) -> None:
+PLACES = list(product((1, 2, 4), (0, 1, 2, 3), (1, 2, 4)))  # world, stage, accumulation
+STEPS = list(product(("adamw", "sgd"), (0.0, CLIP)))
+# Every place with one kind of step, in turn; the others are in the matrix.
+CHOSEN = [(*place, *STEPS[index % 4]) for index, place in enumerate(PLACES)]
+
+
+def check(world: int, stage: int, accumulation: int, optimizer: str, clip: float, tmp_path: Any) -> None:
     arguments = {**OPTIMIZERS[optimizer], **sizes(world, accumulation), "max_grad_norm": clip, "zero_stage": stage}
     job = partial(train_and_report, tiny_llama, make_data, str(tmp_path), **arguments)
     wanted = reference(optimizer, clip)
     assert clip == 0.0 or min(wanted.grad_norms) > clip
     for found in pool(world).run(job):
         assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("world", "stage", "accumulation", "optimizer", "clip"), CHOSEN)
+def test_trajectory_is_that_of_one_process(
+    world: int, stage: int, accumulation: int, optimizer: str, clip: float, tmp_path: Any
+) -> None:
+    check(world, stage, accumulation, optimizer, clip, tmp_path)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_case" in metafunc.fixturenames:
+        asked = "matrix" in metafunc.config.option.markexpr
+        metafunc.parametrize("any_case", [(*p, *s) for p, s in product(PLACES, STEPS)] if asked else [])
+
+
+@pytest.mark.matrix
+def test_whole_matrix(any_case: tuple[Any, ...], tmp_path: Any) -> None:
+    check(*any_case, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
