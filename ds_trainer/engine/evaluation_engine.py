@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.parallelism import take_over, tell_deepspeed
+from ds_trainer.engine.parallelism import forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
@@ -77,3 +77,4 @@ class EvaluationEngine:
     def close(self) -> None:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""
         self.deepspeed.destroy()
+        forget_layout()

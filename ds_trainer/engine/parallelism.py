@@ -20,14 +20,19 @@ def tell_deepspeed(parallel: ParallelGroups) -> Mpu:
     """Put our groups where DeepSpeed looks for them; returns the ``mpu`` for ``deepspeed.initialize``."""
     from deepspeed.utils import groups
 
+    forget_layout()
     groups._TENSOR_MODEL_PARALLEL_GROUP = parallel.tp
     groups._MODEL_PARALLEL_GROUP = parallel.tp
     groups._DATA_PARALLEL_GROUP = parallel.gradient
-    # What an engine before has left: its mpu, and the second partition (hpZ).
-    groups.mpu = None
-    groups.mesh_device = None
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     return Mpu(parallel)
+
+
+def forget_layout() -> None:
+    """Leave nothing of an engine to the next one, which may be somebody else's: groups, mpu, second partition (hpZ)."""
+    from deepspeed.utils import groups
+
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
+    groups.mpu = groups.mesh_device = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def take_over(engine: DeepSpeedEngine, mpu: Mpu) -> None:

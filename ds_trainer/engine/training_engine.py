@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.first_step import no_step_before_the_first
-from ds_trainer.engine.parallelism import check_beliefs, take_over, tell_deepspeed
+from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.tensor.agreement import GradientAgreement
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
@@ -174,5 +174,6 @@ class TrainingEngine:
         """Give back memory and hooks. The module stays usable where it is not sharded."""
         module = self.deepspeed.module
         self.deepspeed.destroy()
+        forget_layout()
         if self._compiled:
             module._compiled_call_impl = None  # torch compiles in place: the next engine starts from the plain model

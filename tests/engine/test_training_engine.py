@@ -50,3 +50,22 @@ def second_partitions(output_dir: Path) -> list[bool]:
 def test_the_second_partition_of_an_engine_is_not_handed_on(tmp_path: Path) -> None:
     """DeepSpeed keeps its group in a global variable, from which every later engine would take it."""
     assert pool(2).run(partial(second_partitions, tmp_path)) == [[True, False]] * 2
+
+
+def engine_of_somebody_else(output_dir: Path) -> tuple[int, int]:
+    """Ranks that a plain DeepSpeed engine takes for data-parallel and for model-parallel, after a sliced training."""
+    import deepspeed
+
+    options = {"tensor_parallel_size": 2, "max_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    args = TrainingArguments(str(output_dir), **options)  # type: ignore[arg-type]
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(16))
+    trainer.train()
+    trainer.engine.close()
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config={"train_micro_batch_size_per_gpu": 1})
+    found = engine.dp_world_size, engine.mp_world_size
+    engine.destroy()
+    return found
+
+
+def test_a_closed_engine_leaves_no_layout_behind(tmp_path: Path) -> None:
+    assert pool(2).run(partial(engine_of_somebody_else, tmp_path)) == [(2, 1)] * 2
