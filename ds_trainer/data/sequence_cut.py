@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.parallel.sequence_plan import SequencePlan, multiple_of
+from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.utils.errors import ConfigError
 
 IGNORED = -100  # label of a position that is no target
@@ -104,7 +104,7 @@ class SequenceCut:
         self._drop_flash_keys(whole)
         self._shift(whole, rows, length, needs_labels)
         self._number_positions(whole, rows, length)
-        more = -length % multiple_of(self.layout)
+        more = -length % self.layout.length_multiple
         if more and not isinstance(whole.get("attention_mask"), torch.Tensor):
             whole["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
         along = [key for key, value in whole.items() if self._is_cut(key, value, rows, length)]

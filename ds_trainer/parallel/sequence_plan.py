@@ -24,7 +24,7 @@ class SequencePlan:
 
     Args:
         layout: owner of ``cp`` and ``sp``.
-        length: tokens of each sequence, padding included; a multiple of :func:`multiple_of`.
+        length: tokens of each sequence, padding included; a multiple of :attr:`ParallelLayout.length_multiple`.
         documents: ``[batch, length]`` int64, a number for each packed document: attention stays inside a document;
             None where every sequence is one document.
         valid: ``[batch, length]`` bool, false where a token is padding that nobody may attend to; None without padding.
@@ -36,8 +36,8 @@ class SequencePlan:
     valid: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.length % multiple_of(self.layout):
-            raise ValueError(f"a length of {self.length} is no multiple of {multiple_of(self.layout)}")
+        if self.length % self.layout.length_multiple:
+            raise ValueError(f"a length of {self.length} is no multiple of {self.layout.length_multiple}")
 
     def context_positions(self, cp_rank: int) -> torch.Tensor:
         """Places in the sequence of the tokens that the ``sp`` ranks of ``cp_rank`` hold together: int64, ascending."""
@@ -52,8 +52,3 @@ class SequencePlan:
     def order(self) -> torch.Tensor:
         """Places in the sequence of all tokens when the ranks' parts are laid side by side: int64 ``[length]``."""
         return torch.cat([self.context_positions(cp_rank) for cp_rank in range(self.layout.cp)])
-
-
-def multiple_of(layout: ParallelLayout) -> int:
-    """What the length of a sequence must be a multiple of to be cut: ``2 x cp x sp``."""
-    return layout.length_multiple

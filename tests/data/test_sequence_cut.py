@@ -16,7 +16,7 @@ from ds_trainer.data.collators import default_data_collator
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.data.sequence_cut import SequenceCut, join
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.parallel.sequence_plan import SequencePlan, multiple_of
+from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.training.loss import ItemCounter
 from tests.support.models import tiny_llama
 
@@ -85,7 +85,7 @@ def test_joining_the_parts_gives_the_batch_back(batch: dict[str, torch.Tensor], 
     layout = layout_of(*size)
     parts, plan = all_parts(cutter(layout), batch)
     rows, length = batch["input_ids"].shape
-    assert plan.length % multiple_of(layout) == 0 and 0 <= plan.length - length < multiple_of(layout)
+    assert plan.length % layout.length_multiple == 0 and 0 <= plan.length - length < layout.length_multiple
     for part in parts:
         assert part["input_ids"].shape == (rows, plan.length // (layout.cp * layout.sp))
         assert "batch" not in part and set(batch) <= set(part)
