@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from ds_trainer.arguments.better import BETTER
 from ds_trainer.arguments.support import ENGINE, LATER
@@ -41,34 +44,41 @@ def reference_page() -> str:
             "5: *supported* means as there, *better* says how, *refused* names what to use instead: "
             f"{total}.",
             "## Members",
-            table(("member", "state", "note"), members),
+            table(("member", "state", "what it does"), members),
             "## Arguments",
-            table(("argument", "state", "note"), arguments),
+            table(("argument", "state", "what it does"), arguments),
         ]
     )
 
 
 def member_rows() -> list[tuple[str, str, str]]:
-    """Name, state and note of every member."""
-    from ds_trainer.training import members
-    from ds_trainer.training.trainer import Trainer
-
-    rows = [
-        (f"`Trainer.{name}`", ("better" if note else "supported") if hasattr(Trainer, name) else "not yet", note)
-        for name, note in members.TRAINER.items()
-    ]
+    """Name, state and meaning of every class and member."""
     import ds_trainer
+    from ds_trainer.training.members import REFERENCE
 
-    seq2seq = getattr(ds_trainer, "Seq2SeqTrainer", None)
-    rows += [
-        (f"`Seq2SeqTrainer.{name}`", "supported" if hasattr(seq2seq, name) else "not yet", note)
-        for name, note in members.SEQ2SEQ.items()
-    ]
-    return [(name, state, note if state != "not yet" else "") for name, state, note in rows]
+    rows = []
+    for class_name, notes in REFERENCE.items():
+        found = getattr(ds_trainer, class_name, None)
+        rows.append(_member_row(class_name, found, ""))
+        rows += [_member_row(f"{class_name}.{name}", getattr(found, name, None), note) for name, note in notes.items()]
+    return rows
+
+
+def _member_row(name: str, member: Any, note: str) -> tuple[str, str, str]:
+    if member is None:
+        return f"`{name}`", "not yet", "Not there yet."
+    return f"`{name}`", "better" if note else "supported", f"{_first_sentence(member)} {note}".rstrip()
+
+
+def _first_sentence(member: Any) -> str:
+    """The first paragraph of the docstring, up to its first full stop; markup of reStructuredText as Markdown."""
+    text = " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
+    text = re.split(r"(?<=[^.]\.) ", text, maxsplit=1)[0]
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
 
 
 def argument_rows() -> list[tuple[str, str, str]]:
-    """Name, state and note of every argument."""
+    """Name, state and meaning of every argument."""
     engine = {limit.field: limit for limit in ENGINE}
     later = {limit.field: limit for limit in LATER}
     topics = Seq2SeqTrainingArguments.topics()
@@ -84,8 +94,8 @@ def argument_rows() -> list[tuple[str, str, str]]:
             state = "better" if name in BETTER else "supported" if partly else "refused"
             note = BETTER.get(name) or engine[name].instead
         elif topics[name].startswith("For scripts"):
-            state, note = "supported", "For scripts; the Trainer does not use it."
+            state, note = "supported", "The Trainer does not use it."
         else:
             state, note = ("better", BETTER[name]) if BETTER.get(name) else ("supported", "")
-        rows.append((f"`{name}`", state, note))
+        rows.append((f"`{name}`", state, f"{field.metadata['help']} {note}".rstrip()))
     return rows

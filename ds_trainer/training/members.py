@@ -5,7 +5,7 @@ A member without a note does what the reference says. One that does not exist ye
 
 from __future__ import annotations
 
-TRAINER: dict[str, str] = {
+_TRAINER: dict[str, str] = {
     "add_callback": "",
     "autocast_smart_context_manager": "",
     "call_model_init": "",
@@ -54,4 +54,28 @@ TRAINER: dict[str, str] = {
     "train": "What cannot run is refused before a process group exists; resuming replays no data.",
     "training_step": "Partial windows and ragged batches are normalised by their own items, over all ranks.",
 }
-SEQ2SEQ: dict[str, str] = {"evaluate": "", "predict": ""}
+_ARGUMENTS: dict[str, str] = {
+    "get_process_log_level": "",
+    "get_warmup_steps": "",
+    "main_process_first": "",
+    "set_dataloader": "",
+    "set_evaluate": "",
+    "set_logging": "",
+    "set_lr_scheduler": "",
+    "set_optimizer": "",
+    "set_push_to_hub": "",
+    "set_save": "",
+    "set_testing": "",
+    "set_training": "",
+    "to_dict": "",
+    "to_json_string": "",
+    "to_sanitized_dict": "",
+}
+
+REFERENCE: dict[str, dict[str, str]] = {
+    "Trainer": _TRAINER,
+    "Seq2SeqTrainer": {"evaluate": "", "predict": ""},
+    "TrainingArguments": _ARGUMENTS,
+    "Seq2SeqTrainingArguments": {"to_dict": ""},
+}
+"""Classes, their members, and what is better here about each."""
