@@ -25,6 +25,7 @@ from ds_trainer.arguments.renamed import RENAMED, name_as_given
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import read_users_text
 
 _COMMAND_LINE = "command line"
 _LONGEST_DEFAULT = 24
@@ -203,7 +204,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         """Like :meth:`parse_dict`, from a JSON file. Raises ConfigError also when it cannot be read."""
         name = os.fspath(json_file)
         try:
-            values = json.loads(_text_of(name))
+            values = json.loads(read_users_text(name, name, "JSON file"))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{name}:{error.lineno}:{error.colno}: no JSON: {error.msg}.") from None
         if not isinstance(values, dict):
@@ -213,7 +214,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Like :meth:`parse_dict`, from a YAML file. Raises ConfigError also when it cannot be read."""
         name = os.fspath(yaml_file)
-        root, problems = read_yaml(_text_of(name), name)
+        root, problems = read_yaml(read_users_text(name, name, "YAML file"), name)
         if not isinstance(root.value, dict):
             raise ConfigError(f"{root.where}: a mapping of argument names to values is expected.")
         hints = {key: hint for cls in self.dataclass_types for key, hint in self._hints[cls].items()}
@@ -332,15 +333,6 @@ def _with_place(problem: str, values: dict[str, Any], places: dict[str, str]) ->
     return f"{place}: {problem}" if place not in (None, "argument") else problem
 
 
-def _text_of(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name} is not UTF-8 text.") from None
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}.") from None
-
-
 def _words_of_files(words: list[str], look: bool, filename: str | None, flag: str | None) -> list[str]:
     files = [filename] if filename else []
     beside = Path(sys.argv[0]).with_suffix(".args") if sys.argv[0] else None
@@ -350,7 +342,7 @@ def _words_of_files(words: list[str], look: bool, filename: str | None, flag: st
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument(flag, action="append", default=[], dest="files")
         files += finder.parse_known_args(words)[0].files
-    return [word for name in files for word in shlex.split(_text_of(name), comments=True)]
+    return [word for name in files for word in shlex.split(read_users_text(name, name, "text file"), comments=True)]
 
 
 def _without_flag(words: list[str], flag: str) -> list[str]:

@@ -22,7 +22,6 @@ import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ds_trainer.arguments.renamed import RENAMED, name_as_given
@@ -30,6 +29,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import read_users_text
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             each with its place (``file:line`` or ``command line``).
     """
     name = os.fspath(path)
-    root, problems = read_yaml(_read_file(name), name)
+    root, problems = read_yaml(read_users_text(name, f"The recipe {name!r}", "YAML file"), name)
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
     problems += _apply_overrides(root.value, overrides)
@@ -202,17 +202,6 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if problems:
         raise ConfigError(problems)
     return recipe
-
-
-def _read_file(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"The recipe {name!r} does not exist.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The recipe {name!r} is not UTF-8 text (byte {error.start}); is it a YAML file?") from None
-    except OSError as error:
-        raise ConfigError(f"The recipe {name!r} cannot be read: {error.strerror}.") from None
 
 
 def _apply_overrides(root: dict[str, Located], words: Sequence[str]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import hjson
@@ -18,6 +17,7 @@ from hjson.scanner import linecol
 
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_users_text
 
 _NAME = "deepspeed"
 _LINES = "'''"
@@ -72,20 +72,8 @@ def read_user_config(source: Any) -> tuple[Located, list[str]]:
         return _parse(text, _NAME)
     if not text.strip():
         raise ConfigError(f"deepspeed={text!r} names no file; leave it out for a run without a file.")
-    return _parse(_read(Path(os.path.expanduser(text))), text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"deepspeed={path}: there is no such file (looked from {Path.cwd()}).") from None
-    except IsADirectoryError:
-        raise ConfigError(f"deepspeed={path} is a directory; name a JSON file in it.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"deepspeed={path} is not UTF-8 text (byte {error.start}); is it a JSON file?") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise ConfigError(f"deepspeed={str(path)!r} cannot be read: {getattr(error, 'strerror', error)}.") from None
+    said = f"deepspeed={text if text.isprintable() else repr(text)}"
+    return _parse(read_users_text(text, said, "JSON file"), text)
 
 
 def _from_mapping(source: Mapping[Any, Any], path: str = _NAME) -> Located:

@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new one, never a half."""
+"""Writing files so that a reader sees the old content or the new one, never a half; reading those that a user names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ds_trainer.utils.errors import ConfigError
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -34,3 +36,26 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """The JSON value in ``path``."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def read_users_text(path: str | os.PathLike[str], said: str, kind: str) -> str:
+    """The text of a file that the user names, without a byte order mark.
+
+    Args:
+        path: as given; ``~`` is the home directory.
+        said: how the user named it, the subject of every error: ``"deepspeed=x.json"``, ``"The recipe 'a.yaml'"``.
+        kind: what it ought to be: ``"JSON file"``.
+
+    Raises:
+        ConfigError: it does not exist, is a directory, is no text, or cannot be read.
+    """
+    try:
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{said} does not exist (looked from {Path.cwd()}).") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{said} is a directory; name a {kind} in it.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{said} is not UTF-8 text (byte {error.start}); is it a {kind}?") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise ConfigError(f"{said} cannot be read: {getattr(error, 'strerror', None) or error}.") from None

@@ -206,7 +206,7 @@ def test_a_recipe_is_a_mapping(write: Write) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path, write: Write) -> None:
     assert "does not exist" in problems_of(tmp_path / "none.yaml")[0]
-    assert "cannot be read" in problems_of(tmp_path)[0]
+    assert "is a directory" in problems_of(tmp_path)[0]
     binary = tmp_path / "weights.bin"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in problems_of(binary)[0]

@@ -56,7 +56,7 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "gone.yaml"]) == 2
-    assert capsys.readouterr().err == "ds-trainer: The recipe 'gone.yaml' does not exist.\n"
+    assert capsys.readouterr().err == f"ds-trainer: The recipe 'gone.yaml' does not exist (looked from {Path.cwd()}).\n"
 
 
 def test_the_recipe_is_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_other_ranks_let_the_main_process_speak_first(tmp_path: Path) -> None:
     done = shell("train", "gone.yaml", cwd=tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
     assert done.returncode == 2
     assert time.monotonic() - began >= 3
-    assert done.stderr == "ds-trainer (rank 1): The recipe 'gone.yaml' does not exist.\n"
+    assert done.stderr == f"ds-trainer (rank 1): The recipe 'gone.yaml' does not exist (looked from {tmp_path}).\n"
 
 
 def test_several_ranks_say_it_once(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_several_ranks_say_it_once(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert done.stderr.count("does not exist") == 1
-    assert "ds-trainer: The recipe 'gone.yaml' does not exist." in done.stderr
+    assert "ds-trainer: The recipe 'gone.yaml' does not exist (looked from" in done.stderr
 
 
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_file(text: str, sentence: str, tmp_path: Path) -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\x80\x81")
     for source, sentence in (
-        (tmp_path / "nowhere.json", "there is no such file"),
+        (tmp_path / "nowhere.json", "does not exist (looked from"),
         (tmp_path, "is a directory; name a JSON file in it."),
         (tmp_path / "binary.json", "is not UTF-8 text (byte 0)"),
     ):

@@ -121,8 +121,8 @@ ROWS: list[tuple[str, str, str]] = [
         'scheduler.params.total_num_steps="auto" in {recipe}:4 needs the number of optimizer steps',
     ),
     # or beside it
-    ("deepspeed: nowhere.json", "", "deepspeed=nowhere.json: there is no such file (looked from "),
-    ("bf16: true", "--arguments.deepspeed nowhere.json", "deepspeed=nowhere.json: there is no such file"),
+    ("deepspeed: nowhere.json", "", "deepspeed=nowhere.json does not exist (looked from "),
+    ("bf16: true", "--arguments.deepspeed nowhere.json", "deepspeed=nowhere.json does not exist"),
     ('deepspeed: \'{"bf16": {"enabled": true}}\'', "", "bf16.enabled=true in deepspeed:1, but bf16=False (default)."),
     ("deepspeed: '{\"bf16\"}'", "", "deepspeed:1:8: a ':' is missing after the key."),
 ]
@@ -189,8 +189,8 @@ def test_mistakes_of_recipe_and_file_and_command_line_come_together(
 
 def test_a_missing_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, sentence in (
-        (["config", str(tmp_path / "nowhere.yaml")], "nowhere.yaml' does not exist."),
-        (["config", str(tmp_path)], "cannot be read: Is a directory."),
+        (["config", str(tmp_path / "nowhere.yaml")], "nowhere.yaml' does not exist (looked from"),
+        (["config", str(tmp_path)], "is a directory; name a YAML file in it."),
         (["confg", "r.yaml"], "unknown subcommand 'confg'. Did you mean 'config'?"),
     ):
         assert main(words) == 2
