@@ -29,7 +29,7 @@ _PUBLIC = {
     "HfArgumentParser": "ds_trainer.arguments.parser",
     "HubStrategy": "ds_trainer.arguments.enums",
     "IntervalStrategy": "ds_trainer.arguments.enums",
-    "KerasModule": "ds_trainer.training.tensorflow.keras_module",
+    "KerasModule": "ds_trainer.training.tf_trainer",
     "ModelShape": "ds_trainer.planner.model_shape",
     "OptimizerNames": "ds_trainer.arguments.enums",
     "PeerFailure": "ds_trainer.utils.failures",
@@ -42,7 +42,7 @@ _PUBLIC = {
     "SaveStrategy": "ds_trainer.arguments.enums",
     "SchedulerType": "ds_trainer.arguments.enums",
     "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
-    "TFTrainer": "ds_trainer.training.tensorflow.tf_trainer",
+    "TFTrainer": "ds_trainer.training.tf_trainer",
     "TrainOutput": "ds_trainer.training.train_loop",
     "Trainer": "ds_trainer.training.trainer",
     "TrainerCallback": "ds_trainer.callbacks.protocol",
@@ -125,8 +125,7 @@ if TYPE_CHECKING:
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
     from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
-    from ds_trainer.training.tensorflow.keras_module import KerasModule
-    from ds_trainer.training.tensorflow.tf_trainer import TFTrainer
+    from ds_trainer.training.tf_trainer import KerasModule, TFTrainer
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError
