@@ -15,7 +15,6 @@ from ds_trainer.training.batches import check_run_length
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils.errors import ConfigError
 
-_BATCHED = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
 _SAME_ELEMENTS = ("_PrefetchDataset", "_RepeatDataset", "_ShuffleDataset", "_TakeDataset", "_OptionsDataset")
 
 
@@ -39,10 +38,9 @@ class KerasModule(nn.Module):
     def __init__(self, model: Any) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"{type(model).__name__} is a TensorFlow model, or a Keras model of another backend: its weights are "
-                "no torch parameters. Set the environment variable KERAS_BACKEND=torch before the first `import "
-                "keras`, build the model again and load its weights; or load them into a torch class (transformers 5 "
-                "has no TensorFlow models)."
+                f"{type(model).__name__} is of another backend than torch. Set the environment variable KERAS_BACKEND="
+                "torch before the first `import keras`, build the model anew and load its weights; or load them into a "
+                "torch class (transformers 5 has no TensorFlow models)."
             )
         if not model.built:
             raise ConfigError(f"{type(model).__name__} has no weights yet: call it on a batch, or build() it.")
@@ -60,15 +58,17 @@ class KerasModule(nn.Module):
                 part.__dict__["_torch_params"] = {}
             weights = {id(weight) for part in layer._flatten_layers() for weight in part._trainable_variables}
             for variable in (variable for variable in layer.variables if id(variable) not in taken):
-                key = variable.path.removeprefix(f"{layer.path}/")
-                if key in owner._parameters or key in owner._buffers:
-                    raise ConfigError(f"Two variables of the Keras model are called {variable.path}: rename a layer.")
                 taken.add(id(variable))
+                # What is regularised is read after its layer was called.
+                holder, prefix = (owner, layer.path) if variable.regularizer is None else (self, model.path)
+                key = variable.path.removeprefix(f"{prefix}/")
+                if key in holder._parameters or key in holder._buffers:
+                    raise ConfigError(f"Two variables of the Keras model are called {variable.path}: rename a layer.")
                 if id(variable) in weights:
-                    owner._parameters[key] = variable._value
+                    holder._parameters[key] = variable._value
                 else:
-                    owner._buffers[key] = variable._value = variable._value.detach()
-                    self._state.append((owner, key, variable))
+                    holder._buffers[key] = variable._value = variable._value.detach()
+                    self._state.append((holder, key, variable))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KerasModule:
         super()._apply(fn, recurse)
@@ -99,12 +99,8 @@ class KerasModule(nn.Module):
 class TensorStream(IterableDataset[Any]):
     """The elements of a ``tf.data.Dataset`` as samples; epoch ``e`` is the dataset's iteration number ``e``.
 
-    Args:
-        dataset: of single elements. A shuffle in it needs a seed, so that all ranks read the same order.
-        endless: whether it may repeat for ever.
-
-    Raises:
-        ConfigError: it is batched or endless, or TensorFlow holds this process's GPUs.
+    A shuffle in it needs a seed, so that all ranks read the same order. Raises a ConfigError where it is batched, or
+    endless although not ``endless``, or where TensorFlow holds this process's GPUs.
     """
 
     def __init__(self, dataset: Any, endless: bool = False) -> None:
@@ -113,7 +109,7 @@ class TensorStream(IterableDataset[Any]):
         inner = dataset
         while type(inner).__name__ in _SAME_ELEMENTS:
             inner = inner._inputs()[0]
-        if type(inner).__name__ in _BATCHED:
+        if type(inner).__name__ in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"):
             raise ConfigError("The tf.data.Dataset is batched: leave batch() out, or append unbatch().")
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY and not endless:
             raise ConfigError("The tf.data.Dataset repeats for ever, so its evaluation would not end: add take(n).")
@@ -142,39 +138,25 @@ def as_sample(element: Any) -> dict[str, torch.Tensor]:
         raise ConfigError(f"An element is a tuple of {len(features)}: map() it to (features, labels) or to a dict.")
     named = dict(features) if isinstance(features, Mapping) else {"inputs": features}
     named.update(labels if isinstance(labels, Mapping) else {"labels": labels})
-    try:
-        return {key: torch.tensor(np.asarray(value)) for key, value in named.items()}
-    except TypeError as error:
-        raise ConfigError(f"{', '.join(named)}: torch has no such type ({error}); map() it to numbers.") from error
+    return {key: torch.tensor(np.asarray(value)) for key, value in named.items()}
 
 
 class TFTrainer(Trainer):
     """A Trainer of Keras 3 models (torch backend) or torch models, over ``tf.data.Dataset`` or any other data.
 
-    Args, as of :class:`Trainer`; by position in the order of the early reference. ``run_model`` and loading processes
-    (TensorFlow's threads do not survive a fork) raise a ConfigError where they would be ignored or hang.
+    All arguments are those of :class:`Trainer`, by keyword. Loading processes (TensorFlow's threads do not survive a
+    fork) and a ``run_model`` of a subclass (training does not call it) raise a ConfigError.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: TrainingArguments | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        compute_metrics: Any = None,
-        **more: Any,
-    ) -> None:
+    def __init__(self, model: Any = None, args: TrainingArguments | None = None, **more: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
         if type(self).run_model is not TFTrainer.run_model:
             raise ConfigError("run_model is not called by training here: override compute_loss instead.")
-        if args.dataloader_num_workers:
-            raise ConfigError(
-                f"dataloader_num_workers={args.dataloader_num_workers}: TensorFlow must not be forked: 0."
-            )
-        check_run_length(train_dataset, args)  # the Trainer leaves it to those who override get_train_dataloader
+        if workers := args.dataloader_num_workers:
+            raise ConfigError(f"dataloader_num_workers={workers}, but TensorFlow must not be forked. Set it to 0.")
+        check_run_length(more.get("train_dataset"), args)  # the Trainer skips it for who has a loader of his own
         model = KerasModule(model) if _is_from(model, "keras", "tf_keras", "tensorflow") else model
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        super().__init__(model, args, **data, compute_metrics=compute_metrics, **more)
+        super().__init__(model, args, **more)
 
     def get_train_tfdataset(self) -> Any:
         """Single elements to train on, in a new order for every epoch. Override it for another pipeline."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from tests.support.pool import close_pools, pool
 from tests.support.runs import whole_weights
 
+TIMEOUT = 600.0  # seconds: importing everything may take minutes on a busy machine
 SAMPLES, STEPS, GLOBAL_BATCH = 44, 4, 16  # the third batch of an epoch is ragged
 
 
@@ -25,7 +25,7 @@ def rows(samples: int = SAMPLES, seed: int = 0) -> list[dict[str, torch.Tensor]]
     return [{"inputs": row, "labels": (row.sum() + row[0]) % 3} for row in tokens]
 
 
-def plain_model(dropout: float = 0.0, dtype: str | None = None, lr_multiple: float = 0.0) -> Any:
+def plain_model() -> Any:
     """Embedding, attention, a nested model, regularisation; 3 classes."""
     import keras
 
@@ -39,7 +39,6 @@ def plain_model(dropout: float = 0.0, dtype: str | None = None, lr_multiple: flo
     hidden = layers.Embedding(20, 16, name="embedding")(tokens)
     hidden = layers.MultiHeadAttention(2, 8, name="attention")(hidden, hidden)
     hidden = layers.LSTM(16, name="lstm")(nested(hidden))
-    hidden = layers.Dropout(dropout, name="drop")(hidden)
     logits = layers.Dense(3, name="head", kernel_regularizer=keras.regularizers.L2(1e-2))(hidden)
     return compiled(keras.Model(tokens, logits))
 
@@ -124,7 +123,7 @@ def trainer_of(model: Any, world: int, **values: Any) -> Any:
         use_cpu=True,
     )
     args = TrainingArguments(values.pop("output_dir", None) or tempfile.mkdtemp(), **{**options, **values})
-    return TFTrainer(model, args, train_dataset=rows(), eval_dataset=rows(29, 1))
+    return TFTrainer(model, args=args, train_dataset=rows(), eval_dataset=rows(29, 1))
 
 
 def trained(world: int, stage: int, accumulation: int = 1, **values: Any) -> dict[str, Any]:
@@ -170,7 +169,7 @@ def state_of_its_own(world: int, stage: int, **values: Any) -> dict[str, Any]:
         "compute": trainer.model.keras_model.get_layer("head").compute_dtype,
         "logits": str(trainer.run_model(x, y, training=False)[1].dtype),
         "mask of rank": float(once.double().sum()),
-        "reloaded": float((fresh(inputs=x)["logits"] - still[0]).abs().max()) if distributed.rank() == 0 else 0.0,
+        "reloaded": float((fresh(inputs=x)["logits"] - still[0]).detach().abs().max()) if distributed.rank() == 0 else 0.0,
     }
     trainer.engine.close()
     return found
@@ -199,14 +198,11 @@ def main(names: list[str]) -> None:
     found: dict[str, Any] = {}
     try:
         if not names:
-            found["oracle"] = pool(1).run(plainly)
+            found["oracle"] = pool(1).run(plainly, timeout=TIMEOUT)
         for name, (world, function, values) in CASES.items():
             if names and name not in names:
                 continue
-            try:
-                found[name] = pool(world).run(on_rank, function.__name__, world, values)
-            except AssertionError:
-                found[name] = traceback.format_exc()
+            found[name] = pool(world).run(on_rank, function.__name__, world, values, timeout=TIMEOUT)
     finally:
         close_pools()
     print("RESULT" + json.dumps(found))
