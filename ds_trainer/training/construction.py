@@ -51,6 +51,5 @@ def keras_problems(model: Any) -> list[str]:
     """A Keras model trains silently as in inference, unless somebody tells it the mode."""
     if not any(base.__module__.startswith("keras.") for base in type(model).__mro__):
         return []
-    return [
-        f"{type(model).__name__} is a Keras model, which ignores train() and eval(): pass ds_trainer.KerasModule(model)."
-    ]
+    name = type(model).__name__
+    return [f"{name} is a Keras model, which ignores train() and eval(): pass ds_trainer.KerasModule(model)."]
