@@ -27,20 +27,19 @@ class KerasModule(nn.Module):
 
     By itself such a model ignores ``train()`` and ``eval()``, its layers are no submodules (ZeRO-3 gathers none), and
     its moving averages are parameters (ZeRO-3 forgets their updates). Here every layer of ``model.layers`` is a
-    submodule with its own weights, and what is no weight is a buffer. Random numbers follow torch's generator.
-
-    Raises:
-        ConfigError: it has another backend, no weights yet, or two of one name.
+    submodule with its own weights, and what is no weight is a buffer. Random numbers follow torch's generator. Raises a
+    ConfigError where it has another backend, no weights yet, or two of one name.
     """
 
+    keras_model: Any
     accepts_loss_kwargs = False  # the compiled loss is the mean over the micro-batch
 
     def __init__(self, model: Any) -> None:
-        if not isinstance(model, nn.Module):
+        if not _is_from(model, "torch"):
             raise ConfigError(
-                f"{type(model).__name__} is of another backend than torch. Set the environment variable KERAS_BACKEND="
-                "torch before the first `import keras`, build the model anew and load its weights; or load them into a "
-                "torch class (transformers 5 has no TensorFlow models)."
+                f"{type(model).__name__} is of another backend than torch. Set KERAS_BACKEND=torch in the environment, "
+                "before the first `import keras`, build it anew and load its weights; or load them into a torch class "
+                "(transformers 5 has no TensorFlow models)."
             )
         if not model.built:
             raise ConfigError(f"{type(model).__name__} has no weights yet: call it on a batch, or build() it.")
@@ -59,8 +58,8 @@ class KerasModule(nn.Module):
             weights = {id(weight) for part in layer._flatten_layers() for weight in part._trainable_variables}
             for variable in (variable for variable in layer.variables if id(variable) not in taken):
                 taken.add(id(variable))
-                # What is regularised is read after its layer was called.
-                holder, prefix = (owner, layer.path) if variable.regularizer is None else (self, model.path)
+                late = variable.regularizer is not None  # then it is read again after its layer was called
+                holder, prefix = (self, model.path) if late else (owner, layer.path)
                 key = variable.path.removeprefix(f"{prefix}/")
                 if key in holder._parameters or key in holder._buffers:
                     raise ConfigError(f"Two variables of the Keras model are called {variable.path}: rename a layer.")
@@ -118,7 +117,6 @@ class TensorStream(IterableDataset[Any]):
         self.dataset, self._epoch, self._begun = dataset, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration reads."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
