@@ -52,6 +52,8 @@ class KerasModule(nn.Module):
             owner = self if layer is model else layer
             if layer is not model:
                 self.add_module(layer.name.replace(".", "_"), layer)
+                layer._parameters.clear()  # of another KerasModule over the same model
+                layer._buffers.clear()
             for part in layer.modules():
                 part._modules.pop("_torch_params", None)  # Keras' own list, in which every parent has them again
                 part.__dict__["_torch_params"] = {}
@@ -142,8 +144,7 @@ def as_sample(element: Any) -> dict[str, torch.Tensor]:
 class TFTrainer(Trainer):
     """A Trainer of Keras 3 models (torch backend) or torch models, over ``tf.data.Dataset`` or any other data.
 
-    All arguments are those of :class:`Trainer`, by keyword. Loading processes (TensorFlow's threads do not survive a
-    fork) and a ``run_model`` of a subclass (training does not call it) raise a ConfigError.
+    Its arguments are the Trainer's, by keyword. Loading processes and a ``run_model`` of one's own raise a ConfigError.
     """
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, **more: Any) -> None:
@@ -167,7 +168,6 @@ class TFTrainer(Trainer):
         return self.eval_dataset.get(data) if isinstance(data, str) and isinstance(self.eval_dataset, dict) else data
 
     def get_test_tfdataset(self, test_dataset: Any) -> Any:
-        """Single elements to predict."""
         return test_dataset
 
     def get_train_dataloader(self) -> Any:

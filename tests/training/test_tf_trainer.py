@@ -1,5 +1,8 @@
-"""Keras models and tf.data pipelines in the Trainer. All of it runs in processes of their own: the backend is chosen once
-in a process, and neither library must get into the ranks that other tests use."""
+"""Keras models and tf.data pipelines in the Trainer.
+
+All of it runs in processes of their own: the backend is chosen once in a process, and neither library must get into the
+ranks that other tests use.
+"""
 
 from __future__ import annotations
 
