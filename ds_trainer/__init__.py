@@ -29,6 +29,7 @@ _PUBLIC = {
     "HfArgumentParser": "ds_trainer.arguments.parser",
     "HubStrategy": "ds_trainer.arguments.enums",
     "IntervalStrategy": "ds_trainer.arguments.enums",
+    "KerasModule": "ds_trainer.training.tf_trainer",
     "ModelShape": "ds_trainer.planner.model_shape",
     "OptimizerNames": "ds_trainer.arguments.enums",
     "PeerFailure": "ds_trainer.utils.failures",
@@ -41,6 +42,7 @@ _PUBLIC = {
     "SaveStrategy": "ds_trainer.arguments.enums",
     "SchedulerType": "ds_trainer.arguments.enums",
     "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
+    "TFTrainer": "ds_trainer.training.tf_trainer",
     "TrainOutput": "ds_trainer.training.train_loop",
     "Trainer": "ds_trainer.training.trainer",
     "TrainerCallback": "ds_trainer.callbacks.protocol",
@@ -70,6 +72,7 @@ __all__ = [
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
+    "KerasModule",
     "ModelShape",
     "OptimizerNames",
     "ParallelLayout",
@@ -82,6 +85,7 @@ __all__ = [
     "SaveStrategy",
     "SchedulerType",
     "Seq2SeqTrainingArguments",
+    "TFTrainer",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -121,6 +125,7 @@ if TYPE_CHECKING:
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
     from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+    from ds_trainer.training.tf_trainer import KerasModule, TFTrainer
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError

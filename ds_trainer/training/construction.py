@@ -24,6 +24,7 @@ def check_construction(
     if model is not None and not isinstance(model, nn.Module):
         hint = " Pass the function as model_init." if callable(model) else ""
         problems.append(f"model is a {type(model).__name__}, not a torch.nn.Module.{hint}")
+    problems += keras_problems(model)
     placed = getattr(model, "hf_device_map", None)
     if isinstance(placed, dict) and len(set(map(str, placed.values()))) > 1:
         problems.append(
@@ -44,3 +45,11 @@ def check_construction(
         problems.append(f"data_collator is a {type(data_collator).__name__}, which cannot be called with samples.")
     if problems:
         raise ConfigError(problems)
+
+
+def keras_problems(model: Any) -> list[str]:
+    """A Keras model trains silently as in inference, unless somebody tells it the mode."""
+    if not any(base.__module__.startswith("keras.") for base in type(model).__mro__):
+        return []
+    name = type(model).__name__
+    return [f"{name} is a Keras model, which ignores train() and eval(): pass ds_trainer.KerasModule(model)."]

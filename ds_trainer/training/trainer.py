@@ -25,7 +25,7 @@ from ds_trainer.optim.swapping import check_swapping
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.batch_size_search import find_batch_size
 from ds_trainer.training.batches import check_dataset, check_run_length
-from ds_trainer.training.construction import check_construction
+from ds_trainer.training.construction import check_construction, keras_problems
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks.checkpoints import CheckpointHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks, check_metrics
@@ -197,6 +197,8 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         model = self.model_init(trial) if len(taken) == 1 or needed else self.model_init()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
+        if problems := keras_problems(model):
+            raise ConfigError(problems)
         return model
 
     # -- train ----------------------------------------------------------------------------------------------------
