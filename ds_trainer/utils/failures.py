@@ -13,8 +13,8 @@ collectives, and waits a moment:
 
 A thread of each rank looks into the store once a second; that is all it costs.
 
-Who can begin anew after a failure (the next trial of a search) calls :func:`leave_group` and :func:`meet_again`: all ranks
-leave the process group, whatever is half done in it, and get a store for another one.
+Who can begin anew after a failure (the next trial of a search) calls :func:`leave_group` and :func:`meet_again`: all
+ranks leave the process group, whatever is half done in it, and get a store for another one.
 """
 
 from __future__ import annotations

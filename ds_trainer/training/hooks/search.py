@@ -27,6 +27,9 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 
+Report = Callable[[Any, int, dict[str, Any]], bool]
+
+
 class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
     """Search over arguments."""
 
@@ -40,7 +43,7 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
 
     _trial: SearchTrial | None = None
     _own_args: TrainingArguments | None = None
-    _report: Callable[[Any, int, dict[str, Any]], bool] | None = None
+    _report: Report | None = None
     _directions: int | None = None
     _callbacks_at_start: dict[str, Any] | None = None
 
@@ -81,8 +84,8 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
         chosen = find_backend(backend)
         if self.model_init is None:
             raise ConfigError(
-                "hyperparameter_search trains a new model for every trial: make the Trainer with model_init, a function "
-                "that returns one, instead of model."
+                "hyperparameter_search trains a new model for every trial: make the Trainer with model_init, a "
+                "function that returns one, instead of model."
             )
         if n_trials is not None and n_trials < 1:
             raise ConfigError(f"n_trials={n_trials} must be at least 1.")
@@ -161,9 +164,7 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
 
     # -- objectives -----------------------------------------------------------------------------------------------
 
-    def _listen_to_trial(
-        self, report: Callable[[Any, int, dict[str, Any]], bool] | None, directions: int | None
-    ) -> None:
+    def _listen_to_trial(self, report: Report | None, directions: int | None) -> None:
         self.objective, self._report, self._directions = None, report, directions
 
     def _objective_of(self, metrics: dict[str, Any]) -> Any:

@@ -140,8 +140,8 @@ def _study(creation: dict[str, Any], directions: list[str]) -> optuna.Study:
     found = [direction.name.lower() for direction in study.directions]
     if found != directions:
         raise ConfigError(
-            f"The study {study.study_name!r} has direction {', '.join(found)}, but direction={', '.join(directions)} is "
-            "asked for. Take that of the study, or another study_name."
+            f"The study {study.study_name!r} has direction {', '.join(found)}, but direction={', '.join(directions)} "
+            "is asked for. Take that of the study, or another study_name."
         )
     _fail_abandoned(study)
     return study
@@ -194,8 +194,8 @@ def _split(kwargs: dict[str, Any], direction: Any) -> tuple[dict[str, Any], dict
         problems.append(f"directions={kwargs['directions']!r}: pass it as direction=[...].")
     if kwargs.get("n_jobs", 1) != 1:
         problems.append(
-            f"n_jobs={kwargs['n_jobs']}: a process has one engine, so that its trials run one after the other. Start the "
-            "search in several jobs with the same storage, study_name and load_if_exists=True instead."
+            f"n_jobs={kwargs['n_jobs']}: a process has one engine, so that its trials run one after the other. Start "
+            "the search in several jobs with the same storage, study_name and load_if_exists=True instead."
         )
     if isinstance(direction, list | tuple) and len(direction) > 1 and kwargs.get("pruner") is not None:
         problems.append(

@@ -91,8 +91,8 @@ def _check(trainer: Trainer, n_trials: int | None, kwargs: dict[str, Any]) -> No
     scheduler = kwargs.get("scheduler")
     if any(base.__name__ in _MOVES_WEIGHTS for base in type(scheduler).__mro__):
         problems.append(
-            f"scheduler={type(scheduler).__name__} pauses trials and moves their weights about, which is not supported. "
-            "Use ASHAScheduler or MedianStoppingRule."
+            f"scheduler={type(scheduler).__name__} pauses trials and moves their weights about, which is not "
+            "supported. Use ASHAScheduler or MedianStoppingRule."
         )
     if scheduler is not None and str(trainer.args.eval_strategy) == "no":
         problems.append(
