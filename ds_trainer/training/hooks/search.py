@@ -26,7 +26,6 @@ from ds_trainer.training.search.trial import SearchTrial, TrialPruned, as_trial
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
-
 Report = Callable[[Any, int, dict[str, Any]], bool]
 
 

@@ -63,8 +63,8 @@ def check_names(names: Mapping[str, Any], args: TrainingArguments) -> None:
         raise SearchEnds(
             [
                 f"hyper-parameter {name!r} is not an argument of {type(args).__name__}.{did_you_mean(name, known)} "
-                "What only the model needs is read in model_init(trial) from trial.params; leave it out of what hp_space "
-                "returns."
+                "What only the model needs is read in model_init(trial) from trial.params; leave it out of what "
+                "hp_space returns."
                 for name in unknown
             ]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ _ITSELF = (
     "jit_compilation_time",
 )
 _SPEED = ("_runtime", "_per_second")
-_MEMORY = ("_mem_cpu_", "_mem_gpu_")
+_MEMORY = re.compile("_mem_(cpu|gpu)(_|$)")
 
 
 def default_compute_objective(metrics: Mapping[str, Any]) -> float:
@@ -73,4 +74,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_memory(name: str) -> bool:
-    return any(part in name for part in _MEMORY)
+    return _MEMORY.search(name) is not None
