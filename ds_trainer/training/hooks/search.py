@@ -129,7 +129,7 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
         self.args = args
         configure_process(args)
         self.optimizer, self.lr_scheduler = self._given_optimizers
-        self.model = self.model_wrapped = nn.Module()  # the old one's memory is free before the new one takes its own
+        self._forget_model()  # its memory is free before the new one takes its own
         self.model = self.call_model_init(None if self._trial is None else self._trial.source)
         self.model_wrapped = self.model
         self._settle()
@@ -145,6 +145,7 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
                 if isinstance(callback, Tracker):
                     callback.on_train_end(self.args, self.state, self.control)
         self._forget_engines()
+        self._forget_model()
 
     def _forget_engines(self) -> None:
         """Close the engines and let go of all that holds their memory or their process groups."""
@@ -160,6 +161,12 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _forget_model(self) -> None:
+        """Let go of the model, on which an engine leaves hooks that hold the engine."""
+        self.model = self.model_wrapped = nn.Module()
+        self.label_smoother = self.sequence_cut = None
+        gc.collect()
 
     # -- objectives -----------------------------------------------------------------------------------------------
 
