@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "BestRun": "ds_trainer.training.search.best_run",
     "CompiledConfig": "ds_trainer.config.compiled",
     "ConfigError": "ds_trainer.utils.errors",
     "DataCollatorForLanguageModeling": "ds_trainer.data.collators",
@@ -25,6 +26,7 @@ _PUBLIC = {
     "Environment": "ds_trainer.config.environment",
     "EvalLoopOutput": "ds_trainer.training.evaluation.outputs",
     "EvalPrediction": "ds_trainer.training.evaluation.outputs",
+    "HPSearchBackend": "ds_trainer.training.search.best_run",
     "HfArg": "ds_trainer.arguments.parser",
     "HfArgumentParser": "ds_trainer.arguments.parser",
     "HubStrategy": "ds_trainer.arguments.enums",
@@ -51,10 +53,15 @@ _PUBLIC = {
     "TrainingArguments": "ds_trainer.arguments.training_arguments",
     "attention": "ds_trainer.parallel.attention",
     "compile_config": "ds_trainer.config.compiler",
+    "default_compute_objective": "ds_trainer.training.search.objective",
     "default_data_collator": "ds_trainer.data.collators",
+    "default_hp_space_optuna": "ds_trainer.training.search.spaces",
+    "default_hp_space_ray": "ds_trainer.training.search.spaces",
+    "default_hp_space_wandb": "ds_trainer.training.search.spaces",
 }
 
 __all__ = [
+    "BestRun",
     "CompiledConfig",
     "ConfigError",
     "DataCollatorForLanguageModeling",
@@ -68,6 +75,7 @@ __all__ = [
     "Environment",
     "EvalLoopOutput",
     "EvalPrediction",
+    "HPSearchBackend",
     "HfArg",
     "HfArgumentParser",
     "HubStrategy",
@@ -95,7 +103,11 @@ __all__ = [
     "__version__",
     "attention",
     "compile_config",
+    "default_compute_objective",
     "default_data_collator",
+    "default_hp_space_optuna",
+    "default_hp_space_ray",
+    "default_hp_space_wandb",
 ]
 
 if TYPE_CHECKING:
@@ -125,6 +137,9 @@ if TYPE_CHECKING:
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
     from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+    from ds_trainer.training.search.best_run import BestRun, HPSearchBackend
+    from ds_trainer.training.search.objective import default_compute_objective
+    from ds_trainer.training.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb
     from ds_trainer.training.tf_trainer import KerasModule, TFTrainer
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer

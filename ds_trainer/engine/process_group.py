@@ -8,12 +8,15 @@ minute or two, and a killed compile blocks every later start on a lock file) and
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from ds_trainer.parallel.groups import forget_groups
+from ds_trainer.utils import failures
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
@@ -74,6 +77,34 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     _started = info
     atexit.register(stop_process_group)
     return info
+
+
+def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Leave the process group, in which something may be half done, and join another one of the same ranks. Collective.
+
+    Engines must have been closed and let go: gloo breaks its connections, and so wakes a rank that waits in them, when
+    nobody holds the old group any more.
+
+    Raises:
+        PeerFailure: not all ranks came.
+    """
+    import torch
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    info = _started
+    assert info is not None  # there was a process group
+    failures.leave_group()
+    forget_groups()
+    groups._release_process_group_references()
+    gc.collect()
+    store = failures.meet_again()
+    place = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
+    if device_type == "cuda":
+        dist.init_process_group("nccl", store=store, device_id=torch.device("cuda", info.local_rank), **place)
+    else:
+        dist.init_process_group("gloo", store=store, **place)
+    failures.watch_peers()
 
 
 def stop_process_group() -> None:

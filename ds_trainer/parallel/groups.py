@@ -92,6 +92,11 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
     return groups
 
 
+def forget_groups() -> None:
+    """Let go of all groups, after the process group that they belong to."""
+    _made.clear()
+
+
 class Mpu:
     """What DeepSpeed asks a *model parallelism unit*: sizes, ranks and groups.
 

@@ -88,6 +88,7 @@ def set_micro_batch(trainer: Trainer, size: int, accumulation: int) -> None:
     trainer.args.per_device_train_batch_size = size
     trainer.args.gradient_accumulation_steps = accumulation
     trainer.compiled = trainer._compile()
+    trainer._settled_with = dict(vars(trainer.args))
 
 
 def _out_of_memory(trainer: Trainer) -> str | None:

@@ -216,6 +216,7 @@ class TrainLoop:
     def _evaluate(self) -> dict[str, float]:
         with self.meter.paused():
             metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
+            self.trainer.report_evaluation(metrics)
             self.trainer.model_wrapped.train()
         return metrics
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.arguments.enums import IntervalStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from ds_trainer.callbacks.integrations import reporting_callbacks
@@ -18,27 +17,20 @@ from ds_trainer.callbacks.records import RecordsCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.checkpoint.manager import find_checkpoint
 from ds_trainer.data.collators import collator_for
-from ds_trainer.data.columns import base_model, find_label_names
 from ds_trainer.engine.training_engine import TrainingEngine, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.swapping import check_swapping
-from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.batch_size_search import find_batch_size
-from ds_trainer.training.batches import check_dataset, check_run_length
+from ds_trainer.training.batches import check_dataset
 from ds_trainer.training.construction import check_construction, keras_problems
 from ds_trainer.training.header import print_header
-from ds_trainer.training.hooks.checkpoints import CheckpointHooks
-from ds_trainer.training.hooks.evaluation import EvaluationHooks, check_metrics
 from ds_trainer.training.hooks.optimizer import members_of
-from ds_trainer.training.hooks.plan import PlanHooks
-from ds_trainer.training.label_smoothing import label_smoother
-from ds_trainer.training.loss import loss_rule_of
+from ds_trainer.training.hooks.search import SearchHooks
 from ds_trainer.training.model.compilation import compile_options
-from ds_trainer.training.model.preparation import adapt_model, check_model, prepared_for_training
+from ds_trainer.training.model.preparation import adapt_model, prepared_for_training
 from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
-from ds_trainer.training.sequence import sequence_cut_of
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils import distributed
@@ -48,7 +40,7 @@ from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 
 
-class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
+class Trainer(SearchHooks):
     """Trains and evaluates a model on a DeepSpeed engine.
 
     Args:
@@ -128,43 +120,10 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = optimizers
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
-        found = find_label_names(self.model) or ["labels", "label"]
-        self.label_names = found if self.args.label_names is None else list(self.args.label_names)
         self.is_in_train = False
 
-        if self.args.eval_strategy != IntervalStrategy.NO and eval_dataset is None:
-            raise ConfigError(
-                f"eval_strategy={self.args.eval_strategy}, but there is no eval_dataset: pass one, or set it to no."
-            )
-        check_metrics(self.args, compute_metrics)
-        if not is_overridden(self, Trainer, "get_train_dataloader"):
-            check_run_length(train_dataset, self.args)
-        self.layout = ParallelLayout.of(self.args, self.args.world_size)
-        self.compiled = self._compile()
-        by_arguments = self.lr_scheduler is None and not is_overridden(self, Trainer, "create_scheduler")
-        self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
-        own_loss = is_overridden(self, Trainer, "compute_loss")
-        loss_function = compute_loss_func is not None
-        check_model(self.model, self.args, self.compiled, self.layout, own_loss=own_loss, loss_function=loss_function)
-        self.label_smoother = label_smoother(self.model, self.args.label_smoothing_factor, self.label_names)
         self._engine: TrainingEngine | None = None
-        self.create_accelerator_and_postprocess()
-        self.loss_rule = loss_rule_of(
-            base_model(self.model),
-            self.label_names,
-            compute_loss=self.compute_loss if own_loss else None,
-            loss_function=loss_function,
-            smoothed=self.label_smoother is not None,
-        )
-        self.sequence_cut = sequence_cut_of(
-            self.model,
-            self.layout,
-            self.label_names,
-            processing_class,
-            loss_function=compute_loss_func,
-            own_loss=own_loss,
-        )
-        self._look_at_hooks()
+        self._settle()
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         defaults: list[Any] = [DefaultFlowCallback, RecordsCallback, progress]
@@ -214,7 +173,8 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
 
         Args:
             resume_from_checkpoint: path of a checkpoint, or True for the newest one in ``args.output_dir``.
-            trial: accepted for the reference's signature; hyper-parameter search is not there yet.
+            trial: values of arguments for this training, by name, or an optuna trial; then the model is new, and the
+                trainer has a changed copy of its arguments until it trains without a trial again.
             ignore_keys_for_eval: keys of the model's output that are no predictions in evaluations meanwhile.
 
         Returns:
@@ -223,8 +183,7 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         Raises:
             ConfigError: no training data, or a checkpoint that does not fit.
         """
-        if trial is not None:
-            raise ConfigError("trial: hyper-parameter search is not supported yet.")
+        self._take_trial(trial)
         checkpoint = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
 
         if self.train_dataset is not None:
@@ -267,7 +226,7 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
             return
         self._engine.close()
         if self.model_init is not None:
-            self.model = self.call_model_init()
+            self.model = self.call_model_init(None if self._trial is None else self._trial.source)
         self.model_wrapped = self.model
         self._engine = None
         self.optimizer, self.lr_scheduler = self._given_optimizers
@@ -298,6 +257,9 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
         )
+        if self._trial is not None:
+            state.is_hyper_param_search = True
+            state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
         if plan is not None:
             state.max_steps, state.num_train_epochs = plan.max_steps, plan.epochs
             state.train_batch_size = self.args.per_device_train_batch_size

@@ -73,3 +73,12 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's ``value``, on every rank. It must be picklable; for small things outside the hot path."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

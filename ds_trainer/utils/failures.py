@@ -12,6 +12,9 @@ collectives, and waits a moment:
   (gloo), after an abort where it does not (NCCL). What is stuck even then is ended with exit code 1.
 
 A thread of each rank looks into the store once a second; that is all it costs.
+
+Who can begin anew after a failure (the next trial of a search) calls :func:`leave_group` and :func:`meet_again`: all
+ranks leave the process group, whatever is half done in it, and get a store for another one.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -35,6 +39,8 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 ABORT_SECONDS = 3.0
 EXIT_SECONDS = 12.0
+PATIENT_SECONDS = 120.0  # the same where the failed rank goes on and breaks the connection itself
+MEETING_SECONDS = 180.0
 
 _PREFIX = "ds_trainer/failures"
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -55,7 +61,7 @@ class _Watch:
         # A connection of its own: that of the process group may be busy waiting for a rank that is gone.
         default: Any = dist.distributed_c10d._get_default_store()
         self.store = default.clone()
-        self.group = dist.group.WORLD
+        self.group: Any = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.generation = 0  # of failures that all ranks had alike: everybody counts the same
         self.aborted = False
@@ -102,6 +108,7 @@ class _Watch:
             if not self.aborted and dist.is_initialized() and dist.group.WORLD is self.group:
                 self.aborted = True
                 dist.distributed_c10d._abort_process_group()
+                self.group = None  # gloo closes its connections when nobody holds the group any more
 
     def _look(self) -> None:
         while not self.aborted:
@@ -113,7 +120,7 @@ class _Watch:
             if said is not None and self._still_inside(generation, ABORT_SECONDS):
                 if dist.is_initialized() and dist.get_backend() == "nccl":
                     self.give_up()
-                if self._still_inside(generation, EXIT_SECONDS - ABORT_SECONDS):
+                if self._still_inside(generation, (PATIENT_SECONDS if _patient else EXIT_SECONDS) - ABORT_SECONDS):
                     print(f"ds_trainer: rank {self.rank} ends: {said}.", file=sys.stderr, flush=True)
                     os._exit(1)
 
@@ -127,6 +134,8 @@ class _Watch:
 
 
 _watch: _Watch | None = None
+_patient = False  # whether failed ranks go on
+_meetings = 0
 _depth = 0  # sections that this process is in, one inside the other
 
 
@@ -158,6 +167,46 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
             _depth -= 1
 
     return section
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """For a block in which a failed rank goes on: it breaks the connection soon, so that others need not end."""
+    global _patient
+    before, _patient = _patient, True
+    try:
+        yield
+    finally:
+        _patient = before
+
+
+def leave_group() -> None:
+    """Give up the process group. Connections of gloo end when all that held it has been let go too."""
+    if _watch is not None:
+        _watch.give_up()
+
+
+def meet_again() -> Any:
+    """Wait until all ranks have left the process group; a store to make another one with. Collective.
+
+    Raises:
+        PeerFailure: not all ranks came.
+    """
+    global _meetings
+    assert _watch is not None  # there were others
+    _meetings += 1
+    name = f"{_PREFIX}/meeting-{_meetings}"
+    came, deadline = 0, time.monotonic() + MEETING_SECONDS
+    try:
+        came = _watch.store.add(name, 1)
+        while came < _watch.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            came = _watch.store.add(name, 0)
+    except (RuntimeError, OSError) as error:
+        raise PeerFailure(f"the rank that holds the rendezvous store is gone ({error}).") from error
+    if came < _watch.world_size:
+        raise PeerFailure(f"{came} of {_watch.world_size} ranks came together again after a failure.")
+    return dist.PrefixStore(f"{name}/group", _watch.store)
 
 
 def _share(watch: _Watch, error: BaseException) -> None:

@@ -35,10 +35,16 @@ class TensorBoardCallback(Tracker):
         self.tb_writer = tb_writer
         wanted = os.environ.get("TENSORBOARD_LOGGING_DIR")
         self.logging_dir = os.path.expanduser(wanted) if wanted else None
+        self._before_trials: str | None = None
+        self._in_trial = False
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
-        if state.is_hyper_param_search and state.trial_name is not None:
-            self.logging_dir = str(_default_directory(args) / state.trial_name)
+        in_trial = state.is_hyper_param_search and state.trial_name is not None
+        if self._in_trial != in_trial:
+            self._in_trial = in_trial
+            self.logging_dir, self._before_trials = self._before_trials, self.logging_dir
+        if in_trial:
+            self.logging_dir = str(_default_directory(args) / str(state.trial_name))
         elif self.logging_dir is None:
             self.logging_dir = str(_default_directory(args))
         writer = self._open()

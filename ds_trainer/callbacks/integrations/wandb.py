@@ -48,7 +48,9 @@ class WandbCallback(Tracker):
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
         wandb = self.library()
-        if state.is_hyper_param_search:
+        if (
+            state.is_hyper_param_search and getattr(wandb.run, "sweep_id", None) is None
+        ):  # a sweep opens its runs itself
             wandb.finish()
         if wandb.run is None:
             names = {"name": args.run_name} if args.run_name else {}

@@ -6,22 +6,74 @@ from typing import Any
 
 import torch
 
+from ds_trainer.arguments.enums import IntervalStrategy
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
+from ds_trainer.data.columns import base_model, find_label_names
 from ds_trainer.data.stream import length_of
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.training.batches import check_run_length
 from ds_trainer.training.hooks.data import DataHooks
+from ds_trainer.training.hooks.evaluation import check_metrics
 from ds_trainer.training.hooks.optimizer import OptimizerHooks
 from ds_trainer.training.hooks.step import StepHooks
-from ds_trainer.training.loss import LossRule
+from ds_trainer.training.label_smoothing import label_smoother
+from ds_trainer.training.loss import LossRule, loss_rule_of
+from ds_trainer.training.model.preparation import check_model
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.sequence import sequence_cut_of
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.utils.errors import ConfigError
 
 
 class PlanHooks(OptimizerHooks, DataHooks, StepHooks):
     """Arithmetic over arguments, model and subclass; no process group, no device."""
+
+    _settled_with: dict[str, Any]  # the arguments when everything here was last decided
+
+    def _settle(self) -> None:
+        """Decide all that follows from arguments, model and subclass; anew where the arguments have changed.
+
+        Raises:
+            ConfigError: what is asked for cannot run.
+        """
+        found = find_label_names(self.model) or ["labels", "label"]
+        self.label_names = found if self.args.label_names is None else list(self.args.label_names)
+        if self.args.eval_strategy != IntervalStrategy.NO and self.eval_dataset is None:
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy}, but there is no eval_dataset: pass one, or set it to no."
+            )
+        check_metrics(self.args, self.compute_metrics)
+        if not is_overridden(self, DataHooks, "get_train_dataloader"):
+            check_run_length(self.train_dataset, self.args)
+        self.layout = ParallelLayout.of(self.args, self.args.world_size)
+        self.compiled = self._compile()
+        by_arguments = self.lr_scheduler is None and not is_overridden(self, OptimizerHooks, "create_scheduler")
+        self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
+        own_loss = is_overridden(self, StepHooks, "compute_loss")
+        loss_function = self.compute_loss_func is not None
+        check_model(self.model, self.args, self.compiled, self.layout, own_loss=own_loss, loss_function=loss_function)
+        self.label_smoother = label_smoother(self.model, self.args.label_smoothing_factor, self.label_names)
+        self.create_accelerator_and_postprocess()
+        self.loss_rule = loss_rule_of(
+            base_model(self.model),
+            self.label_names,
+            compute_loss=self.compute_loss if own_loss else None,
+            loss_function=loss_function,
+            smoothed=self.label_smoother is not None,
+        )
+        self.sequence_cut = sequence_cut_of(
+            self.model,
+            self.layout,
+            self.label_names,
+            self.processing_class,
+            loss_function=self.compute_loss_func,
+            own_loss=own_loss,
+        )
+        self._look_at_hooks()
+        self._settled_with = dict(vars(self.args))
 
     def _compile(self) -> CompiledConfig:
         client_optimizer = None
