@@ -40,7 +40,8 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
         for item in value:
             yield from complaint(item, wanted, path)
     elif not _fits(value, wanted):
-        yield f"{entry.where}: {path}={masked(path.split('.')[-1]) if is_secret(path) else shown(entry)} must be {_expected(wanted)}.{_remedy(value, wanted)}"
+        said = masked(path.split(".")[-1]) if is_secret(path) else shown(entry)
+        yield f"{entry.where}: {path}={said} must be {_expected(wanted)}.{_remedy(value, wanted)}"
     elif isinstance(value, list) and wanted.items is not None:
         for item in value:
             if item.value is None or not _fits(item.value, wanted.items):

@@ -65,8 +65,8 @@ def read_user_config(source: Any) -> tuple[Located, list[str]]:
             raise ConfigError(f"{_NAME}: mappings nested without end; does one contain itself?") from None
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
-            f"deepspeed={without_secrets(source)!r} must be the path of a JSON or hjson file, its text, or a mapping, not a "
-            f"{type(source).__name__}."
+            f"deepspeed={without_secrets(source)!r} must be the path of a JSON or hjson file, its text, or a mapping, "
+            f"not a {type(source).__name__}."
         )
     text = os.fspath(source).removeprefix("\ufeff")
     if text.lstrip().startswith("{"):

@@ -121,7 +121,7 @@ def _base_model(model: Any, peft: Any) -> str | None:
     if not isinstance(name, str) or not name or Path(name).exists():
         return None
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(name)

@@ -147,7 +147,7 @@ def _is_replaced(name: str, prefix: str) -> bool:
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """They would be drawn across that of the training."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():
         yield
