@@ -31,7 +31,7 @@ class CheckpointHooks(HubHooks):
         if self.is_world_process_zero():
             save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not (_internal_call or self._saves_internally):
             self.push_to_hub(commit_message="Model save")
 
     @fails_together

@@ -46,7 +46,10 @@ class HubHooks(RecordHooks):
     _repository: Repository | None = None
     _upload_queue: Uploads | None = None
     _hub_is_open: bool = False  # alike on all ranks
+    _saves_internally: bool = False  # a subclass' save_model may not hand on that it was told so
     _card_words: dict[str, Any] | None = None
+    _passed_over: Path | None = None
+    """The newest checkpoint, where it was not pushed because the push before was still under way."""
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Open the repository ``args.hub_model_id`` and the branch ``args.hub_revision``; they are made if missing.
@@ -191,10 +194,12 @@ class HubHooks(RecordHooks):
         args, strategy = self.args, self.args.hub_strategy
         if not args.push_to_hub or strategy == HubStrategy.END:
             return
-        free = args.hub_always_push or not self._uploads.busy
-        if not distributed.agree(torch.tensor([int(self.is_world_process_zero() and free)]))[0]:
+        free = self.is_world_process_zero() and (args.hub_always_push or not self._uploads.busy)
+        if not distributed.agree(torch.tensor([int(free)]))[0]:
             logger.info("%s is not pushed: the push before is still under way (hub_always_push).", checkpoint.name)
+            self._passed_over = checkpoint
             return
+        self._passed_over = None
         self.callback_handler.on_push_begin(args, self.state, self.control)
         self.save_internally()
         if not self.is_world_process_zero():
@@ -203,27 +208,33 @@ class HubHooks(RecordHooks):
         message = "Training in progress, " + (
             f"step {self.state.global_step}" if by_step else f"epoch {int(self.state.epoch or 0)}"
         )
-        folder = None
-        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            folder = _LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
-        self._push_or_warn(message, checkpoint, folder)
+        self._push_or_warn(message, checkpoint)
 
     def _end_pushes(self) -> None:
-        """At the end of a training: push the final model, and wait for what is under way. Collective."""
+        """At the end of a training: push the final model, and wait for what is under way. Collective.
+
+        The newest checkpoint too, where it was passed over: what is resumed from the Hub shall not be older.
+        """
         if not self.args.push_to_hub:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_internally()
         if self.is_world_process_zero():
-            self._push_or_warn("End of training")
+            left = self._passed_over
+            self._push_or_warn("End of training", left if left is not None and left.is_dir() else None)
+            self._passed_over = None
             if self._uploads.busy:
                 logger.info("Waiting until everything is pushed to %s.", self.hub_model_id)
             self._uploads.finish()
 
     def save_internally(self, directory: str | None = None) -> None:
-        """:meth:`save_model` as a part of something else, which is to push by itself. Collective."""
+        """:meth:`save_model` as a part of something else, which pushes by itself where that is wanted. Collective."""
         save = cast("Trainer", self).save_model
-        save(directory, **dict.fromkeys(accepted_arguments(save, {"_internal_call"}), True))
+        outer, self._saves_internally = self._saves_internally, True
+        try:
+            save(directory, **dict.fromkeys(accepted_arguments(save, {"_internal_call"}), True))
+        finally:
+            self._saves_internally = outer
 
     @property
     def _uploads(self) -> Uploads:
@@ -231,9 +242,9 @@ class HubHooks(RecordHooks):
             self._upload_queue = Uploads(self._output_dir)
         return self._upload_queue
 
-    def _push_or_warn(self, message: str, checkpoint: Path | None = None, folder: str | None = None) -> None:
+    def _push_or_warn(self, message: str, checkpoint: Path | None = None) -> None:
         try:
-            warn_of_failure(self._begin_push(message, None, checkpoint, folder))
+            warn_of_failure(self._begin_push(message, None, checkpoint))
         except OSError as error:
             logger.warning("%s is not pushed: files cannot be set aside for it (%s).", message, error)
 
@@ -242,18 +253,20 @@ class HubHooks(RecordHooks):
         message: str,
         revision: str | None,
         checkpoint: Path | None = None,
-        folder: str | None = None,
         card: dict[str, Any] | None = None,
     ) -> Future[Any]:
-        """Set aside the output directory, with a card, and perhaps a checkpoint; push them one after the other."""
+        """Set aside the output directory, with a card, and ``checkpoint`` where the strategy is to push them."""
         assert self._repository is not None  # opened at construction, or just now
+        strategy = self.args.hub_strategy
+        kept = checkpoint if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) else None
         self.create_model_card(**(card or {}))
         write_text_atomic(self._output_dir / _ARGUMENTS, self.args.to_json_string() + "\n")
 
         def prepare(staged: Path) -> list[Commit]:
             commits = [Commit(stage_model(self._output_dir, staged / "model"), message)]
-            if checkpoint is not None and folder is not None:
-                aside = stage_checkpoint(checkpoint, staged / "checkpoint")
+            if kept is not None:
+                aside = stage_checkpoint(kept, staged / "checkpoint")
+                folder = _LAST if strategy == HubStrategy.CHECKPOINT else kept.name
                 commits.append(Commit(aside, f"{message}, checkpoint", folder))
             return commits
 
