@@ -224,6 +224,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     # -- what the Hub does ---------------------------------------------------------------------------------------------
 
+    def go(self, body: bytes, query: Any) -> Any:
+        """For a test in another process: let all requests go that are held."""
+        for _, _, go in self.hub._held:
+            go.set()
+        return {}
+
     def who(self, body: bytes, query: Any) -> Any:
         self._writer()
         return {"name": USER, "type": "user", "orgs": [{"name": ORGANIZATION}]}
@@ -325,6 +331,7 @@ def _git_oid(data: bytes) -> str:
 
 _REPOSITORY = "([^/]+/[^/]+)"
 _ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("GET", "/test/go", _Handler.go),
     ("GET", "/api/whoami-v2", _Handler.who),
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", "/api/validate-yaml", _Handler.validate),

@@ -152,25 +152,32 @@ class HubHooks(RecordHooks):
 
         Returns:
             huggingface_hub's ``CommitInfo`` on the main process, or a ``Future`` of it without ``blocking``; None on
-            the other ranks, which do not wait for the upload.
+            the other ranks.
 
         Raises:
-            ConfigError: the Hub refused the push.
-            HubError: the Hub does not answer. Of a push in the background, the future raises both.
+            ConfigError: the Hub refused the push; on all ranks.
+            HubError: the Hub does not answer; likewise. Of a push in the background, the future raises both.
         """
         self._join_ranks()
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if not self._hub_is_open or token is not None:
             self._open_hub(token, private)
         self.save_internally()
-        if not self.is_world_process_zero():
-            return None
-        name = repository_name(self.args.hub_model_id, str(self.args.output_dir)).split("/")[-1]
-        push = self._begin_push(commit_message or "End of training", revision, card={"model_name": name, **kwargs})
-        if blocking:
-            return push.result()
-        warn_of_failure(push)
-        return push
+        push, result, failure = None, None, None
+        if self.is_world_process_zero():
+            name = repository_name(self.args.hub_model_id, str(self.args.output_dir)).split("/")[-1]
+            push = self._begin_push(commit_message or "End of training", revision, card={"model_name": name, **kwargs})
+        if not blocking:
+            if push is not None:
+                warn_of_failure(push)
+            return push
+        if push is not None:
+            try:
+                result = push.result()
+            except (ConfigError, HubError) as error:
+                failure = error
+        self._raise_alike(failure)
+        return result
 
     # -- in the course of a training ------------------------------------------------------------------------------
 
@@ -179,15 +186,20 @@ class HubHooks(RecordHooks):
         """:meth:`init_hf_repo` on the main process; what it raises is raised on all ranks. Collective."""
         if self.layout.world_size > 1:
             self._join_ranks()
-        failure: tuple[bool, str] | None = None
+        failure = None
         try:
             given: dict[str, Any] = {"token": token, "private": private}
             self.init_hf_repo(**{name: value for name, value in given.items() if value is not None})
         except (ConfigError, HubError) as error:
-            failure = (isinstance(error, ConfigError), str(error))
-        for refused, said in filter(None, distributed.gather_objects(failure)):
-            raise ConfigError(said) if refused else HubError(said)
+            failure = error
+        self._raise_alike(failure)
         self._hub_is_open = True
+
+    def _raise_alike(self, failure: ConfigError | HubError | None) -> None:
+        """Raise what failed on the main process, on all ranks: the process group stays usable. Collective."""
+        told = distributed.told_by_main(failure and [isinstance(failure, ConfigError), str(failure)])
+        if told:
+            raise (ConfigError if told[0] else HubError)(told[1])
 
     def _push_checkpoint(self, checkpoint: Path) -> None:
         """After a checkpoint was saved: push what ``hub_strategy`` asks for, in the background. Collective."""
@@ -226,6 +238,7 @@ class HubHooks(RecordHooks):
             if self._uploads.busy:
                 logger.info("Waiting until everything is pushed to %s.", self.hub_model_id)
             self._uploads.finish()
+        distributed.told_by_main(None)  # the others wait too: a collective of theirs would run into its time limit
 
     def save_internally(self, directory: str | None = None) -> None:
         """:meth:`save_model` as a part of something else, which pushes by itself where that is wanted. Collective."""

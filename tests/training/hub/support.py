@@ -27,7 +27,7 @@ def make_trainer(folder: Path, model: Any = None, callbacks: Any = None, data: A
         push_to_hub=True,
         hub_token=TOKEN,
     )
-    args = TrainingArguments(str(folder / "run"), **{**defaults, **values})
+    args = TrainingArguments(**{"output_dir": str(folder / "run"), **defaults, **values})
     rows = regression_rows(16) if data is None else data
     return Trainer(Regression() if model is None else model, args, train_dataset=rows, callbacks=callbacks)
 
