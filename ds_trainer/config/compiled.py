@@ -74,7 +74,8 @@ class CompiledConfig:
         return iter(self._origins)
 
     def _shown(self, path: str) -> str:
-        return json.dumps(without_secrets({path: self.get(path)})[path])
+        name = path.rpartition(".")[2]
+        return json.dumps(without_secrets({name: self.get(path)})[name])
 
     def said(self, path: str) -> str:
         """The value at ``path`` as a person said it, with its place, for messages.

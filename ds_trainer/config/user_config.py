@@ -73,7 +73,8 @@ def read_user_config(source: Any) -> tuple[Located, list[str]]:
         return _parse(text, _NAME)
     if not text.strip():
         raise ConfigError(f"deepspeed={text!r} names no file; leave it out for a run without a file.")
-    said = f"deepspeed={text if text.isprintable() else repr(text)}"
+    shown = without_secrets(text)  # it may be text that was meant as JSON
+    said = f"deepspeed={shown if shown.isprintable() else repr(shown)}"
     return _parse(read_users_text(text, said, "JSON file"), text)
 
 

@@ -45,7 +45,7 @@ def without_secrets(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [without_secrets(entry) for entry in value]
-    if isinstance(value, str) and value.lstrip().startswith("{"):
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         return _NAMED.sub(lambda found: f'{found["name"]}"<SECRET>"', value)
     return value
 
