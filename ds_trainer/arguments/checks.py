@@ -25,11 +25,11 @@ from ds_trainer.arguments.enums import (
     TokenCount,
     WorkerStart,
 )
-from ds_trainer.arguments.serialize import is_secret, masked
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.ranks import resolve_ranks
+from ds_trainer.utils.secrets import is_secret, masked, without_secrets
 from ds_trainer.utils.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def type_problems(args: Any) -> list[str]:
             problems.append(f"{name}: a mapping nested without end; does it contain itself?")
         except WrongType as error:
             secret = is_secret(name)
-            shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{value!r}: {error}"
+            shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{without_secrets(value)!r}: {error}"
             problems.append(f"{name}={shown}.")
     return problems
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ds_trainer.arguments.serialize import is_secret, masked
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value
+from ds_trainer.utils.secrets import is_secret, masked
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -9,11 +9,12 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.utils.secrets import is_secret, masked, without_secrets
+
 if TYPE_CHECKING:
     from dataclasses import Field
     from typing import ClassVar
 
-_SECRET_SUFFIX = "_token"
 _SANITARY = (bool, int, float, str)
 
 
@@ -33,13 +34,11 @@ class Serializable:
         """Every field by name as a value that JSON knows, all the way down.
 
         Enums become their values, paths and torch dtypes strings (``"bfloat16"``), objects with ``to_dict`` or
-        ``to_json`` what these say, other objects their text. Tokens are masked: ``<HUB_TOKEN>``.
+        ``to_json`` what these say, other objects their text. Tokens, keys and passwords are masked, also those
+        within a value such as the DeepSpeed configuration: ``<HUB_TOKEN>``.
         """
-        return {
-            field.name: masked(field.name) if is_secret(field.name) else plain(getattr(self, field.name))
-            for field in fields(self)
-            if field.init
-        }
+        names = [field.name for field in fields(self) if field.init]
+        return {n: masked(n) if is_secret(n) else without_secrets(plain(getattr(self, n))) for n in names}
 
     def to_json_string(self) -> str:
         """:meth:`to_dict` as indented JSON."""
@@ -58,16 +57,6 @@ class Serializable:
         """One field a line in alphabetical order, without secrets: this ends up in logs."""
         lines = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
         return f"{type(self).__name__}(\n{lines})"
-
-
-def is_secret(name: str) -> bool:
-    """Whether an argument of this name holds something that must not be shown."""
-    return name.endswith(_SECRET_SUFFIX)
-
-
-def masked(name: str) -> str:
-    """What is shown instead of the secret ``name``: the same whether it is set or not."""
-    return f"<{name.upper()}>"
 
 
 def plain(value: Any) -> Any:

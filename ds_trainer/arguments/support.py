@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.arguments.serialize import is_secret, masked
+from ds_trainer.utils.secrets import is_secret, masked
 
 _NEVER = "makes no sense under a DeepSpeed engine"
 _NOT_YET = "is not supported yet"
@@ -126,13 +126,6 @@ ENGINE: tuple[Limit, ...] = (
 LATER: tuple[Limit, ...] = (
     _later("save_on_each_node", (False,), "Leave it at False and use a shared file system."),
     _later("enable_jit_checkpoint", (False,)),
-    _later("push_to_hub", (False,), "Leave it at False and push the output directory with huggingface_hub."),
-    _later("hub_model_id", (None,)),
-    _later("hub_strategy", ("every_save",)),
-    _later("hub_token", (None,)),
-    _later("hub_private_repo", (None,)),
-    _later("hub_always_push", (False,)),
-    _later("hub_revision", (None,)),
     _later("sortish_sampler", (False,)),
     _later("predict_with_generate", (False,)),
     _later("generation_max_length", (None,)),

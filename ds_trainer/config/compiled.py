@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_trainer.utils.secrets import without_secrets
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -71,6 +73,10 @@ class CompiledConfig:
         """All dotted paths, in the order in which they were set."""
         return iter(self._origins)
 
+    def _shown(self, path: str) -> str:
+        name = path.rpartition(".")[2]
+        return json.dumps(without_secrets({name: self.get(path)})[name])
+
     def said(self, path: str) -> str:
         """The value at ``path`` as a person said it, with its place, for messages.
 
@@ -79,22 +85,25 @@ class CompiledConfig:
         """
         if path not in self._origins:
             return f"{path} is not set"
-        origin, value = self._origins[path], self.get(path)
+        origin = self._origins[path]
         if origin.kind == "argument" or (origin.kind == "default" and origin.place == "default"):
             return f"{origin.detail} ({origin.place})"
-        return f"{path}={json.dumps(value)} ({origin.place or origin.detail})"
+        return f"{path}={self._shown(path)} ({origin.place or origin.detail})"
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy that DeepSpeed may write into (it does)."""
+        """A copy that DeepSpeed may write into (it does). With secrets: not to be shown or written."""
         return copy.deepcopy(self._values)
 
     def to_json(self) -> str:
-        """The configuration as indented JSON: a file that ``deepspeed.initialize`` takes as it is."""
-        return json.dumps(self._values, indent=2)
+        """The configuration as indented JSON: a file that ``deepspeed.initialize`` takes as it is.
+
+        API keys, tokens and passwords are masked (``"<API_KEY>"``): this is printed, and kept beside the results.
+        """
+        return json.dumps(without_secrets(self._values), indent=2)
 
     def explain(self) -> str:
         """A table: path, value, origin."""
-        rows = [(path, json.dumps(self.get(path)), str(origin)) for path, origin in self._origins.items()]
+        rows = [(path, self._shown(path), str(origin)) for path, origin in self._origins.items()]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         return "\n".join(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for path, value, origin in rows)
 
@@ -104,7 +113,7 @@ class CompiledConfig:
         return self._values == other._values and self._origins == other._origins
 
     def __hash__(self) -> int:
-        return hash(self.to_json())
+        return hash(json.dumps(self._values))
 
 
 _NOTHING = object()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.errors import did_you_mean
+from ds_trainer.utils.secrets import is_secret, masked, without_secrets
 
 if TYPE_CHECKING:
     from ds_trainer.config.schema import Field
@@ -39,7 +40,8 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
         for item in value:
             yield from complaint(item, wanted, path)
     elif not _fits(value, wanted):
-        yield f"{entry.where}: {path}={shown(entry)} must be {_expected(wanted)}.{_remedy(value, wanted)}"
+        said = masked(path.split(".")[-1]) if is_secret(path) else shown(entry)
+        yield f"{entry.where}: {path}={said} must be {_expected(wanted)}.{_remedy(value, wanted)}"
     elif isinstance(value, list) and wanted.items is not None:
         for item in value:
             if item.value is None or not _fits(item.value, wanted.items):
@@ -49,7 +51,7 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
 
 def shown(entry: Located) -> str:
     """The value as JSON, shortened."""
-    text = json.dumps(entry.plain(), default=str)
+    text = json.dumps(without_secrets(entry.plain()), default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -18,6 +18,7 @@ from hjson.scanner import linecol
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_users_text
+from ds_trainer.utils.secrets import is_secret, masked, without_secrets
 
 _NAME = "deepspeed"
 _LINES = "'''"
@@ -64,15 +65,16 @@ def read_user_config(source: Any) -> tuple[Located, list[str]]:
             raise ConfigError(f"{_NAME}: mappings nested without end; does one contain itself?") from None
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
-            f"deepspeed={source!r} must be the path of a JSON or hjson file, its text, or a mapping, not a "
-            f"{type(source).__name__}."
+            f"deepspeed={without_secrets(source)!r} must be the path of a JSON or hjson file, its text, or a mapping, "
+            f"not a {type(source).__name__}."
         )
     text = os.fspath(source).removeprefix("\ufeff")
     if text.lstrip().startswith("{"):
         return _parse(text, _NAME)
     if not text.strip():
         raise ConfigError(f"deepspeed={text!r} names no file; leave it out for a run without a file.")
-    said = f"deepspeed={text if text.isprintable() else repr(text)}"
+    shown = without_secrets(text)  # it may be text that was meant as JSON
+    said = f"deepspeed={shown if shown.isprintable() else repr(shown)}"
     return _parse(read_users_text(text, said, "JSON file"), text)
 
 
@@ -95,7 +97,8 @@ def _located(value: Any, path: str) -> Located:
     if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE_BELOW:
         value = int(value)  # as hjson reads it from a file: DeepSpeed refuses 10.0 steps
     if value is not None and not isinstance(value, bool | int | float | str):
-        raise ConfigError(f"{path}={value!r} is a {type(value).__name__}; write a number, a text, true, false or null.")
+        said = masked(path.split(".")[-1]) if is_secret(path) else repr(value)
+        raise ConfigError(f"{path}={said} is a {type(value).__name__}; write a number, a text, true, false or null.")
     return Located(value, path)
 
 
@@ -112,7 +115,9 @@ def _parse(text: str, name: str) -> tuple[Located, list[str]]:
     if root == {}:  # not even braces: white space and comments
         raise ConfigError(f"{name} is empty; write {{}} for a configuration without settings.")
     if not isinstance(root, Located) or not isinstance(root.value, dict):
-        raise ConfigError(f"{name}: a DeepSpeed configuration is a mapping in braces, not {_plain(root)!r}.")
+        raise ConfigError(
+            f"{name}: a DeepSpeed configuration is a mapping in braces, not {without_secrets(_plain(root))!r}."
+        )
     return Located(root.value, name), decoder.problems + decoder.swallowed
 
 
@@ -189,8 +194,10 @@ class _Decoder(hjson.HjsonDecoder):
             raise hjson.HjsonDecodeError("a number that is too large", text, start) from None
         if isinstance(value, str) and any(mark in value for mark in _SWALLOWED):
             remedy = "is a comma missing in it?" if '"' in value or ": " in value else "put quotes around it."
+            before = text[:start].rstrip().rpartition("\n")[2].rstrip(" \t:\"'")
+            said = "<SECRET>" if is_secret(before) else repr(value)
             self.swallowed.append(
-                f"{self._where(start)}: the unquoted text {value!r} goes to the end of the line; {remedy}"
+                f"{self._where(start)}: the unquoted text {said} goes to the end of the line; {remedy}"
             )
         return value, end
 

@@ -20,6 +20,7 @@ from ds_trainer.utils import failures
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
+from ds_trainer.utils.secrets import hide_in_logs
 
 logger = get_logger(__name__)
 
@@ -59,6 +60,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     import torch
     from deepspeed.utils.logging import logger as deepspeed_logger
 
+    hide_in_logs("DeepSpeed")
     deepspeed_logger.setLevel("WARNING")  # its report of the configuration is ours to print
     # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, at every step of ZeRO-3.
     warnings.filterwarnings(

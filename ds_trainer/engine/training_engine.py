@@ -24,6 +24,7 @@ from ds_trainer.engine.tensor.slices import clip_gradients, gradient_norm
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.secrets import keep_secrets_of, without_secrets
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -69,6 +70,7 @@ class TrainingEngine:
     ) -> None:
         import deepspeed
 
+        keep_secrets_of(config.to_dict())
         self.layout = layout
         self.groups: ParallelGroups = parallel_groups(layout)
         mpu = tell_deepspeed(self.groups)
@@ -80,6 +82,8 @@ class TrainingEngine:
         with no_step_before_the_first(), completed_cut(self.groups, whole_logits):
             keywords = {given: optimizer, "config": config.to_dict(), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
+        # DeepSpeed writes this into every checkpoint; what it uses itself it has read by now.
+        self.deepspeed.config = without_secrets(self.deepspeed.config)
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))

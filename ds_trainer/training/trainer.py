@@ -139,6 +139,8 @@ class Trainer(SearchHooks):
         )
         self.state = self._new_state()
         self.control = TrainerControl()
+        if self.args.push_to_hub:
+            self._open_hub()
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
         self.stage.end()
 
@@ -216,6 +218,7 @@ class Trainer(SearchHooks):
             self.is_in_train = False
             self.stage.end()
         self.save_state()
+        self._end_pushes()
         return output
 
     def _begin_anew(self) -> None:

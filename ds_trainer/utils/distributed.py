@@ -6,6 +6,9 @@ boundary, so that no rank can wait in a collective that the others never enter.
 
 from __future__ import annotations
 
+import itertools
+import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +67,26 @@ def agree(votes: torch.Tensor) -> list[int]:
         votes = votes.to(collective_device())
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return [int(vote) for vote in votes.tolist()]
+
+
+_told = itertools.count()
+
+
+def told_by_main(value: Any) -> Any:
+    """The main process's ``value`` (plain data) on every rank, however long it takes to get there.
+
+    A collective has a time limit; this has none. The others ask the store of the process group ten times a second.
+    """
+    if world_size() == 1:
+        return value
+    store = dist.distributed_c10d._get_default_store()
+    key = f"ds_trainer/told/{next(_told)}"
+    if rank() == 0:
+        store.set(key, json.dumps(value))
+        return value
+    while not store.check([key]):
+        time.sleep(0.1)
+    return json.loads(store.get(key))
 
 
 def gather_objects(value: Any) -> list[Any]:

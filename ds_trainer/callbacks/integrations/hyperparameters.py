@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_trainer.arguments.serialize import masked, plain
-
-_SECRET_ENDINGS = ("_token", "api_key", "password", "secret")
+from ds_trainer.arguments.serialize import plain
+from ds_trainer.utils.secrets import without_secrets
 
 
 def hyperparameters(args: Any, model: Any, deepspeed_config: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
@@ -48,18 +47,6 @@ def parameter_count(model: Any) -> int | None:
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
 
 
-def without_secrets(value: Any) -> Any:
-    """``value`` with every text masked whose name says that it is a token, key or password, at any depth."""
-    if isinstance(value, Mapping):
-        return {
-            name: masked(str(name)) if isinstance(entry, str) and _is_secret(str(name)) else without_secrets(entry)
-            for name, entry in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [without_secrets(entry) for entry in value]
-    return value
-
-
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, names joined by dots."""
     flat: dict[str, Any] = {}
@@ -70,7 +57,3 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[path] = value
     return flat
-
-
-def _is_secret(name: str) -> bool:
-    return name.lower().endswith(_SECRET_ENDINGS)

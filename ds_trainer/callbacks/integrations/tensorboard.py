@@ -10,9 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.callbacks.integrations.hyperparameters import arguments, model_configuration, without_secrets
+from ds_trainer.callbacks.integrations.hyperparameters import arguments, model_configuration
 from ds_trainer.callbacks.integrations.tracker import Tracker, number, rewrite_logs
 from ds_trainer.callbacks.state import TrainerState
+from ds_trainer.utils.secrets import without_secrets
 
 
 class TensorBoardCallback(Tracker):

@@ -9,36 +9,44 @@ from ds_trainer.checkpoint.manager import STATE_FILE, CheckpointManager
 from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
-from ds_trainer.training.hooks.records import RecordHooks
+from ds_trainer.training.hooks.hub import HubHooks
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.sizes import parse_size
 
 
-class CheckpointHooks(RecordHooks):
+class CheckpointHooks(HubHooks):
     """Weights for others, checkpoints for the run itself."""
 
     @fails_together
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective."""
+        """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective.
+
+        With ``push_to_hub`` the model is pushed too, except where the save is a part of something else
+        (``_internal_call``).
+        """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._join_ranks()
         weights_of_evaluation(self.optimizer)
         if self.is_world_process_zero():
             save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))
+        if self.args.push_to_hub and not (_internal_call or self._saves_internally):
+            self.push_to_hub(commit_message="Model save")
 
     @fails_together
     def save_checkpoint(self) -> Path:
         """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
         self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)
         note_checkpoint(self.state, self._output_dir)
-        return self._checkpoints.save(
+        checkpoint = self._checkpoints.save(
             self.state.global_step,
             self.state.save_to_json,
             self.lr_scheduler.state_dict(),
-            (lambda directory: self.save_model(str(directory))) if self.args.save_only_model else None,
+            (lambda directory: self.save_internally(str(directory))) if self.args.save_only_model else None,
         )
+        self._push_checkpoint(checkpoint)
+        return checkpoint
 
     @property
     def _checkpoints(self) -> CheckpointManager:

@@ -1,0 +1,331 @@
+"""What is pushed, when, and in which order; a push under way holds up nobody and loses nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_weights
+
+from ds_trainer import TrainerCallback
+from ds_trainer.training.hub import staging, uploads
+from ds_trainer.training.hub.client import HubError
+from ds_trainer.utils.errors import ConfigError
+from tests.support.hub_server import TOKEN, HubServer
+from tests.training.hub.support import NAME, AtStep, make_trainer, run, wait_for
+
+MODEL = {"README.md", "model.safetensors", "training_args.json", "ds_config.json"}
+CHECKPOINT = {"checkpoint.json", "trainer_state.json", "scheduler.pt", "random_state_rank0.pt"}
+IN_PROGRESS = ["Training in progress, step 2", "Training in progress, step 4"]
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str) -> None:
+    run(tmp_path, hub_strategy=strategy, hub_always_push=True)
+    folders = {"checkpoint": ["last-checkpoint"] * 2, "all_checkpoints": ["checkpoint-2", "checkpoint-4"]}
+    expected: list[str] = []
+    for index, message in enumerate(IN_PROGRESS if strategy != "end" else []):
+        expected.append(message)
+        if strategy in folders:
+            expected.append(f"{message}, checkpoint")
+            commit = hub.commits[len(expected) - 1]
+            place = folders[strategy][index]
+            assert {path.partition("/")[0] for path in commit.added} == {place}
+            names = {path.partition("/")[2] for path in commit.added}
+            assert names <= CHECKPOINT | {"engine/mp_rank_00_model_states.pt"} and "checkpoint.json" in names
+            assert json.loads(commit.added[f"{place}/checkpoint.json"])["step"] == 2 * index + 2
+    assert hub.messages() == [*expected, "End of training"]
+    files = hub.files(NAME)
+    assert MODEL | {"trainer_state.json"} <= set(files)
+    nested = {path for path in files if "/" in path}
+    if strategy not in folders:
+        assert not nested
+    else:  # the model beside the optimizer's shards
+        for place in set(folders[strategy]):
+            assert {f"{place}/{name}" for name in CHECKPOINT} | {f"{place}/engine/mp_rank_00_model_states.pt"} <= nested
+    local = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert files["model.safetensors"] == local
+    assert not (tmp_path / "run" / staging.FOLDER).exists()
+
+
+def test_epochs_are_named(hub: HubServer, tmp_path: Path) -> None:
+    run(tmp_path, save_strategy="epoch", max_steps=-1, num_train_epochs=1)
+    assert hub.messages() == ["Training in progress, epoch 1", "End of training"]
+
+
+def test_training_goes_on_while_a_push_is_under_way(hub: HubServer, tmp_path: Path) -> None:
+    arrived, go = hub.hold("/commit/")
+    seen: dict[str, Any] = {}
+
+    def look() -> None:
+        assert arrived.wait(30)
+        seen["commits"] = hub.messages()
+
+    def let_go() -> None:
+        seen["later"] = hub.messages()
+        go.set()
+        wait_for(lambda: not trainer._uploads.busy)
+
+    steps = AtStep(step3=look, step7=let_go)
+    trainer = make_trainer(tmp_path, callbacks=[steps], max_steps=8)
+    trainer.train()
+    trainer.engine.close()
+    assert steps.reached == list(range(1, 9))
+    assert seen == {"commits": [], "later": []}  # four more steps were done while the push of step 2 was held
+    # Saves 4 and 6 were passed over: at most one push is under way.
+    assert hub.messages() == ["Training in progress, step 2", "Training in progress, step 8", "End of training"]
+    assert [json.loads(commit.added["training_args.json"]) for commit in hub.commits[:1]]
+
+
+def test_every_save_is_pushed_where_that_is_asked_for(hub: HubServer, tmp_path: Path) -> None:
+    arrived, go = hub.hold("/commit/")
+    weights: dict[int, bytes] = {}
+
+    class Keep(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights[state.global_step] = (tmp_path / "run" / "model.safetensors").read_bytes()
+
+    steps = AtStep(step7=lambda: (arrived.wait(30), go.set()))
+    run(tmp_path, callbacks=[steps, Keep()], max_steps=8, hub_always_push=True)
+    saved = [2, 4, 6, 8]
+    assert hub.messages() == [*(f"Training in progress, step {step}" for step in saved), "End of training"]
+    assert len(set(weights.values())) == 4
+    for step, commit in zip(saved, hub.commits, strict=False):  # what was there when it was saved, not what came later
+        assert commit.added["model.safetensors"] == weights[step]
+
+
+@pytest.mark.parametrize("set_aside", [True, False])
+def test_a_checkpoint_that_is_removed_meanwhile_arrives_whole(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_aside: bool
+) -> None:
+    """``save_total_limit=1`` beside a slow push. Control: without setting files aside, it cannot work."""
+    if not set_aside:
+        from ds_trainer.training.hooks import hub as hooks
+
+        monkeypatch.setattr(hooks, "stage_checkpoint", lambda checkpoint, target: checkpoint)
+    arrived, go = hub.hold("PUT /storage/")
+    folder = tmp_path / "run"
+    left: list[str] = []
+
+    def look() -> None:
+        assert arrived.wait(30)
+        left.extend(sorted(path.name for path in folder.glob("checkpoint-*")))
+        go.set()
+
+    run(
+        tmp_path,
+        callbacks=[AtStep(step7=look)],
+        max_steps=8,
+        hub_always_push=True,
+        hub_strategy="all_checkpoints",
+        save_total_limit=1,
+    )
+    assert left == ["checkpoint-6"]
+    arrived_steps = {path.split("/")[0] for path in hub.files(NAME) if path.startswith("checkpoint-")}
+    if not set_aside:
+        assert "checkpoint-2" not in arrived_steps
+        return
+    assert arrived_steps == {f"checkpoint-{step}" for step in (2, 4, 6, 8)}
+    for step in (2, 4, 6, 8):
+        state = hub.files(NAME)[f"checkpoint-{step}/engine/mp_rank_00_model_states.pt"]
+        assert torch.load(io.BytesIO(state), weights_only=False)["global_steps"] == step
+        assert json.loads(hub.files(NAME)[f"checkpoint-{step}/trainer_state.json"])["global_step"] == step
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_on_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", max_steps=6, push_to_hub=False)
+    stop = AtStep(step4=lambda: setattr(trainer.control, "should_training_stop", True))
+    trainer = make_trainer(tmp_path / "first", callbacks=[stop], max_steps=6, hub_strategy="checkpoint")
+    trainer.train()
+    trainer.engine.close()
+    assert trainer.state.global_step == 4
+    copy = tmp_path / "downloaded"
+    for path, data in hub.files(NAME).items():
+        if path.startswith("last-checkpoint/"):
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path).write_bytes(data)
+    hub.repositories[NAME].branches["main"]["last-checkpoint/random_state_rank7.pt"] = b"of an earlier, larger run"
+    resumed = make_trainer(tmp_path / "second", max_steps=6, hub_strategy="checkpoint")
+    resumed.train(resume_from_checkpoint=str(copy / "last-checkpoint"))
+    resumed.engine.close()
+    pushed = load_weights(hub.files(NAME)["model.safetensors"])
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, pushed[name])
+    assert "last-checkpoint/random_state_rank7.pt" not in hub.files(NAME)
+    assert json.loads(hub.files(NAME)["last-checkpoint/checkpoint.json"])["step"] == 6
+
+
+def test_the_newest_checkpoint_is_on_the_hub_in_the_end(hub: HubServer, tmp_path: Path) -> None:
+    _, go = hub.hold("/commit/")
+    steps = AtStep(step6=lambda: None)
+    trainer = make_trainer(tmp_path, callbacks=[steps], max_steps=6, hub_strategy="checkpoint")
+    trainer.add_callback(_OnTrainEnd(go.set))
+    trainer.train()
+    trainer.engine.close()
+    assert hub.messages() == [
+        "Training in progress, step 2",
+        "Training in progress, step 2, checkpoint",
+        "End of training",
+        "End of training, checkpoint",
+    ]
+    assert json.loads(hub.files(NAME)["last-checkpoint/checkpoint.json"])["step"] == 6
+
+
+class _OnTrainEnd(TrainerCallback):
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.function()
+
+
+def test_by_hand_before_training(hub: HubServer, tmp_path: Path) -> None:
+    told: list[int] = []
+
+    class Told(TrainerCallback):
+        def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.append(state.global_step)
+
+    trainer = make_trainer(tmp_path, push_to_hub=False, callbacks=[Told()])
+    assert hub.requests == [] and trainer.hub_model_id is None
+    info = trainer.push_to_hub()
+    assert trainer.hub_model_id == NAME and told == [0]
+    assert info.commit_url.startswith(f"{hub.url}/{NAME}/commit/")
+    hub.repositories[NAME].branches["main"]["model-00001-of-00002.safetensors"] = b"of an earlier model"
+    _, go = hub.hold("/commit/")
+    future = trainer.push_to_hub("Once more", blocking=False, license="mit")
+    assert isinstance(future, Future) and not future.done()
+    go.set()
+    assert future.result(30).commit_message == "Once more"
+    assert hub.messages() == ["End of training", "Once more"]
+    assert set(hub.files(NAME)) == {"README.md", "model.safetensors", "training_args.json"}
+    assert b"license: mit" in hub.files(NAME)["README.md"]
+    trainer.push_to_hub("Words of before hold", revision="other")
+    assert b"license: mit" in hub.files(NAME, "other")["README.md"]
+
+
+def test_a_save_by_hand_is_pushed_a_save_within_is_not(hub: HubServer, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.save_model(str(tmp_path / "elsewhere"), _internal_call=True)
+    assert hub.messages() == []
+    trainer.save_model()
+    assert hub.messages() == ["Model save"]
+
+
+def test_a_subclass_that_saves_in_its_own_way_pushes_once(hub: HubServer, tmp_path: Path) -> None:
+    class Older(type(make_trainer(tmp_path, push_to_hub=False))):  # type: ignore[misc]
+        def save_model(self, output_dir: str | None = None) -> None:
+            super().save_model(output_dir)
+
+    trainer = make_trainer(tmp_path)
+    trainer.__class__ = Older
+    trainer.save_model()
+    assert hub.messages() == ["Model save"]
+
+
+def test_a_push_that_fails_does_not_end_the_training(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused: list[str] = []
+
+    def refuse() -> None:
+        wait_for(lambda: len(hub.commits) == 1 and not trainer._uploads.busy)
+        hub.tokens[TOKEN] = False
+
+    def accept() -> None:
+        wait_for(lambda: not trainer._uploads.busy)
+        refused.extend(hub.messages())
+        hub.tokens[TOKEN] = True
+
+    trainer = make_trainer(tmp_path, callbacks=[AtStep(step3=refuse, step5=accept)], max_steps=6)
+    _heard(caplog)
+    trainer.train()
+    trainer.engine.close()
+    assert refused == ["Training in progress, step 2"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "403" in warnings[0] and "write permission" in warnings[0]
+    assert "Training in progress, step 4" in warnings[0] and TOKEN not in warnings[0]
+    assert hub.messages()[1:] in (["Training in progress, step 6", "End of training"], ["End of training"])
+    assert (tmp_path / "run" / "checkpoint-4").is_dir()
+    hub.tokens[TOKEN] = False
+    with pytest.raises(ConfigError, match="403"):
+        trainer.push_to_hub()
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_passing_troubles_are_sat_out(hub: HubServer, tmp_path: Path, status: int) -> None:
+    """Making the repository, the branch and the commit are not repeated by huggingface_hub itself."""
+    for path in ("/api/repos/create", "/branch/", "/commit/"):
+        hub.fail(path, status, times=2)
+    trainer = make_trainer(tmp_path, hub_revision="v1")
+    trainer.push_to_hub()
+    assert hub.messages("v1") == ["End of training"]
+    assert sum("/commit/" in request for request in hub.requests) == 3
+
+
+def test_lasting_troubles_end_the_patience(hub: HubServer, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    hub.fail("/commit/", 502, times=99)
+    with pytest.raises(HubError, match="502"):
+        trainer.push_to_hub()
+    assert sum("/commit/" in request for request in hub.requests) == 3
+    assert not (tmp_path / "run" / staging.FOLDER).exists()
+
+
+def test_a_process_that_ends_waits_for_its_push(hub: HubServer, tmp_path: Path) -> None:
+    """A script whose last line begins a push."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "weights.bin").write_bytes(os.urandom(5000))
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from ds_trainer.training.hub.repository import Repository\n"
+        "from ds_trainer.training.hub.uploads import Commit, Uploads\n"
+        "from ds_trainer.training.hub.staging import stage_model\n"
+        "out = Path(sys.argv[1]); uploads = Uploads(out)\n"
+        "prepare = lambda staged: [Commit(stage_model(out, staged / 'm'), 'last words')]\n"
+        "uploads.begin(prepare, Repository('run'), None)\n"
+        "assert uploads.busy\n"
+    )
+    arrived, go = hub.hold("/commit/")
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], env={**os.environ, **variables})
+    assert arrived.wait(60) and process.poll() is None
+    go.set()
+    assert process.wait(30) == 0
+    assert hub.messages() == ["last words"] and set(hub.files(NAME)) == {"weights.bin"}
+
+
+def test_files_are_linked_where_nobody_writes_in_place(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "checkpoint-3").mkdir(parents=True)
+    (source / "_private").mkdir()
+    for name in ("model.safetensors", "config.json", "checkpoint-3/state.pt", ".hidden", "_private/x"):
+        (source / name).write_text(name)
+    (source / "latest").symlink_to(source)
+    staging.stage_model(source, target)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert os.path.samefile(target / "model.safetensors", source / "model.safetensors")
+    assert not os.path.samefile(target / "config.json", source / "config.json")
+    whole = staging.stage_checkpoint(source / "checkpoint-3", tmp_path / "whole")
+    assert os.path.samefile(whole / "state.pt", source / "checkpoint-3" / "state.pt")
+
+
+def test_what_a_killed_process_set_aside_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / staging.FOLDER / "0" / "model"
+    left.mkdir(parents=True)
+    uploads.Uploads(tmp_path)
+    assert not (tmp_path / staging.FOLDER).exists()
+
+
+def _heard(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    logging.getLogger("ds_trainer").addHandler(caplog.handler)
