@@ -38,7 +38,7 @@ from ds_trainer.training.model.preparation import adapt_model, check_model, prep
 from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
-from ds_trainer.training.sequence import sequence_cut_of
+from ds_trainer.training.sequence import cut_or_reasons
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils import distributed
@@ -145,7 +145,24 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
         own_loss = is_overridden(self, Trainer, "compute_loss")
         loss_function = compute_loss_func is not None
-        check_model(self.model, self.args, self.compiled, self.layout, own_loss=own_loss, loss_function=loss_function)
+        self.sequence_cut, self._uncut = cut_or_reasons(
+            self.model,
+            self.layout,
+            label_names=self.label_names,
+            processing_class=processing_class,
+            loss_function=compute_loss_func,
+            own_loss=own_loss,
+        )
+        check_model(
+            self.model,
+            self.args,
+            self.compiled,
+            self.layout,
+            own_loss=own_loss,
+            loss_function=loss_function,
+            uncut=() if train_dataset is None else self._uncut,
+        )
+        self._tell_if_uncut()
         self.label_smoother = label_smoother(self.model, self.args.label_smoothing_factor, self.label_names)
         self._engine: TrainingEngine | None = None
         self.create_accelerator_and_postprocess()
@@ -155,14 +172,6 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
             compute_loss=self.compute_loss if own_loss else None,
             loss_function=loss_function,
             smoothed=self.label_smoother is not None,
-        )
-        self.sequence_cut = sequence_cut_of(
-            self.model,
-            self.layout,
-            self.label_names,
-            processing_class,
-            loss_function=compute_loss_func,
-            own_loss=own_loss,
         )
         self._look_at_hooks()
 
@@ -223,6 +232,8 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         """
         if trial is not None:
             raise ConfigError("trial: hyper-parameter search is not supported yet.")
+        if self._uncut:
+            raise ConfigError(self._uncut)
         checkpoint = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
 
         if self.train_dataset is not None:

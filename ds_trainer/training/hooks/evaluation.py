@@ -247,7 +247,8 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         (tensor parallelism), or the model on the device."""
         if self._engine is not None:
             return self.model_wrapped
-        use_split_attention(self.model, self.layout)
+        if self.sequence_cut is not None:
+            use_split_attention(self.model, self.layout)
         start = time.perf_counter()
         if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:
@@ -261,6 +262,14 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         if self._preparation_time is None:
             self._preparation_time = round(time.perf_counter() - start, 4)
         return self.model
+
+    def _tell_if_uncut(self) -> None:
+        if self._uncut:
+            logger.warning(
+                "This model can be evaluated and can generate, but not be trained: every rank of a replica works on whole "
+                "sequences. %s",
+                " ".join(self._uncut),
+            )
 
     def _end_evaluation_engine(self) -> None:
         """Training begins: its engine takes the place of the one that evaluated before."""
