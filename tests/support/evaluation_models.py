@@ -27,6 +27,9 @@ _BODY: dict[str, Any] = dict(
 )
 
 
+# Weights are small, so that rounding is below 1e-6 of an output.
+
+
 def sequence_classifier() -> nn.Module:
     """A class for each sequence, read off its last token."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -48,15 +51,16 @@ def encoder_decoder() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    shape = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    shape = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, initializer_factor=0.3)
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **shape))
 
 
-class ManyOutputsForCausalLM(nn.Module):
+class ManyOutputs(nn.Module):
     """A causal language model that also returns its hidden states and a dict of things computed from them."""
 
     main_input_name = "input_ids"
     shifts_labels = True
+    loss_type = "ForCausalLM"  # how transformers' Trainer knows that labels are shifted
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +139,7 @@ KINDS = {
     "token classifier": Kind(token_classifier, partial(rows, labels="classes"), False, False),
     "causal LM": Kind(partial(tiny_llama, initializer_range=0.06), rows, True, False),
     "encoder-decoder": Kind(encoder_decoder, partial(rows, labels="target"), False, False),
-    "many outputs": Kind(ManyOutputsForCausalLM, rows, True, False),
+    "many outputs": Kind(ManyOutputs, rows, True, False),
 }
 
 
