@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_trainer.data.columns import has_columns
@@ -74,6 +75,26 @@ class GroupedByLength:
         chunks[0][0] = chunks[longest][0]
         chunks[longest][0] = first
         return torch.cat(chunks)
+
+
+class SortedShareSampler(ShareSampler):
+    """Shares of a dataset in the order of its lengths, the longest first: for evaluation, where order is free.
+
+    Batches of about equal lengths have the least padding there can be; memory runs out at once if ever.
+
+    Args:
+        plan: the batch arithmetic.
+        lengths: of all samples.
+        dp_rank: the replica.
+
+    Attributes:
+        positions: of the samples in the dataset, int64 ``[samples]``: who puts results back in order needs them.
+    """
+
+    def __init__(self, plan: BatchPlan, lengths: Sequence[int], dp_rank: int) -> None:
+        order = torch.as_tensor(lengths).argsort(descending=True, stable=True)
+        super().__init__(plan, len(lengths), dp_rank, shuffle=False, order=lambda epoch: order)
+        self.positions: np.ndarray = order.numpy()
 
 
 def balanced_groups(lengths: Sequence[int], groups: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch import nn
 from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.columns import base_model, forward_names, takes_any_name
-from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, sample_lengths
+from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, SortedShareSampler, sample_lengths
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import ShareSampler
 from ds_trainer.data.stream import ShareOfStream, StreamLoader, is_stream, length_of
@@ -90,14 +90,32 @@ class Sampling:
         return ShareSampler(plan, samples, dp_rank, self.seed, self.strategy != SamplingStrategy.SEQUENTIAL, order)
 
 
+def lengths_for_evaluation(args: TrainingArguments, dataset: Any, processing_class: Any = None) -> list[int] | None:
+    """Lengths of samples that may be evaluated in their order; None where that is not asked for, or not possible.
+
+    ``train_sampling_strategy=group_by_length`` asks for it, as in transformers. Lists of batches or of objects
+    (``eval_do_concat_batches=False``, ``eval_use_gather_object``) stay in the dataset's order.
+    """
+    asked = args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH
+    if not asked or is_stream(dataset) or args.eval_use_gather_object or not args.eval_do_concat_batches:
+        return None
+    names = getattr(processing_class, "model_input_names", None)
+    try:
+        return sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids")
+    except ConfigError as error:
+        logger.warning("Evaluation goes through the data in its own order: %s", error)
+        return None
+
+
 def planned_loader(
     dataset: Any,
     plan: BatchPlan,
     args: TrainingArguments,
     collate: Callable[[list[Any]], Any],
     sampling: Sampling | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> PlannedLoader | StreamLoader:
-    """The loader of this rank's replica; without ``sampling`` in the dataset's order."""
+    """The loader of this rank's replica; without ``sampling`` in the order of ``lengths``, or the dataset's."""
     dp_rank = plan.layout.coordinates(distributed.rank()).dp
     pin = args.dataloader_pin_memory and args.device_type == "cuda"
     options: dict[str, Any] = {}
@@ -112,7 +130,9 @@ def planned_loader(
         share = ShareOfStream(dataset, plan, dp_rank, collate, 0 if sampling is None else sampling.seed)
         # Evaluation has no steps: there the ranks compare notes now and then.
         return StreamLoader(share, _EVAL_WINDOW if sampling is None else plan.accumulation, workers, pin, **options)
-    if sampling is None:
+    if sampling is None and lengths is not None:
+        sampler: ShareSampler = SortedShareSampler(plan, lengths, dp_rank)
+    elif sampling is None:
         sampler = ShareSampler(plan, len(dataset), dp_rank, shuffle=False)
     else:
         sampler = sampling.sampler(plan, len(dataset), dp_rank)

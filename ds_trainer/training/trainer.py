@@ -131,6 +131,7 @@ class Trainer(PlanHooks, EvaluationHooks, CheckpointHooks):
         found = find_label_names(self.model) or ["labels", "label"]
         self.label_names = found if self.args.label_names is None else list(self.args.label_names)
         self.is_in_train = False
+        self._kept_loaders = {}
 
         if self.args.eval_strategy != IntervalStrategy.NO and eval_dataset is None:
             raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ds_trainer
 from ds_trainer import Trainer
 from tests.parity.library import Library, assert_same, both
 from tests.support.evaluation_models import KINDS, LONGEST, SAMPLES, Scores, to_longest
@@ -37,7 +38,7 @@ def results(trainer: Any, kind: str) -> dict[str, Any]:
     }
 
 
-# -- transformers, one process ------------------------------------------------------------------------------------------
+# -- transformers, one process ----------------------------------------------------------------------------------------
 
 
 def script(library: Library, kind: str, batch: int = BATCH, **changes: Any) -> Any:
@@ -148,15 +149,24 @@ def settled(found: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
-    metrics = {name: {k: v for k, v in wanted[name].items()} for name in ("evaluate", "predict")}
-    for name in metrics:
-        found = {**found, name: {k: v for k, v in found[name].items() if k in metrics[name]}}
     assert_same(found, wanted, tolerance=1e-6, place=place)
+
+
+def test_a_difference_is_seen(tmp_path: Path) -> None:
+    wanted = settled(script(Library(ds_trainer, tmp_path), "causal LM"), "causal LM")
+    compare(wanted, wanted, "itself")
+    changed = [array.copy() for array in wanted["predictions"]]
+    changed[0][4, 1, 7] += 1e-5
+    swapped = [array[[1, 0, *range(2, SAMPLES)]] for array in wanted["predictions"]]
+    twice = {**wanted, "evaluate": {**wanted["evaluate"], "eval_order": wanted["evaluate"]["eval_order"] + 1}}
+    for broken in ({**wanted, "predictions": changed}, {**wanted, "predictions": swapped}, twice):
+        with pytest.raises(AssertionError):
+            compare(broken, wanted, "broken")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_under_every_layout(kind: str, tmp_path: Path) -> None:
-    wanted = settled(script(Library(__import__("ds_trainer"), tmp_path), kind), kind)
+    wanted = settled(script(Library(ds_trainer, tmp_path), kind), kind)
     assert max(len(row["input_ids"]) for row in KINDS[kind].rows()) == LONGEST
     for world in (1, 2, 4):
         cases = [case for case in CASES if LAYOUTS[case[0]][0] == world]

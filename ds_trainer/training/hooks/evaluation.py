@@ -266,8 +266,8 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     def _tell_if_uncut(self) -> None:
         if self._uncut:
             logger.warning(
-                "This model can be evaluated and can generate, but not be trained: every rank of a replica works on whole "
-                "sequences. %s",
+                "This model can be evaluated and can generate, every rank of a replica on whole sequences, but not be "
+                "trained. %s",
                 " ".join(self._uncut),
             )
 

@@ -1,0 +1,150 @@
+"""Loaders of evaluation: loading processes that stay, and an order by length that nobody sees in the results."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_trainer import Trainer
+from tests.support.pool import pool
+from tests.support.predictions import KINDS, arguments, describe, flatten, make
+
+
+class WhoLoaded(nn.Module):
+    """Predicts the process that made its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, process: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"loss": self.weight * 0.0, "process": process}
+
+
+def by_this_process(rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+    return {
+        "process": torch.full((len(rows),), os.getpid()),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+def who_loads(output_dir: str, sets: Any, stream: bool = False, **changes: Any) -> tuple[list[Any], int]:
+    """Processes and labels of three evaluations, the last one of another set; children at the end."""
+    seen: list[tuple[set[int], list[int]]] = []
+
+    def note(found: Any) -> dict[str, float]:
+        seen.append((set(found.predictions.tolist()), found.label_ids.tolist()))
+        return {}
+
+    args = arguments(output_dir, dataloader_num_workers=1, remove_unused_columns=False, **changes)
+    trainer = Trainer(
+        WhoLoaded(), args, data_collator=by_this_process, eval_dataset=streams(sets, stream), compute_metrics=note
+    )
+    trainer.evaluate()
+    trainer.evaluate()
+    changed = {"a": [{"labels": 9}], "b": sets["b"]} if isinstance(sets, dict) else [{"labels": 9}]
+    trainer.eval_dataset = streams(changed, stream)
+    trainer.evaluate()
+    return seen, len(torch.multiprocessing.active_children())
+
+
+class Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A set without length."""
+
+    def __init__(self, rows: list[dict[str, int]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def streams(sets: Any, wanted: bool) -> Any:
+    if not wanted:
+        return sets
+    return {name: Once(rows) for name, rows in sets.items()} if isinstance(sets, dict) else Once(sets)
+
+
+def rows_of(*labels: int) -> list[dict[str, int]]:
+    return [{"labels": label} for label in labels]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stays", [True, False])
+def test_loading_processes_stay_between_evaluations(stays: bool, stream: bool, tmp_path: Path) -> None:
+    sets = rows_of(3, 4, 5)
+    job = partial(who_loads, str(tmp_path), sets, stream, dataloader_persistent_workers=stays)
+    for seen, _ in pool(1).run(job):
+        (first, rows), (second, again), (third, other) = seen
+        assert rows == again == [3, 4, 5]
+        assert other == [9]  # another set has another loader
+        assert len(first) == 1 and (first == second) == stays and first != third
+
+
+def test_each_set_of_several_keeps_its_own(tmp_path: Path) -> None:
+    sets = {"a": rows_of(1, 2), "b": rows_of(3)}
+    for seen, _ in pool(1).run(partial(who_loads, str(tmp_path), sets, dataloader_persistent_workers=True)):
+        processes, labels = [who for who, _ in seen], [rows for _, rows in seen]
+        assert labels == [[1, 2], [3]] * 2 + [[9], [3]]
+        assert processes[0] == processes[2] != processes[1] == processes[3] == processes[5] != processes[4]
+        # The list under "b" is the same object in all three.
+
+
+def loaded_processes_end(output_dir: str) -> int:
+    who_loads(output_dir, rows_of(3, 4, 5), dataloader_persistent_workers=True)
+    import gc
+
+    gc.collect()
+    return len(torch.multiprocessing.active_children())
+
+
+def test_the_processes_end_with_the_trainer(tmp_path: Path) -> None:
+    assert pool(1).run(loaded_processes_end, str(tmp_path)) == [0]
+
+
+# -- by length ---------------------------------------------------------------------------------------------------------
+
+
+def tagged(output_dir: str, sorted_by: bool, samples: int = 23, **changes: Any) -> Any:
+    """Predictions of ragged rows, metrics of everything, and the share of padding that was computed."""
+    widths: list[tuple[int, int]] = []
+    more = dict(train_sampling_strategy="group_by_length", length_column_name="length") if sorted_by else {}
+    trainer = make("ragged tokens", output_dir, samples, metrics=describe, **{**more, **changes})
+    trainer.processing_class = type("Names", (), {"model_input_names": ["ids"]})()
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append((kwargs["ids"].numel(), int((kwargs["ids"] != 0).sum()))),
+        with_kwargs=True,
+    )
+    evaluated = trainer.evaluate()
+    found = trainer.predict(KINDS["ragged tokens"][1](samples))
+    computed, used = np.sum(widths, axis=0)
+    return found.predictions, found.label_ids, evaluated, float(1 - used / computed)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (4, 3)])
+def test_evaluation_by_length_has_the_results_in_order(world: int, stage: int, tmp_path: Path) -> None:
+    """``group_by_length`` sorts evaluation too: less padding, and nothing else is seen of it."""
+    predictions, labels, metrics, waste = tagged(str(tmp_path), False, per_device_eval_batch_size=4)
+    lengths = (labels != -100).sum(1) + 1
+    job = partial(tagged, str(tmp_path), True, per_device_eval_batch_size=4, zero_stage=stage)
+    for found, found_labels, found_metrics, found_waste in pool(world).run(job):
+        np.testing.assert_array_equal(found_labels, labels)
+        for row, wanted, length in zip(found, predictions, lengths, strict=True):
+            np.testing.assert_allclose(row[:length], wanted[:length], atol=1e-6)
+        assert found_metrics["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+        assert found_waste < waste / 2
+
+
+@pytest.mark.parametrize("changes", [{"eval_do_concat_batches": False}, {"eval_use_gather_object": True}], ids=str)
+def test_lists_stay_in_the_order_of_the_data(changes: dict[str, Any], tmp_path: Path) -> None:
+    job = partial(make, "ragged tokens", tmp_path, 0, **changes)
+    rows = KINDS["ragged tokens"][1](7)
+    wanted, found = job().predict(rows), job(train_sampling_strategy="group_by_length").predict(rows)
+    for mine, other in zip(flatten(found.label_ids), flatten(wanted.label_ids), strict=True):
+        np.testing.assert_array_equal(mine, other)
