@@ -21,7 +21,6 @@ from tests.support.predictions import (
     arguments,
     class_rows,
     describe,
-    flatten,
     make,
     refusal_of,
 )
