@@ -61,7 +61,7 @@ def who_loads(output_dir: str, sets: Any, stream: bool = False, stays: bool = Tr
 class Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """A set without length."""
 
-    def __init__(self, rows: list[dict[str, int]]) -> None:
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
 
     def __iter__(self) -> Any:
@@ -97,6 +97,31 @@ def test_each_set_of_several_keeps_its_own(tmp_path: Path) -> None:
     gc.collect()
     alive = {child.pid for child in torch.multiprocessing.active_children()}
     assert not alive & set.union(*processes)  # they end with the Trainer
+
+
+# -- without length ---------------------------------------------------------------------------------------------------
+
+
+def predictions_of(output_dir: str, stream: bool, **changes: Any) -> list[Any]:
+    """Predictions and metrics of sets of several sizes."""
+    found = []
+    trainer = make("tuple", output_dir, 0, metrics=describe, include_for_metrics=["inputs", "loss"], **changes)
+    for samples in (1, 2, 7, 9):
+        rows = KINDS["tuple"][1](samples)
+        output = trainer.predict(Once(rows) if stream else rows)
+        found.append(([*flatten(output.predictions), output.label_ids], output.metrics["test_rows"]))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_predictions_of_a_stream(world: int, tmp_path: Path) -> None:
+    """A set without length: every sample once, in order, whatever the number of ranks."""
+    wanted = predictions_of(str(tmp_path), False)
+    for found in pool(world).run(predictions_of, str(tmp_path), True):
+        for (arrays, rows), (wanted_arrays, wanted_rows) in zip(found, wanted, strict=True):
+            assert rows == wanted_rows
+            for mine, other in zip(arrays, wanted_arrays, strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
 # -- by length ---------------------------------------------------------------------------------------------------------
