@@ -64,6 +64,7 @@ class Seq2SeqTrainer(Trainer):
         self._rounds_generated = 0
         self._kept: ExitStack | None = None  # what an evaluation keeps open
         self._gathered = False
+        self._fits: bool | None = None  # known from an evaluation's first batch on
         if model is not None:
             self._prepare_for_generation(model, args)
         super().__init__(model, args, *rest, **given)
@@ -132,13 +133,10 @@ class Seq2SeqTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **keywords: Any) -> EvalLoopOutput:
         """As :meth:`Trainer.evaluation_loop`. Where weights are gathered to generate, they are until it ends."""
         self._rounds_generated = 0
-        outer = self._kept
-        with ExitStack() as self._kept:
-            try:
-                return super().evaluation_loop(*args, **keywords)
-            finally:
-                kept, self._kept = self._kept, outer
-                kept.close()
+        with ExitStack() as kept:
+            kept.callback(setattr, self, "_kept", self._kept)  # comes last
+            self._kept, self._fits = kept, None
+            return super().evaluation_loop(*args, **keywords)
 
     def prediction_step(
         self,
@@ -238,4 +236,8 @@ class Seq2SeqTrainer(Trainer):
         choice = self.args.generation_gather
         if self.compiled.get("zero_optimization.stage") != 3 or choice == GenerationGather.NEVER:
             return False
-        return choice == GenerationGather.ALWAYS or whole_weights_fit(engine)
+        if choice == GenerationGather.ALWAYS:
+            return True
+        if self._fits is None:
+            self._fits = whole_weights_fit(engine)
+        return self._fits
