@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.engine.tensor.repairs import admit_generation
 from ds_trainer.engine.whole_weights import whole_weights, whole_weights_fit
 from ds_trainer.parallel.layout import Coordinates
 from ds_trainer.training.batches import on_device
@@ -225,6 +226,8 @@ class Seq2SeqTrainer(Trainer):
         with ExitStack() as step:
             stack = step if self._kept is None else self._kept
             engine = self._engine or self._evaluation_engine
+            if engine is not None and self.layout.tp > 1:
+                admit_generation(engine.deepspeed)
             if not self._gathered and engine is not None and self._gathers(engine.deepspeed):
                 stack.enter_context(whole_weights(engine.deepspeed))
                 self._gathered = True

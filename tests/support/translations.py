@@ -92,8 +92,10 @@ def pairs(samples: int, seed: int = 0) -> list[dict[str, list[int]]]:
 
 
 def prompts(samples: int) -> list[dict[str, list[int]]]:
-    """For a decoder alone: the labels are those of the prompt."""
-    return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in pairs(samples)]
+    """For a decoder alone: the labels are those of the prompt. All of one length, so that it does not matter who shares
+    a batch."""
+    rows = [[PAD] * (9 - len(row["input_ids"])) + row["input_ids"] for row in pairs(samples)]
+    return [{"input_ids": row, "labels": [-100 if token == PAD else token for token in row]} for row in rows]
 
 
 def pad_pairs(rows: Sequence[dict[str, list[int]]], left: bool = False) -> dict[str, torch.Tensor]:
