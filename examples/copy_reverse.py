@@ -23,11 +23,11 @@ from ds_trainer import EvalPrediction, HfArgumentParser, Seq2SeqTrainer, Seq2Seq
 
 PAD, END = 0, 1
 LETTERS = range(2, 10)
-LONGEST = 5
+LONGEST = 4
 HELD_OUT = 128
 DEFAULTS = (
-    "--zero_stage 3 --predict_with_generate true --generation_max_length 8 --max_steps 400 --learning_rate 3e-3 "
-    "--warmup_steps 20 --per_device_train_batch_size 64 --per_device_eval_batch_size 64 --logging_steps 50 "
+    "--zero_stage 3 --predict_with_generate true --generation_max_length 8 --max_steps 400 --learning_rate 5e-3 "
+    "--warmup_steps 20 --per_device_train_batch_size 16 --per_device_eval_batch_size 64 --logging_steps 50 "
     "--save_strategy no --seed 1 --disable_tqdm true"
 ).split()
 
@@ -36,7 +36,7 @@ def pairs() -> tuple[list[dict[str, list[int]]], list[dict[str, list[int]]]]:
     """Pairs to train on and pairs held out; no source is in both."""
     draw = random.Random(0)
     sources = set()
-    while len(sources) < 8_000:
+    while len(sources) < 4_000:
         sources.add(tuple(draw.choices(LETTERS, k=draw.randint(3, LONGEST))))
     rows = [{"input_ids": [*source, END], "labels": [*reversed(source), END]} for source in sorted(sources)]
     draw.shuffle(rows)
@@ -93,9 +93,7 @@ def main(words: Sequence[str]) -> None:
     (args,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses([*DEFAULTS, *words])
     torch.manual_seed(args.seed)
     train, held_out = pairs()
-    trainer = Seq2SeqTrainer(
-        build_model(), args, collate, train, {"held_out": held_out}, compute_metrics=exact_match
-    )
+    trainer = Seq2SeqTrainer(build_model(), args, collate, train, {"held_out": held_out}, compute_metrics=exact_match)
     output = trainer.train()
     trainer.log_metrics("train", output.metrics)
     metrics = trainer.evaluate()

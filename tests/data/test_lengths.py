@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_trainer import ConfigError, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, RoughlySorted, balanced_groups, sample_lengths
+from ds_trainer.data.lengths import (
+    BalancedShareSampler,
+    GroupedByLength,
+    RoughlySorted,
+    balanced_groups,
+    sample_lengths,
+)
 from ds_trainer.data.sampler import epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-VOCABULARY, PAD, END, START = 29, 0, 1, 2
+VOCABULARY, PAD, END, START = 29, 3, 1, 2  # beam search of transformers fills up with END where PAD is 0
 ENDS = [END, 4, 8, 22, 23]
 
 
@@ -65,7 +65,7 @@ def tiny_decoder(seed: int = 0) -> nn.Module:
     """A Llama that generates."""
     from tests.support.models import tiny_llama
 
-    model = _spread(tiny_llama(seed, vocab_size=VOCABULARY, eos_token_id=END, bos_token_id=START))
+    model = _spread(tiny_llama(seed, vocab_size=VOCABULARY, pad_token_id=PAD, eos_token_id=END, bos_token_id=START))
     return model
 
 
@@ -86,7 +86,7 @@ def pairs(samples: int, seed: int = 0) -> list[dict[str, list[int]]]:
 
     def sequence(longest: int) -> list[int]:
         length = int(torch.randint(1, longest, (), generator=generator))
-        return [*torch.randint(3, VOCABULARY, (length,), generator=generator).tolist(), END]
+        return [*torch.randint(4, VOCABULARY, (length,), generator=generator).tolist(), END]
 
     return [{"input_ids": sequence(9), "labels": sequence(7)} for _ in range(samples)]
 

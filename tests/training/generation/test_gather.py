@@ -104,7 +104,9 @@ def test_auto_gathers_where_half_of_the_free_memory_is_enough(tmp_path: Path) ->
 def trained(output_dir: str, gather: str, evaluate: bool) -> dict[str, Any]:
     """Two steps, an evaluation that generates after each; on rank 1 sequences end much later than on rank 0."""
     given = {"eval_strategy": "steps", "eval_steps": 1} if evaluate else {}
-    trainer = make("t5", output_dir, 3, zero_stage=3, generation_gather=gather, max_steps=3, learning_rate=1e-2, **given)
+    trainer = make(
+        "t5", output_dir, 3, zero_stage=3, generation_gather=gather, max_steps=3, learning_rate=1e-2, **given
+    )
     trainer.train()
     batch = pad_pairs(pairs(3))
     with torch.no_grad():

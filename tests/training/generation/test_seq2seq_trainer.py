@@ -184,10 +184,10 @@ def test_other_wrong_uses_are_refused(tmp_path: Path) -> None:
         Seq2SeqTrainer(tiny_t5(), TrainingArguments(str(tmp_path)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Linear has no method generate"):
         Seq2SeqTrainer(nn.Linear(2, 2), arguments(tmp_path))
-    trainer = make("t5", tmp_path, 2)
+    trainer = make("decoder", tmp_path, 2)
     trainer.model.config.pad_token_id = trainer.model.generation_config.pad_token_id = None  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="pad_token_id"):
-        trainer.predict(pairs(2), max_length=4, pad_token_id=PAD)
+        trainer.predict(prompts(2), max_new_tokens=4, pad_token_id=PAD)
     assert isinstance(Seq2SeqTrainer(tiny_t5(), None).args, Seq2SeqTrainingArguments)
 
 
