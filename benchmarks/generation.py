@@ -111,7 +111,7 @@ def row_of(name: str, found: dict[str, Any], tokens: int) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| model | parameters | layer by layer, ms a token | gathered once, ms a token | ratio | quartiles | same tokens |",
+        "| model | parameters | layer by layer, ms/token | gathered once, ms/token | ratio | quartiles | same tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,6 +1,6 @@
 """Teach a small T5 with random weights to write a sequence backwards, and count how often it gets all of it right.
 
-Training and generation under ZeRO-3, on every GPU or as two processes on the CPU; metrics in OUTPUT_DIR/all_results.json:
+Training and generation under ZeRO-3, on GPUs or as two processes on the CPU; metrics in OUTPUT_DIR/all_results.json:
 
     deepspeed --num_gpus 2 examples/copy_reverse.py --output_dir runs/copy-reverse
 
@@ -25,11 +25,20 @@ PAD, END = 0, 1
 LETTERS = range(2, 10)
 LONGEST = 4
 HELD_OUT = 128
-DEFAULTS = (
-    "--zero_stage 3 --predict_with_generate true --generation_max_length 8 --max_steps 400 --learning_rate 5e-3 "
-    "--warmup_steps 20 --per_device_train_batch_size 16 --per_device_eval_batch_size 64 --logging_steps 50 "
-    "--save_strategy no --seed 1 --disable_tqdm true"
-).split()
+DEFAULTS: dict[str, Any] = {
+    "zero_stage": 3,
+    "predict_with_generate": True,
+    "generation_max_length": 8,
+    "max_steps": 400,
+    "learning_rate": 5e-3,
+    "warmup_steps": 20,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 64,
+    "logging_steps": 50,
+    "save_strategy": "no",
+    "seed": 1,
+    "disable_tqdm": True,
+}
 
 
 def pairs() -> tuple[list[dict[str, list[int]]], list[dict[str, list[int]]]]:
@@ -88,9 +97,10 @@ def exact_match(found: EvalPrediction) -> dict[str, float]:
 
 def main(words: Sequence[str]) -> None:
     """Train, then generate for the held-out pairs."""
-    # deepspeed hands its own word in; the environment says the same.
-    words = [word for word in words if not word.startswith("--local_rank")]
-    (args,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses([*DEFAULTS, *words])
+    # The deepspeed launcher hands its own word in; the environment says the same.
+    given = [word for word in words if not word.startswith("--local_rank")]
+    usual = [f"--{name}={value}" for name, value in DEFAULTS.items()]
+    (args,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses([*usual, *given])
     torch.manual_seed(args.seed)
     train, held_out = pairs()
     trainer = Seq2SeqTrainer(build_model(), args, collate, train, {"held_out": held_out}, compute_metrics=exact_match)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_rough_order_saves_padding_and_is_no_sorted_one() -> None:
     random = [chunk.tolist() for chunk in epoch_order(1003, 0, 0, True).split(16)]
     assert padding(batches, lengths) < 0.1 * padding(random, lengths)
     longest = [max(lengths[i] for i in batch) for batch in batches]
-    rising = sum(a < b for a, b in zip(longest, longest[1:], strict=False))
+    rising = sum(a < b for a, b in pairwise(longest))
     assert 20 < rising < 43  # about half of the 62: the batches come at random
     assert RoughlySorted(lengths, 16, 0)(1).tolist() != RoughlySorted(lengths, 16, 0)(0).tolist()
 
@@ -89,10 +90,10 @@ def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
         plan = BatchPlan(ParallelLayout(world), 4 // world)
         args = Seq2SeqTrainingArguments(str(tmp_path), sortish_sampler=True, use_cpu=True)
         samplers = [Sampling(args, rows).sampler(plan, len(rows), rank) for rank in range(world)]
-        batches[world] = [sum(shares, []) for shares in zip(*samplers, strict=True)]
+        batches[world] = [list(chain(*shares)) for shares in zip(*samplers, strict=True)]
         for sampler in samplers:
             sampler.first_round = 2
-        assert [sum(shares, []) for shares in zip(*samplers, strict=True)] == batches[world][2:]
+        assert [list(chain(*shares)) for shares in zip(*samplers, strict=True)] == batches[world][2:]
     assert batches[1][:5] == batches[2][:5] and sorted(batches[1][5]) == sorted(set(batches[2][5]))
     assert batches[1][:5] == [chunk.tolist() for chunk in RoughlySorted(lengths, 4, 42)(0).split(4)][:5]
     with pytest.raises(ConfigError, match="sortish_sampler needs the length of every sample"):
