@@ -40,6 +40,7 @@ _PUBLIC = {
     "RecordsCallback": "ds_trainer.callbacks.records",
     "SaveStrategy": "ds_trainer.arguments.enums",
     "SchedulerType": "ds_trainer.arguments.enums",
+    "Seq2SeqTrainer": "ds_trainer.training.seq2seq_trainer",
     "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
     "TrainOutput": "ds_trainer.training.train_loop",
     "Trainer": "ds_trainer.training.trainer",
@@ -81,6 +82,7 @@ __all__ = [
     "RecordsCallback",
     "SaveStrategy",
     "SchedulerType",
+    "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "TrainOutput",
     "Trainer",
@@ -121,6 +123,7 @@ if TYPE_CHECKING:
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
     from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+    from ds_trainer.training.seq2seq_trainer import Seq2SeqTrainer
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
     from ds_trainer.utils.errors import ConfigError

@@ -133,11 +133,6 @@ LATER: tuple[Limit, ...] = (
     _later("hub_private_repo", (None,)),
     _later("hub_always_push", (False,)),
     _later("hub_revision", (None,)),
-    _later("sortish_sampler", (False,)),
-    _later("predict_with_generate", (False,)),
-    _later("generation_max_length", (None,)),
-    _later("generation_num_beams", (None,)),
-    _later("generation_config", (None,)),
 )
 
 # accelerate's settings: what this package does, and why it does nothing else.

@@ -11,7 +11,13 @@ from torch import nn
 from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.columns import base_model, forward_names, takes_any_name
-from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, SortedShareSampler, sample_lengths
+from ds_trainer.data.lengths import (
+    BalancedShareSampler,
+    GroupedByLength,
+    RoughlySorted,
+    SortedShareSampler,
+    sample_lengths,
+)
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import ShareSampler
 from ds_trainer.data.stream import ShareOfStream, StreamLoader, is_stream, length_of
@@ -58,7 +64,7 @@ _NO_LENGTH = (
 
 
 class Sampling:
-    """The order of training samples and their dealing: ``args.train_sampling_strategy``.
+    """The order of training samples and their dealing: ``args.train_sampling_strategy``, ``sortish_sampler``.
 
     Args:
         args: what is asked for.
@@ -70,23 +76,32 @@ class Sampling:
         self.strategy = args.train_sampling_strategy
         self.seed: int = args.seed if args.data_seed is None else args.data_seed
         self._lengths: list[int] | None = None
-        if self.strategy not in (SamplingStrategy.GROUP_BY_LENGTH, SamplingStrategy.BATCH_REBALANCE):
+        self._sortish = bool(getattr(args, "sortish_sampler", False))
+        if not self._sortish and self.strategy not in (
+            SamplingStrategy.GROUP_BY_LENGTH,
+            SamplingStrategy.BATCH_REBALANCE,
+        ):
             return
+        asked_by = "sortish_sampler" if self._sortish else "train_sampling_strategy"
         if is_stream(dataset):
             logger.warning(
-                "train_sampling_strategy=%s is left out: a %s is read in its own order.",
-                self.strategy,
+                "%s=%s is left out: a %s is read in its own order.",
+                asked_by,
+                getattr(args, asked_by),
                 type(dataset).__name__,
             )
             return
         names = getattr(processing_class, "model_input_names", None)
-        self._lengths = sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids")
+        self._lengths = sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids", asked_by)
 
     def sampler(self, plan: BatchPlan, samples: int, dp_rank: int) -> ShareSampler:
         """The share of replica ``dp_rank``."""
         if self._lengths is not None and self.strategy == SamplingStrategy.BATCH_REBALANCE:
             return BalancedShareSampler(plan, self._lengths, dp_rank, self.seed)
-        order = None if self._lengths is None else GroupedByLength(self._lengths, plan.step_size, self.seed)
+        order = None
+        if self._lengths is not None:
+            kind = RoughlySorted if self._sortish else GroupedByLength
+            order = kind(self._lengths, plan.step_size, self.seed)
         return ShareSampler(plan, samples, dp_rank, self.seed, self.strategy != SamplingStrategy.SEQUENTIAL, order)
 
 
