@@ -43,6 +43,7 @@ _PUBLIC = {
     "RecordsCallback": "ds_trainer.callbacks.records",
     "SaveStrategy": "ds_trainer.arguments.enums",
     "SchedulerType": "ds_trainer.arguments.enums",
+    "Seq2SeqTrainer": "ds_trainer.training.seq2seq_trainer",
     "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
     "TFTrainer": "ds_trainer.training.tf_trainer",
     "TrainOutput": "ds_trainer.training.train_loop",
@@ -92,6 +93,7 @@ __all__ = [
     "RecordsCallback",
     "SaveStrategy",
     "SchedulerType",
+    "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "TFTrainer",
     "TrainOutput",
@@ -140,6 +142,7 @@ if TYPE_CHECKING:
     from ds_trainer.training.search.best_run import BestRun, HPSearchBackend
     from ds_trainer.training.search.objective import default_compute_objective
     from ds_trainer.training.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb
+    from ds_trainer.training.seq2seq_trainer import Seq2SeqTrainer
     from ds_trainer.training.tf_trainer import KerasModule, TFTrainer
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer

@@ -28,5 +28,8 @@ BETTER: dict[str, str] = {
     "dataloader_drop_last": "Only a round that some rank could not fill is left out.",
     "seed": "The order of samples follows from seed and epoch alone, whatever the layout.",
     "data_seed": "The order of samples follows from seed and epoch alone, whatever the layout.",
+    "sortish_sampler": "Global batches, not those of one rank, have similar lengths: the same for every layout.",
+    "generation_config": "Also a mapping of its fields. An invalid one is refused at construction.",
+    "generation_gather": "An addition: ZeRO-3 generates with all weights gathered where they fit.",
     "train_sampling_strategy": "The same samples form a global batch whatever the layout.",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
+    GenerationGather,
     HubStrategy,
     IntervalStrategy,
     LogLevel,
@@ -49,6 +50,7 @@ CHOICES: dict[str, type[Enum]] = {
     "log_level": LogLevel,
     "log_level_replica": LogLevel,
     "dataloader_multiprocessing_context": WorkerStart,
+    "generation_gather": GenerationGather,
 }
 _WHOLE = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -150,7 +152,8 @@ def argument_problems(args: Any) -> list[str]:
         if value is not None and not _in_range(value, wanted):
             problems.append(f"{name}={value!r} must be {wanted}.")
     for name, choices in CHOICES.items():
-        problems += _choice_problems(name, getattr(args, name), choices)
+        if hasattr(args, name):
+            problems += _choice_problems(name, getattr(args, name), choices)
     problems += _length_problems(args)
     problems += _interval_problems(args)
     problems += _text_problems(args)

@@ -54,6 +54,14 @@ class SamplingStrategy(NamedValue):
     BATCH_REBALANCE = "batch_rebalance"
 
 
+class GenerationGather(NamedValue):
+    """Whether evaluations that generate hold all weights of a model that ZeRO-3 has sharded."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class TokenCount(NamedValue):
     """Which tokens ``num_input_tokens_seen`` counts."""
 

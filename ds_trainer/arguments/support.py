@@ -126,11 +126,6 @@ ENGINE: tuple[Limit, ...] = (
 LATER: tuple[Limit, ...] = (
     _later("save_on_each_node", (False,), "Leave it at False and use a shared file system."),
     _later("enable_jit_checkpoint", (False,)),
-    _later("sortish_sampler", (False,)),
-    _later("predict_with_generate", (False,)),
-    _later("generation_max_length", (None,)),
-    _later("generation_num_beams", (None,)),
-    _later("generation_config", (None,)),
 )
 
 # accelerate's settings: what this package does, and why it does nothing else.

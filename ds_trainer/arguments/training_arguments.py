@@ -16,6 +16,7 @@ from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
 from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
+    GenerationGather,
     HubStrategy,
     IntervalStrategy,
     OffloadDevice,
@@ -23,6 +24,7 @@ from ds_trainer.arguments.enums import (
     SaveStrategy,
     SchedulerType,
 )
+from ds_trainer.arguments.generation import generation_problems, is_json
 from ds_trainer.arguments.places import Places
 from ds_trainer.arguments.serialize import Serializable
 from ds_trainer.arguments.setters import Setters
@@ -245,3 +247,18 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     generation_max_length: int | None = _evaluate("Longest generated sequence.")
     generation_num_beams: int | None = _evaluate("Beams of the search in generation.")
     generation_config: Any = _evaluate("GenerationConfig, its fields as a mapping, or where it is stored.")
+    generation_gather: GenerationGather | str = _evaluate(
+        "(own) ZeRO-3: keep all weights gathered while an evaluation generates: auto (where they fit), always, never.",
+        "auto",
+    )
+
+    def problems(self) -> list[str]:
+        """As of all arguments, and of generation. See :mod:`ds_trainer.arguments.generation`."""
+        return [*super().problems(), *generation_problems(self)]
+
+    def complete(self) -> None:
+        """As of all arguments, and of generation."""
+        super().complete()
+        self.generation_gather = GenerationGather(str(self.generation_gather))
+        if isinstance(self.generation_config, str) and is_json(self.generation_config):
+            self.generation_config = json.loads(self.generation_config)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_trainer.data.columns import has_columns
@@ -23,8 +24,12 @@ _GLOBAL_BATCHES_SORTED_TOGETHER = 50
 _SQUARE_WEIGHT = 0.001
 
 
-def sample_lengths(dataset: Any, column: str, model_input: str = "input_ids") -> list[int]:
+def sample_lengths(
+    dataset: Any, column: str, model_input: str = "input_ids", asked_by: str = "train_sampling_strategy"
+) -> list[int]:
     """Length of every sample: from ``column`` of a table that has it, else by looking at ``model_input`` of each.
+
+    ``asked_by`` is the argument that wants to know.
 
     Raises:
         ConfigError: samples have no ``model_input``.
@@ -36,12 +41,47 @@ def sample_lengths(dataset: Any, column: str, model_input: str = "input_ids") ->
         sample = dataset[index]
         if not isinstance(sample, Mapping) or model_input not in sample:
             raise ConfigError(
-                f"train_sampling_strategy needs the length of every sample, but sample {index} has no "
-                f"'{model_input}'. Add a column '{column}' (length_column_name) to the dataset, or use "
-                "train_sampling_strategy=random."
+                f"{asked_by} needs the length of every sample, but sample {index} has no '{model_input}'. Add a column "
+                f"'{column}' (length_column_name) to the dataset, or leave {asked_by} at its default."
             )
         lengths.append(len(sample[model_input]))
     return lengths
+
+
+class RoughlySorted:
+    """An order in which the samples of a global batch have about the same length, and the batches come at random.
+
+    Samples are shuffled, cut into chunks of 50 global batches, each sorted by length, and cut into batches. The batch
+    with the longest sample comes first, so that memory runs out at once if ever; the others are shuffled, the ragged
+    one at the end. As the ``SortishSampler`` of transformers' early ``Seq2SeqTrainer`` (after fastai's), except that
+    batches are global ones, and that the order follows from seed and epoch.
+
+    Args:
+        lengths: of all samples.
+        step_size: samples of a global batch.
+        seed: seed of the order.
+    """
+
+    def __init__(self, lengths: Sequence[int], step_size: int, seed: int) -> None:
+        self.lengths = torch.as_tensor(lengths)
+        self.step_size = step_size
+        self.seed = seed
+
+    def __call__(self, epoch: int) -> torch.Tensor:
+        """The order of ``epoch``: int64 ``[samples]``."""
+        shuffled = epoch_order(len(self.lengths), self.seed, epoch, shuffle=True)
+        chunks = shuffled.split(self.step_size * _GLOBAL_BATCHES_SORTED_TOGETHER)
+        order = torch.cat([chunk[self.lengths[chunk].argsort(descending=True, stable=True)] for chunk in chunks])
+        longest = int(self.lengths[order].argmax())
+        first = longest - longest % self.step_size
+        whole = len(order) - len(order) % self.step_size
+        if first == whole and whole:  # in the ragged batch, which stays where it is: its longest sample moves
+            order[[0, longest]] = order[[longest, 0]]
+            first = 0
+        batches = list(order[:whole].split(self.step_size)) if whole else []
+        leading = batches.pop(first // self.step_size) if batches else order[:0]
+        places = torch.randperm(len(batches), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        return torch.cat([leading, *(batches[place] for place in places), order[whole:]])
 
 
 class GroupedByLength:
@@ -74,6 +114,26 @@ class GroupedByLength:
         chunks[0][0] = chunks[longest][0]
         chunks[longest][0] = first
         return torch.cat(chunks)
+
+
+class SortedShareSampler(ShareSampler):
+    """Shares of a dataset in the order of its lengths, the longest first: for evaluation, where order is free.
+
+    Batches of about equal lengths have the least padding there can be; memory runs out at once if ever.
+
+    Args:
+        plan: the batch arithmetic.
+        lengths: of all samples.
+        dp_rank: the replica.
+
+    Attributes:
+        positions: of the samples in the dataset, int64 ``[samples]``: who puts results back in order needs them.
+    """
+
+    def __init__(self, plan: BatchPlan, lengths: Sequence[int], dp_rank: int) -> None:
+        order = torch.as_tensor(lengths).argsort(descending=True, stable=True)
+        super().__init__(plan, len(lengths), dp_rank, shuffle=False, order=lambda epoch: order)
+        self.positions: np.ndarray = order.numpy()
 
 
 def balanced_groups(lengths: Sequence[int], groups: int) -> list[list[int]]:

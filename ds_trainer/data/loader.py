@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ds_trainer.data.lengths import SortedShareSampler
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.sampler import ShareSampler
 
@@ -60,6 +62,18 @@ class PlannedLoader(DataLoader[Any]):
             generator=self._worker_seeds,
             **worker_options,
         )
+
+    @property
+    def samples(self) -> int:
+        """Samples of the dataset."""
+        return self._share.samples
+
+    def places(self, round_index: int) -> np.ndarray | None:
+        """Positions in the dataset of the samples of a round, all replicas together; None where they are in order."""
+        if not isinstance(self._share, SortedShareSampler):
+            return None
+        size = self._share.plan.round_size
+        return self._share.positions[round_index * size : (round_index + 1) * size]
 
     def start(self, epoch: int, first_round: int = 0) -> None:
         """Choose what the next iteration gives: the order of ``epoch``, from round ``first_round`` on."""

@@ -11,7 +11,13 @@ from torch import nn
 from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.columns import base_model, forward_names, takes_any_name
-from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, sample_lengths
+from ds_trainer.data.lengths import (
+    BalancedShareSampler,
+    GroupedByLength,
+    RoughlySorted,
+    SortedShareSampler,
+    sample_lengths,
+)
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import ShareSampler
 from ds_trainer.data.stream import ShareOfStream, StreamLoader, is_stream, length_of
@@ -58,7 +64,7 @@ _NO_LENGTH = (
 
 
 class Sampling:
-    """The order of training samples and their dealing: ``args.train_sampling_strategy``.
+    """The order of training samples and their dealing: ``args.train_sampling_strategy``, ``sortish_sampler``.
 
     Args:
         args: what is asked for.
@@ -70,24 +76,50 @@ class Sampling:
         self.strategy = args.train_sampling_strategy
         self.seed: int = args.seed if args.data_seed is None else args.data_seed
         self._lengths: list[int] | None = None
-        if self.strategy not in (SamplingStrategy.GROUP_BY_LENGTH, SamplingStrategy.BATCH_REBALANCE):
+        self._sortish = bool(getattr(args, "sortish_sampler", False))
+        if not self._sortish and self.strategy not in (
+            SamplingStrategy.GROUP_BY_LENGTH,
+            SamplingStrategy.BATCH_REBALANCE,
+        ):
             return
+        asked_by = "sortish_sampler" if self._sortish else "train_sampling_strategy"
         if is_stream(dataset):
             logger.warning(
-                "train_sampling_strategy=%s is left out: a %s is read in its own order.",
-                self.strategy,
+                "%s=%s is left out: a %s is read in its own order.",
+                asked_by,
+                getattr(args, asked_by),
                 type(dataset).__name__,
             )
             return
         names = getattr(processing_class, "model_input_names", None)
-        self._lengths = sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids")
+        self._lengths = sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids", asked_by)
 
     def sampler(self, plan: BatchPlan, samples: int, dp_rank: int) -> ShareSampler:
         """The share of replica ``dp_rank``."""
         if self._lengths is not None and self.strategy == SamplingStrategy.BATCH_REBALANCE:
             return BalancedShareSampler(plan, self._lengths, dp_rank, self.seed)
-        order = None if self._lengths is None else GroupedByLength(self._lengths, plan.step_size, self.seed)
+        order = None
+        if self._lengths is not None:
+            kind = RoughlySorted if self._sortish else GroupedByLength
+            order = kind(self._lengths, plan.step_size, self.seed)
         return ShareSampler(plan, samples, dp_rank, self.seed, self.strategy != SamplingStrategy.SEQUENTIAL, order)
+
+
+def lengths_for_evaluation(args: TrainingArguments, dataset: Any, processing_class: Any = None) -> list[int] | None:
+    """Lengths of samples that may be evaluated in their order; None where that is not asked for, or not possible.
+
+    ``train_sampling_strategy=group_by_length`` asks for it, as in transformers. Lists of batches or of objects
+    (``eval_do_concat_batches=False``, ``eval_use_gather_object``) stay in the dataset's order.
+    """
+    asked = args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH
+    if not asked or is_stream(dataset) or args.eval_use_gather_object or not args.eval_do_concat_batches:
+        return None
+    names = getattr(processing_class, "model_input_names", None)
+    try:
+        return sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids")
+    except ConfigError as error:
+        logger.warning("Evaluation goes through the data in its own order: %s", error)
+        return None
 
 
 def planned_loader(
@@ -96,8 +128,9 @@ def planned_loader(
     args: TrainingArguments,
     collate: Callable[[list[Any]], Any],
     sampling: Sampling | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> PlannedLoader | StreamLoader:
-    """The loader of this rank's replica; without ``sampling`` in the dataset's order."""
+    """The loader of this rank's replica; without ``sampling`` in the order of ``lengths``, or the dataset's."""
     dp_rank = plan.layout.coordinates(distributed.rank()).dp
     pin = args.dataloader_pin_memory and args.device_type == "cuda"
     options: dict[str, Any] = {}
@@ -112,7 +145,9 @@ def planned_loader(
         share = ShareOfStream(dataset, plan, dp_rank, collate, 0 if sampling is None else sampling.seed)
         # Evaluation has no steps: there the ranks compare notes now and then.
         return StreamLoader(share, _EVAL_WINDOW if sampling is None else plan.accumulation, workers, pin, **options)
-    if sampling is None:
+    if sampling is None and lengths is not None:
+        sampler: ShareSampler = SortedShareSampler(plan, lengths, dp_rank)
+    elif sampling is None:
         sampler = ShareSampler(plan, len(dataset), dp_rank, shuffle=False)
     else:
         sampler = sampling.sampler(plan, len(dataset), dp_rank)

@@ -15,11 +15,25 @@ from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loss import shifts_labels
 from ds_trainer.training.model.split_check import check_cut_model
-from ds_trainer.training.model.split_problems import library_models
+from ds_trainer.training.model.split_problems import library_models, split_problems
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
+
+
+def cut_or_reasons(model: nn.Module, layout: ParallelLayout, **about: Any) -> tuple[SequenceCut | None, list[str]]:
+    """:func:`sequence_cut_of`, or None and why there is none although ``layout`` asks for it.
+
+    Without a cut a model can be evaluated all the same: all ranks of a replica work on the whole batch.
+    """
+    reasons = split_problems(model, layout)
+    if reasons:
+        return None, reasons
+    try:
+        return sequence_cut_of(model, layout, **about), []
+    except ConfigError as error:
+        return None, error.problems
 
 
 def sequence_cut_of(

@@ -121,7 +121,6 @@ class Trainer(SearchHooks):
         self._given_optimizers = optimizers
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
         self.is_in_train = False
-
         self._engine: TrainingEngine | None = None
         self._settle()
 
@@ -186,6 +185,8 @@ class Trainer(SearchHooks):
             ConfigError: no training data, or a checkpoint that does not fit.
         """
         self._take_trial(trial)
+        if self._uncut:
+            raise ConfigError(self._uncut)
         checkpoint = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
 
         if self.train_dataset is not None:

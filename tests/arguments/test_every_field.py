@@ -144,6 +144,7 @@ def printer(job: Trainer) -> bool:
 
 
 _RUN = "tests.training.test_argument_behaviour::"
+_GENERATION = "tests.training.generation.test_seq2seq_trainer"
 _TRACKERS = "tests.callbacks.integrations."
 _STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 _WORKERS: dict[str, Any] = {"dataloader_num_workers": 1}
@@ -282,11 +283,12 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "ddp_broadcast_buffers": Refused(True, "DeepSpeed broadcasts weights once"),
     "ddp_static_graph": Refused(True, "compile.deepcompile"),
     "ddp_backend": Refused("nccl", "follows from the device"),
-    "sortish_sampler": Refused(True, "not supported yet"),
-    "predict_with_generate": Refused(True, "not supported yet"),
-    "generation_max_length": Refused(20, "not supported yet"),
-    "generation_num_beams": Refused(4, "not supported yet"),
-    "generation_config": Refused({"num_beams": 2}, "not supported yet"),
+    "sortish_sampler": Shown("tests.data.test_lengths::test_the_sortish_sampler_of_a_trainer"),
+    "predict_with_generate": Shown(f"{_GENERATION}::test_metrics_tokens_and_labels_are_those_of_transformers"),
+    "generation_max_length": Shown(f"{_GENERATION}::test_keywords_win_over_arguments"),
+    "generation_num_beams": Shown(f"{_GENERATION}::test_keywords_win_over_arguments"),
+    "generation_config": Shown(f"{_GENERATION}::test_a_configuration_in_every_form"),
+    "generation_gather": Shown("tests.training.generation.test_gather::test_weights_are_gathered_once"),
 }
 
 

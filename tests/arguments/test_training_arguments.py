@@ -42,7 +42,7 @@ def test_names_and_defaults_are_those_of_transformers(name: str) -> None:
     own_class = {"TrainingArguments": TrainingArguments, "Seq2SeqTrainingArguments": Seq2SeqTrainingArguments}[name]
     theirs = {f.name: default_of(f) for f in dataclasses.fields(getattr(transformers, name))}
     ours = {f.name: default_of(f) for f in dataclasses.fields(own_class)}
-    assert ours.keys() - theirs.keys() == OWN
+    assert ours.keys() - theirs.keys() == OWN | ({"generation_gather"} if name.startswith("Seq2Seq") else set())
     assert theirs.keys() - ours.keys() == set()
     assert {name: (ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]} == {}
 

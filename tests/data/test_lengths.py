@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_trainer import ConfigError, Trainer, TrainingArguments
-from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, balanced_groups, sample_lengths
+from ds_trainer import ConfigError, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from ds_trainer.data.lengths import (
+    BalancedShareSampler,
+    GroupedByLength,
+    RoughlySorted,
+    balanced_groups,
+    sample_lengths,
+)
 from ds_trainer.data.sampler import epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.batches import Sampling
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import train_plainly
@@ -50,6 +58,46 @@ def test_grouping_saves_padding() -> None:
     for name, order in (("grouped", GroupedByLength(lengths, 16, 0)(0)), ("random", epoch_order(1000, 0, 0, True))):
         wasted[name] = padding([chunk.tolist() for chunk in order.split(16)], lengths)
     assert wasted["grouped"] < 0.1 * wasted["random"]
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(0, 3))
+def test_a_rough_order_is_a_permutation_whose_first_batch_has_the_longest(
+    lengths: list[int], step: int, epoch: int
+) -> None:
+    order = RoughlySorted(lengths, step, seed=4)(epoch).tolist()
+    assert sorted(order) == list(range(len(lengths)))
+    assert max(lengths[i] for i in order[:step]) == max(lengths)
+    assert order == RoughlySorted(lengths, step, seed=4)(epoch).tolist()
+
+
+def test_a_rough_order_saves_padding_and_is_no_sorted_one() -> None:
+    lengths = torch.randint(1, 500, (1003,), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = [chunk.tolist() for chunk in RoughlySorted(lengths, 16, 0)(0).split(16)]
+    random = [chunk.tolist() for chunk in epoch_order(1003, 0, 0, True).split(16)]
+    assert padding(batches, lengths) < 0.1 * padding(random, lengths)
+    longest = [max(lengths[i] for i in batch) for batch in batches]
+    rising = sum(a < b for a, b in pairwise(longest))
+    assert 20 < rising < 43  # about half of the 62: the batches come at random
+    assert RoughlySorted(lengths, 16, 0)(1).tolist() != RoughlySorted(lengths, 16, 0)(0).tolist()
+
+
+def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
+    """Global batches are the same for one rank and for two, and again after a start in the middle."""
+    lengths = torch.randint(1, 30, (21,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"input_ids": [i + 1] * length, "labels": [1]} for i, length in enumerate(lengths)]
+    batches: dict[int, list[list[int]]] = {}
+    for world in (1, 2):
+        plan = BatchPlan(ParallelLayout(world), 4 // world)
+        args = Seq2SeqTrainingArguments(str(tmp_path), sortish_sampler=True, use_cpu=True)
+        samplers = [Sampling(args, rows).sampler(plan, len(rows), rank) for rank in range(world)]
+        batches[world] = [list(chain(*shares)) for shares in zip(*samplers, strict=True)]
+        for sampler in samplers:
+            sampler.first_round = 2
+        assert [list(chain(*shares)) for shares in zip(*samplers, strict=True)] == batches[world][2:]
+    assert batches[1][:5] == batches[2][:5] and sorted(batches[1][5]) == sorted(set(batches[2][5]))
+    assert batches[1][:5] == [chunk.tolist() for chunk in RoughlySorted(lengths, 4, 42)(0).split(4)][:5]
+    with pytest.raises(ConfigError, match="sortish_sampler needs the length of every sample"):
+        Sampling(args, [{"x": 1}])
 
 
 @settings(deadline=None)

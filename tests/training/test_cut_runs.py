@@ -281,7 +281,8 @@ REFUSALS = {
     "no positions": (NoPlaces, make_data, {}, "construction", "position_ids"),
     "no shifted labels": (PlainLanguageModel, make_data, {}, "construction", "shift_labels"),
     "no sequences": (Regression, partial(regression_rows, 8), {}, "construction", "position_ids"),
-    "a class for each sample": (classes, classified, {}, "the first batch", "only a class for each token"),
+    "a class for each sequence": (classes, classified, {}, "construction", "of a whole sequence"),
+    "a label for each sample": (tiny_llama, classified, {}, "the first batch", "only a class for each token"),
 }
 
 

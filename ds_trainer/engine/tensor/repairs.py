@@ -83,6 +83,17 @@ def _declare_present(parameter: Any) -> None:
         parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
+def admit_generation(engine: Any) -> None:
+    """Let the first forward pass be one of ``generate``.
+
+    DeepSpeed 0.19.8 compares the inputs of the first pass over the tensor-parallel ranks, and fails on those that hold
+    tensors inside (``runtime/utils.py:1245``): the encoder's outputs. Our ranks get their batches from one of them.
+    """
+    check = getattr(engine, "first_dataloader_check", None)
+    if check is not None:
+        check.remove()
+
+
 class SlicedEmbedding:
     """Owner of an embedding that DeepSpeed has cut along its width, in the manner of its other layers.
 

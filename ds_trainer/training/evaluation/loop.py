@@ -6,7 +6,7 @@ One pass::
         prediction_step: forward pass -> mean loss of the batch, logits, labels
         preprocess_logits_for_metrics
         gather what is kept from all ranks, in the dataset's order
-        every eval_accumulation_steps: to host memory
+        every eval_accumulation_steps: to host memory, at their places in the result
     divide the summed loss by the items of all ranks, once
     compute_metrics
 
@@ -26,8 +26,9 @@ from ds_trainer.data.loader import FillerBatch, PlannedLoader
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.batches import number_of_samples, on_device
 from ds_trainer.training.evaluation.gathering import gather_rounds
+from ds_trainer.training.evaluation.kept import Kept
 from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
-from ds_trainer.training.evaluation.nested import detached, joined, on_host, plain_numbers
+from ds_trainer.training.evaluation.nested import detached, plain_numbers
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.rounds import rounds_in_step, with_last_marked
 from ds_trainer.utils import distributed
@@ -37,50 +38,6 @@ if TYPE_CHECKING:
     from ds_trainer.training.hooks.evaluation import EvaluationHooks
 
 _KINDS = ("predictions", "label_ids", "inputs", "losses")
-
-
-class Kept:
-    """One kind of result over all rounds: on the device first, in host memory after :meth:`to_host`.
-
-    Args:
-        join: one structure of whole arrays at the end, instead of a list with an entry for each round.
-        samples_in_lists: see :func:`ds_trainer.training.evaluation.nested.joined`.
-    """
-
-    def __init__(self, join: bool, samples_in_lists: bool) -> None:
-        self._join = join
-        self._samples_in_lists = samples_in_lists
-        self._on_device: list[Any] = []
-        self._on_host: list[Any] = []
-
-    def add(self, piece: Any) -> None:
-        """Add what a round gave; None for nothing."""
-        if piece is not None:
-            self._on_device.append(piece)
-
-    def to_host(self) -> None:
-        """Bring what has been added since to host memory."""
-        if not self._join:
-            self._on_host += [on_host(piece) for piece in self._on_device]
-        elif self._on_device:
-            self._on_host.append(on_host(self._joined(self._on_device)))
-        self._on_device = []
-
-    def result(self) -> Any:
-        """Everything, as numpy arrays; None where nothing was added."""
-        self.to_host()
-        if not self._on_host:
-            return None
-        return self._joined(self._on_host) if self._join else self._on_host
-
-    def _joined(self, pieces: list[Any]) -> Any:
-        try:
-            return joined(pieces, self._samples_in_lists)
-        except TypeError as error:
-            raise ConfigError(
-                f"The outputs of the batches of an evaluation cannot be joined: {error}. Set "
-                "eval_do_concat_batches=False to get a list of batches, or name such outputs in ignore_keys."
-            ) from error
 
 
 class EvalLoop:
@@ -101,15 +58,22 @@ class EvalLoop:
         self._batch_metrics = args.batch_eval_metrics and trainer.compute_metrics is not None
         self._keep = keep or not self._batch_metrics
         self._as_objects = args.eval_use_gather_object
-        self._kept = {kind: Kept(args.eval_do_concat_batches, self._as_objects) for kind in _KINDS}
+        rows = loader.samples if isinstance(loader, PlannedLoader) else 0
+        self._kept = {kind: Kept(args.eval_do_concat_batches, self._as_objects, rows) for kind in _KINDS}
+        self._every = args.eval_accumulation_steps or self._waits(trainer.device)
         self._speaks = trainer.layout.speaks(distributed.rank())
         self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._speaks)
         self._samples = 0
         self._metrics: dict[str, Any] = {}
 
+    @staticmethod
+    def _waits(device: torch.device) -> int | None:
+        """Rounds to be kept on ``device`` by default: all of them (None). On the CPU that would only cost memory."""
+        return 1 if device.type == "cpu" else None
+
     def run(self, model: nn.Module, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         """Evaluate ``model``; metrics have ``prefix`` before their names. The model is left in evaluation mode."""
-        trainer, every = self.trainer, self.trainer.args.eval_accumulation_steps
+        trainer, every = self.trainer, self._every
         model.eval()
         weights_of_evaluation(trainer.optimizer)
         for index, (inputs, last) in enumerate(with_last_marked(rounds_in_step(self.loader, trainer.layout)), start=1):
@@ -120,8 +84,9 @@ class EvalLoop:
             if self._batch_metrics and found["predictions"] is not None and found["label_ids"] is not None:
                 self._metrics = self._compute(found, compute_result=last)
             if self._keep:
+                places = self.loader.places(index - 1) if isinstance(self.loader, PlannedLoader) else None
                 for kind in _KINDS[:2] if self._batch_metrics else _KINDS:
-                    self._kept[kind].add(found[kind])
+                    self._kept[kind].add(found[kind], places)
             if every is not None and index % every == 0:
                 for kept in self._kept.values():
                     kept.to_host()
@@ -196,7 +161,7 @@ class EvalLoop:
 
     def _number_of_samples(self) -> int:
         if isinstance(self.loader, PlannedLoader):
-            return len(self.loader.dataset)  # type: ignore[arg-type]  # it has a length: it is planned
+            return self.loader.samples
         counted = torch.tensor(self._samples if self._speaks else 0)
         counted = counted.to(distributed.collective_device())
         distributed.all_reduce_sum(counted)

@@ -10,7 +10,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.columns import CollatorOfWantedColumns, drop_unused_columns, has_columns
 from ds_trainer.data.stream import length_of
 from ds_trainer.parallel.batch_plan import BatchPlan
-from ds_trainer.training.batches import Sampling, check_dataset, planned_loader, rounds_of
+from ds_trainer.training.batches import Sampling, check_dataset, lengths_for_evaluation, planned_loader, rounds_of
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.utils.errors import ConfigError
@@ -18,6 +18,9 @@ from ds_trainer.utils.errors import ConfigError
 
 class DataHooks(Parts):
     """Batch arithmetic and the loaders of training and evaluation."""
+
+    # Of an evaluation set by its name: the set, its collator, sizes, its loader.
+    _kept_loaders: dict[str, tuple[Any, Any, Any, Any]]
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -89,7 +92,10 @@ class DataHooks(Parts):
         return planned_loader(dataset, self.batch_plan, self.args, collate, sampling)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Micro-batches of this replica for evaluation, in the dataset's order.
+        """Micro-batches of this replica for evaluation, in the dataset's order, or by length (``group_by_length``).
+
+        With ``dataloader_persistent_workers`` a set keeps its loader, and that its loading processes, from one
+        evaluation to the next; another dataset (object or length) gets another loader.
 
         Args:
             eval_dataset: a dataset, or the name of one in a dict of them; default: the one handed to the Trainer.
@@ -98,6 +104,7 @@ class DataHooks(Parts):
             ConfigError: there is no evaluation data.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        name = dataset if isinstance(dataset, str) else ""
         if isinstance(dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if dataset not in known:
@@ -107,7 +114,15 @@ class DataHooks(Parts):
             dataset = known[dataset]
         if dataset is None:
             raise ConfigError("evaluate() needs an eval_dataset: pass one to the Trainer or to evaluate().")
-        return self._loader_in_order(dataset, "eval_dataset")
+        if not self.args.dataloader_persistent_workers:
+            return self._loader_in_order(dataset, "eval_dataset")
+        about = (length_of(dataset), self.args.per_device_eval_batch_size)
+        kept = self._kept_loaders.get(name)
+        if kept is None or kept[0] is not dataset or kept[1] is not self.data_collator or kept[2] != about:
+            self._kept_loaders.pop(name, None)  # its processes end
+            kept = (dataset, self.data_collator, about, self._loader_in_order(dataset, "eval_dataset"))
+            self._kept_loaders[name] = kept
+        return kept[3]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Micro-batches of this replica for :meth:`predict`, in the dataset's order."""
@@ -116,8 +131,9 @@ class DataHooks(Parts):
     def _loader_in_order(self, dataset: Any, name: str) -> Any:
         plan = BatchPlan(self.layout, self.args.per_device_eval_batch_size)
         check_dataset(dataset, name, plan)
+        lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)
         dataset, collate = self._wanted_columns(dataset)
-        loader = planned_loader(dataset, plan, self.args, collate)
+        loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths)
         loader.during = self.accelerator.batch
         return loader
 

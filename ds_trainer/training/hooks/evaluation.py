@@ -247,7 +247,8 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         (tensor parallelism), or the model on the device."""
         if self._engine is not None:
             return self.model_wrapped
-        use_split_attention(self.model, self.layout)
+        if self.sequence_cut is not None:
+            use_split_attention(self.model, self.layout)
         start = time.perf_counter()
         if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:

@@ -52,6 +52,8 @@ class Parts:
     loss_rule: LossRule
     sequence_cut: SequenceCut | None
     """How the sequences of a replica's batch are cut over its ranks; None where they stay whole."""
+    _uncut: list[str]
+    """Why they stay whole although the layout asks for a cut: then the model can be evaluated, but not trained."""
     optimizer: Any
     lr_scheduler: Any
     state: TrainerState

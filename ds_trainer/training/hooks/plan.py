@@ -23,9 +23,16 @@ from ds_trainer.training.label_smoothing import label_smoother
 from ds_trainer.training.loss import LossRule, loss_rule_of
 from ds_trainer.training.model.preparation import check_model
 from ds_trainer.training.run_plan import RunPlan
-from ds_trainer.training.sequence import sequence_cut_of
+from ds_trainer.training.sequence import cut_or_reasons
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_NOT_TRAINED = (
+    "This model can be evaluated and can generate, every rank of a replica on whole sequences, but not be trained. %s"
+)
 
 
 class PlanHooks(OptimizerHooks, DataHooks, StepHooks):
@@ -54,7 +61,25 @@ class PlanHooks(OptimizerHooks, DataHooks, StepHooks):
         self.check_scheduler(self.lr_scheduler, made_by_arguments=by_arguments and "scheduler" not in self.compiled)
         own_loss = is_overridden(self, StepHooks, "compute_loss")
         loss_function = self.compute_loss_func is not None
-        check_model(self.model, self.args, self.compiled, self.layout, own_loss=own_loss, loss_function=loss_function)
+        self.sequence_cut, self._uncut = cut_or_reasons(
+            self.model,
+            self.layout,
+            label_names=self.label_names,
+            processing_class=self.processing_class,
+            loss_function=self.compute_loss_func,
+            own_loss=own_loss,
+        )
+        check_model(
+            self.model,
+            self.args,
+            self.compiled,
+            self.layout,
+            own_loss=own_loss,
+            loss_function=loss_function,
+            uncut=() if self.train_dataset is None else self._uncut,
+        )
+        if self._uncut:
+            logger.warning(_NOT_TRAINED, " ".join(self._uncut))
         self.label_smoother = label_smoother(self.model, self.args.label_smoothing_factor, self.label_names)
         self.create_accelerator_and_postprocess()
         self.loss_rule = loss_rule_of(
@@ -64,15 +89,8 @@ class PlanHooks(OptimizerHooks, DataHooks, StepHooks):
             loss_function=loss_function,
             smoothed=self.label_smoother is not None,
         )
-        self.sequence_cut = sequence_cut_of(
-            self.model,
-            self.layout,
-            self.label_names,
-            self.processing_class,
-            loss_function=self.compute_loss_func,
-            own_loss=own_loss,
-        )
         self._look_at_hooks()
+        self._kept_loaders = {}
         self._settled_with = dict(vars(self.args))
 
     def _compile(self) -> CompiledConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ from ds_trainer.training.model.neftune import noise_problems, noisy_embeddings
 from ds_trainer.training.model.overflow import overflow_problems, watched_for_overflow
 from ds_trainer.training.model.recomputation import enable_recomputation, recomputation_problems
 from ds_trainer.training.model.special_tokens import align_tokens
-from ds_trainer.training.model.split_problems import split_problems
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -36,6 +35,7 @@ def check_model(
     *,
     own_loss: bool = False,
     loss_function: bool = False,
+    uncut: Sequence[str] = (),
 ) -> None:
     """Refuse what cannot be done to ``model``, before anything starts.
 
@@ -46,13 +46,14 @@ def check_model(
         layout: where every rank stands.
         own_loss: a subclass computes the loss (``compute_loss``).
         loss_function: a ``compute_loss_func`` does.
+        uncut: why its sequences cannot be cut, where they have to be.
 
     Raises:
         ConfigError: with a sentence for each problem.
     """
     problems = [] if own_loss or loss_function else head_problems(model)
     problems += cut_problems(model, compiled, layout.tp)
-    problems += split_problems(model, layout)
+    problems += uncut
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:

@@ -22,6 +22,13 @@ _DROPOUTS = (
     "attn_dropout",
     "attention_dropout_rate",
 )
+_OF_WHOLE_SEQUENCES = (
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+    "ForQuestionAnswering",
+    "ForNextSentencePrediction",
+    "DoubleHeadsModel",
+)
 _OTHER_SEQUENCES = ("vision_config", "audio_config")
 _MOVING_ROPE = ("dynamic", "longrope")  # frequencies follow the largest position of a batch, and each rank has another
 
@@ -85,6 +92,8 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             "its code computes attention without transformers' attention interface (or has none), so that ours cannot "
             "take its place. Set both to 1."
         )
+    if any(kind.__name__.endswith(_OF_WHOLE_SEQUENCES) for kind in type(model).__mro__):
+        yield "it predicts something of a whole sequence, of which a rank has a part. Set both to 1."
     for config in configs:
         yield from _reasons_of_config(config)
     if not _takes_positions(model):

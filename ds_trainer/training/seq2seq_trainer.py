@@ -1,0 +1,246 @@
+"""``Seq2SeqTrainer``: a Trainer whose evaluations generate, so that metrics are of text and not of single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.enums import GenerationGather
+from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.engine.tensor.repairs import admit_generation
+from ds_trainer.engine.whole_weights import whole_weights, whole_weights_fit
+from ds_trainer.parallel.layout import Coordinates
+from ds_trainer.training.batches import on_device
+from ds_trainer.training.evaluation.labels import labels_of
+from ds_trainer.training.evaluation.nested import detached
+from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
+from ds_trainer.training.generation.config import read_generation_config
+from ds_trainer.training.generation.padding import padded
+from ds_trainer.training.model.randomness import randomness_of
+from ds_trainer.training.trainer import Trainer
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import fails_together
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+class Seq2SeqTrainer(Trainer):
+    """A :class:`Trainer` that can generate in :meth:`evaluate` and :meth:`predict` (``predict_with_generate``).
+
+    Keywords of those methods win over ``generation_max_length`` and ``generation_num_beams``, which win over
+    ``generation_config``, which takes the place of the model's own. Models are encoder-decoders, or decoders alone,
+    whose batches then hold prompts and whose predictions begin with them.
+
+    Takes the arguments of :class:`Trainer`; ``args`` are :class:`Seq2SeqTrainingArguments`.
+
+    Raises:
+        ConfigError: as :class:`Trainer`; the generation configuration is invalid, or the model cannot generate.
+
+    Source of names and meanings: transformers 5, ``transformers.Seq2SeqTrainer``.
+    """
+
+    args: Seq2SeqTrainingArguments
+
+    def __init__(
+        self, model: nn.Module | None = None, args: Seq2SeqTrainingArguments | None = None, *rest: Any, **given: Any
+    ) -> None:
+        if args is None:
+            args = Seq2SeqTrainingArguments("tmp_trainer")
+        if not isinstance(args, Seq2SeqTrainingArguments):
+            raise ConfigError(
+                f"args is a {type(args).__name__}, but Seq2SeqTrainer reads arguments about generation. Pass "
+                "Seq2SeqTrainingArguments."
+            )
+        self._generation_config = (
+            None if args.generation_config is None else self.load_generation_config(args.generation_config)
+        )
+        self._generation_keywords: dict[str, Any] | None = None
+        self._rounds_generated = 0
+        self._kept: ExitStack | None = None  # what an evaluation keeps open
+        self._gathered = False
+        self._fits: bool | None = None  # known from an evaluation's first batch on
+        if model is not None:
+            self._prepare_for_generation(model, args)
+        super().__init__(model, args, *rest, **given)
+
+    @staticmethod
+    def load_generation_config(gen_config_arg: Any) -> GenerationConfig:
+        """The configuration that ``generation_config`` means: an object, its fields, or a place.
+
+        Raises:
+            ConfigError: it cannot be read, or is invalid.
+        """
+        return read_generation_config(gen_config_arg)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from ``model_init``, with the generation configuration of the arguments."""
+        model = super().call_model_init(trial)
+        self._prepare_for_generation(model, self.args)
+        return model
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """As :meth:`Trainer.evaluate`; metrics are of generated tokens where ``predict_with_generate``.
+
+        Args:
+            eval_dataset: a dataset, a dict of them, or the name of one; default: the Trainer's.
+            ignore_keys: keys of the model's output that are no predictions.
+            metric_key_prefix: first part of the metric names.
+            gen_kwargs: keywords of the model's ``generate``: ``max_length``, ``num_beams`` ...; of every dataset.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, part in dataset.items():
+                chosen = name if eval_dataset is None else part
+                metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}", **gen_kwargs))
+            return metrics
+        with self._generating_with(gen_kwargs):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """As :meth:`Trainer.predict`; predictions are generated tokens where ``predict_with_generate``.
+
+        They and the labels are filled up with the padding token; where lengths differ all the same, with -100.
+
+        Args:
+            test_dataset: a dataset, with or without labels.
+            ignore_keys: keys of the model's output that are no predictions.
+            metric_key_prefix: first part of the metric names.
+            gen_kwargs: keywords of the model's ``generate``: ``max_length``, ``num_beams`` ...
+        """
+        with self._generating_with(gen_kwargs):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    @fails_together
+    def evaluation_loop(self, *args: Any, **keywords: Any) -> EvalLoopOutput:
+        """As :meth:`Trainer.evaluation_loop`. Where weights are gathered to generate, they are until it ends."""
+        self._rounds_generated = 0
+        with ExitStack() as kept:
+            kept.callback(setattr, self, "_kept", self._kept)  # comes last
+            self._kept, self._fits = kept, None
+            return super().evaluation_loop(*args, **keywords)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """One batch of an evaluation: its tokens are generated where ``predict_with_generate``.
+
+        Args:
+            model: the model, or the engine around it.
+            inputs: the batch, whole, also where sequences are cut: every rank of a replica generates all of it.
+            prediction_loss_only: return the loss alone.
+            ignore_keys: keys of the model's output that are no predictions.
+            gen_kwargs: keywords of ``generate``; default: those of :meth:`evaluate` or :meth:`predict`.
+
+        Returns:
+            The mean loss as :meth:`Trainer.prediction_step` has it (None without labels), generated tokens
+            ``[samples, length]``, and labels.
+        """
+        if not self.args.predict_with_generate or prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        keywords = self._with_arguments(gen_kwargs) if gen_kwargs else self._generation_keywords
+        with self._weights_at_hand(), torch.no_grad():
+            tokens = self._generate(inputs, self._with_arguments({}) if keywords is None else keywords)
+            labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
+            loss = None
+            if labels is not None:
+                loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        if self.args.prediction_loss_only:
+            return loss, None, None
+        if isinstance(labels, torch.Tensor) and labels.dim() == 2:
+            labels = padded(labels, self.model, self.processing_class)
+        return loss, padded(tokens, self.model, self.processing_class), labels
+
+    # -- details ---------------------------------------------------------------------------------------------------
+
+    def _prepare_for_generation(self, model: Any, args: Seq2SeqTrainingArguments) -> None:
+        if args.predict_with_generate and not callable(getattr(model, "generate", None)):
+            raise ConfigError(
+                f"predict_with_generate=True, but {type(model).__name__} has no method generate. Set it to False, or "
+                "pass a model that generates, as those of transformers with a language model's head do."
+            )
+        if self._generation_config is not None:
+            model.generation_config = deepcopy(self._generation_config)
+
+    @contextmanager
+    def _generating_with(self, given: dict[str, Any]) -> Iterator[None]:
+        """Inside, batches are generated with the keywords ``given`` and those of the arguments."""
+        outer, self._generation_keywords = self._generation_keywords, self._with_arguments(given)
+        try:
+            yield
+        finally:
+            self._generation_keywords = outer
+
+    def _with_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Keywords of ``generate``: those ``given``, then those of the arguments."""
+        keywords = {k: v for k, v in given.items() if v is not None or k not in ("max_length", "num_beams")}
+        if "max_length" not in keywords and keywords.get("max_new_tokens") is None:
+            keywords["max_length"] = self.args.generation_max_length
+        keywords.setdefault("num_beams", self.args.generation_num_beams)
+        return {k: v for k, v in keywords.items() if v is not None or k not in ("max_length", "num_beams")}
+
+    def _generate(self, inputs: dict[str, Any], keywords: dict[str, Any]) -> torch.Tensor:
+        """Tokens ``[samples, length]`` for a batch."""
+        prepared = self._prepare_inputs(inputs)
+        labels, own = prepared.get("labels"), prepared.get("decoder_input_ids")
+        if labels is not None and own is not None and labels.shape == own.shape:
+            # Made of the labels, by the collator: the model would go on from the answer instead of finding it.
+            prepared = {k: v for k, v in prepared.items() if k not in ("decoder_input_ids", "decoder_attention_mask")}
+        sharded = self.compiled.get("zero_optimization.stage") == 3 and not self._gathered
+        keywords = {"synced_gpus": sharded and distributed.world_size() > 1, **keywords}
+        # The ranks of a replica must draw the same tokens where they are sampled: its place alone decides.
+        place = Coordinates(self.layout.coordinates(distributed.rank()).dp, 0, 0, 0)
+        self._rounds_generated += 1
+        with randomness_of(self.layout, place, self.args.seed, self.state.global_step, -self._rounds_generated):
+            found = self.model.generate(**prepared, **keywords)  # type: ignore[operator]
+        return getattr(found, "sequences", found)
+
+    @contextmanager
+    def _weights_at_hand(self) -> Iterator[None]:
+        """Under ZeRO-3 all weights gathered inside, where ``generation_gather`` says so; in an evaluation until its
+        end. Collective at the first batch."""
+        with ExitStack() as step:
+            stack = step if self._kept is None else self._kept
+            engine = self._engine or self._evaluation_engine
+            if engine is not None and self.layout.tp > 1:
+                admit_generation(engine.deepspeed)
+            if not self._gathered and engine is not None and self._gathers(engine.deepspeed):
+                stack.enter_context(whole_weights(engine.deepspeed))
+                self._gathered = True
+                stack.callback(setattr, self, "_gathered", False)
+            yield
+
+    def _gathers(self, engine: Any) -> bool:
+        """Whether ``engine``'s weights are to be gathered. Collective with ZeRO-3, where that is left to us."""
+        choice = self.args.generation_gather
+        if self.compiled.get("zero_optimization.stage") != 3 or choice == GenerationGather.NEVER:
+            return False
+        if choice == GenerationGather.ALWAYS:
+            return True
+        if self._fits is None:
+            self._fits = whole_weights_fit(engine)
+        return self._fits
