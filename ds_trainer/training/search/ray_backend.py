@@ -64,7 +64,11 @@ class RayBackend:
         _check(trainer, n_trials, kwargs)
         assert trainer.hp_space is not None
         resources = {"cpu": 1, **({"gpu": 1} if trainer.args.n_gpu else {})}
-        options = {"resources_per_trial": resources, "progress_reporter": tune.CLIReporter(["objective"]), **kwargs}
+        options = {
+            "resources_per_trial": resources,
+            "progress_reporter": tune.CLIReporter(metric_columns=["objective"]),
+            **kwargs,
+        }
         options.setdefault("raise_on_failed_trial", False)
         home = os.path.abspath(str(trainer.args.output_dir))
         space = trainer.hp_space(None)

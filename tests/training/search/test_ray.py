@@ -17,7 +17,7 @@ tune = pytest.importorskip("ray.tune")
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be left behind in the home directory
     root = str(Path(__file__).parents[3])
     paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     ray.init(
