@@ -156,7 +156,7 @@ def test_all_wrong_values_are_reported_together() -> None:
 
 
 def test_secrets_are_not_repeated_in_refusals() -> None:
-    for value in ("hf_verysecret", 12345):
+    for value in (["hf_verysecret"], 12345):  # no text
         with pytest.raises(ConfigError) as error:
             TrainingArguments("out", hub_token=value)  # type: ignore[arg-type]
         assert str(value) not in str(error.value) and "<HUB_TOKEN>" in str(error.value)
