@@ -15,6 +15,7 @@ from ds_trainer.training.batches import check_run_length
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils.errors import ConfigError
 
+_SEED = "seed_generator_state"
 _SAME_ELEMENTS = ("_PrefetchDataset", "_RepeatDataset", "_ShuffleDataset", "_TakeDataset", "_OptionsDataset")
 
 
@@ -27,8 +28,8 @@ class KerasModule(nn.Module):
 
     By itself such a model ignores ``train()`` and ``eval()``, its layers are no submodules (ZeRO-3 gathers none), and
     its moving averages are parameters (ZeRO-3 forgets their updates). Here every layer of ``model.layers`` is a
-    submodule with its own weights, and what is no weight is a buffer. Random numbers follow torch's generator. Raises a
-    ConfigError where it has another backend, no weights yet, or two of one name.
+    submodule with its own weights, and what is no weight is a buffer. Random numbers follow torch's generator.
+    A ConfigError is raised where it has another backend, no weights yet, or two of one name.
     """
 
     keras_model: Any
@@ -70,6 +71,7 @@ class KerasModule(nn.Module):
                 else:
                     holder._buffers[key] = variable._value = variable._value.detach()
                     self._state.append((holder, key, variable))
+                    holder._non_persistent_buffers_set.update({key} if key.endswith(_SEED) else ())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KerasModule:
         super()._apply(fn, recurse)
@@ -86,7 +88,7 @@ class KerasModule(nn.Module):
 
         model, labels = self.keras_model, batch.pop("labels", None)
         for _, key, variable in self._state:
-            if self.training and key.endswith("seed_generator_state"):
+            if self.training and key.endswith(_SEED):
                 variable._value.copy_(torch.randint(2**31 - 1, (2,)))  # resumes with the Trainer; Keras' counter not
         with keras.device(str(next(self.parameters()).device)):
             logits = model(batch["inputs"] if set(batch) == {"inputs"} else batch, training=self.training)
@@ -163,7 +165,6 @@ class TFTrainer(Trainer):
         return self.train_dataset if size < 0 else self.train_dataset.shuffle(size, seed=self.args.seed)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> Any:
-        """Single elements to evaluate on: those given, or of that name, or the Trainer's own."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         return self.eval_dataset.get(data) if isinstance(data, str) and isinstance(self.eval_dataset, dict) else data
 
@@ -192,9 +193,7 @@ class TFTrainer(Trainer):
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and logits of one batch of arrays, with dropout and a graph if ``training``. Collective under ZeRO-3."""
-        before = self.model_wrapped.training
         self.model_wrapped.train(training)
         with torch.set_grad_enabled(training):
             outputs = self.model_wrapped(**self._prepare_inputs(as_sample((features, labels))))
-        self.model_wrapped.train(before)
         return outputs["loss"], outputs["logits"]
