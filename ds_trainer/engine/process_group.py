@@ -14,9 +14,11 @@ import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
+from ds_trainer.utils.connections import end_connections, noted_connections
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
@@ -70,7 +72,8 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    with noted_connections():
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     if dist.get_world_size() != info.world_size:
         raise ConfigError(
             f"There is a process group of {dist.get_world_size()} ranks, but the environment says {info.world_size} "
@@ -84,8 +87,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
 def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Leave the process group, in which something may be half done, and join another one of the same ranks. Collective.
 
-    Engines must have been closed and let go: gloo breaks its connections, and so wakes a rank that waits in them, when
-    nobody holds the old group any more.
+    Engines must have been closed. The connections of the old group are ended, which wakes a rank that waits in gloo.
 
     Raises:
         PeerFailure: not all ranks came.
@@ -100,12 +102,14 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     forget_groups()
     groups._release_process_group_references()
     gc.collect()
+    end_connections(info.master_port)
     store = failures.meet_again()
-    place = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
-    if device_type == "cuda":
-        dist.init_process_group("nccl", store=store, device_id=torch.device("cuda", info.local_rank), **place)
-    else:
-        dist.init_process_group("gloo", store=store, **place)
+    place: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
+    with noted_connections():
+        if device_type == "cuda":
+            dist.init_process_group("nccl", store=store, device_id=torch.device("cuda", info.local_rank), **place)
+        else:
+            dist.init_process_group("gloo", store=store, **place)
     failures.watch_peers()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ds_trainer.parallel.layout import Coordinates, ParallelLayout
 from ds_trainer.utils import distributed
+from ds_trainer.utils.connections import noted_connections
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,13 +79,15 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
         for ranks in layout.groups(axes):  # every rank takes part in making every group, in the same order
             key = tuple(ranks)
             if key not in by_ranks:
-                by_ranks[key] = dist.new_group(ranks)
+                with noted_connections():
+                    by_ranks[key] = dist.new_group(ranks)
             if rank in ranks:
                 mine[name] = by_ranks[key]
     mine["replica_host"] = mine["replica"]
     if dist.get_backend() != "gloo" and layout.replica_size > 1:
         for ranks in layout.groups(_AXES_OF["replica"]):
-            group = dist.new_group(ranks, backend="gloo")
+            with noted_connections():
+                group = dist.new_group(ranks, backend="gloo")
             if rank in ranks:
                 mine["replica_host"] = group
     groups = ParallelGroups(layout, layout.coordinates(rank), **mine)

@@ -206,7 +206,7 @@ def meet_again() -> Any:
         raise PeerFailure(f"the rank that holds the rendezvous store is gone ({error}).") from error
     if came < _watch.world_size:
         raise PeerFailure(f"{came} of {_watch.world_size} ranks came together again after a failure.")
-    return dist.PrefixStore(f"{name}/group", _watch.store)
+    return dist.distributed_c10d.PrefixStore(f"{name}/group", _watch.store)
 
 
 def _share(watch: _Watch, error: BaseException) -> None:

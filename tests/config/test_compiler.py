@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_trainer.config.compiled import CompiledConfig, Origin
@@ -99,6 +99,7 @@ DS_CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
 
 @given(valid, st.sampled_from(DS_CONFIGS))
+@example({"world": 4, "precision": "none"}, DS_CONFIGS[[file.name for file in DS_CONFIGS].index("tensor_parallel.json")])
 def test_with_a_file_too(choice: dict[str, Any], file: Path) -> None:
     """Any arguments with any of our files: refused in words, or read by DeepSpeed and compiled again to the same."""
     arguments = {**arguments_of(choice), "deepspeed": str(file), "total_steps": 10}

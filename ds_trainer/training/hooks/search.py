@@ -40,11 +40,19 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
     objective: Any = None
     """Of the last evaluation of the trial."""
 
+    _given_optimizers: tuple[Any, Any]
     _trial: SearchTrial | None = None
     _own_args: TrainingArguments | None = None
     _report: Report | None = None
     _directions: int | None = None
     _callbacks_at_start: dict[str, Any] | None = None
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The Trainer's."""
+        raise NotImplementedError
+
+    def _begin_anew(self) -> None:
+        raise NotImplementedError
 
     def hyperparameter_search(
         self,

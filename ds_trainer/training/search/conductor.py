@@ -108,7 +108,7 @@ class Conductor:
         except Exception as raised:
             error = raised
             if not isinstance(error, PeerFailure):
-                logger.error("trial %s failed on rank %d", trial.id, distributed.rank(), exc_info=error)
+                logger.error("trial %s failed on rank %d", trial.id, self.trainer.args.process_index, exc_info=error)
             outcome = Outcome(error=error)
         self._last_error = error
         if error is not None:

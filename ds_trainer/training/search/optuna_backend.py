@@ -136,7 +136,7 @@ class _Search:
 def _study(creation: dict[str, Any], directions: list[str]) -> optuna.Study:
     import optuna
 
-    study = optuna.create_study(directions=directions, **creation)
+    study = optuna.create_study(**creation, directions=directions)  # type: ignore[arg-type]
     found = [direction.name.lower() for direction in study.directions]
     if found != directions:
         raise ConfigError(
