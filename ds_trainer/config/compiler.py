@@ -121,7 +121,7 @@ def _placed(entry: Located, path: str, origins: dict[str, str]) -> Located:
 
 
 def _layout(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> None:
-    if layout.tp == 1 and draft.asked("tensor_parallel.autotp_size") in (0, 1, AUTO):
+    if layout.tp == 1 and draft.asked("tensor_parallel.autotp_size") in (None, 0, 1):
         draft.drop("tensor_parallel.autotp_size")  # DeepSpeed says none by 0, or by silence
     if layout.tp > 1 or draft.asked("tensor_parallel.autotp_size") is not None:
         draft.argument("tensor_parallel.autotp_size", layout.tp, "tensor_parallel_size")
