@@ -1,10 +1,10 @@
 """All weights of a ZeRO-3 model on every rank for a while, so that forward passes need no other rank.
 
-DeepSpeed gathers a layer's weights before its forward pass and lets them go after it, by hooks on every module. Those
-hooks also let go what ``GatheredParameters`` has gathered: around ``generate`` that context alone holds for one forward
-pass, and from the second token on every layer is gathered anew (measured: as many collectives as without it). Besides,
-while DeepSpeed records the order of modules, each forward pass compares it over the ranks. So the hooks are taken off
-too, and afterwards put back where they were.
+DeepSpeed gathers weights before a module's forward pass and lets them go after it, by hooks on every module. Those
+hooks also let go what ``GatheredParameters`` has gathered (0.19.8: ``release_sub_module`` asks only which modules use a
+parameter now), so that around ``generate`` the context alone would hold for one forward pass. Besides, while DeepSpeed
+records the order of modules, each forward pass compares it over the ranks. So the hooks are taken off too, and
+afterwards put back where they were.
 """
 
 from __future__ import annotations

