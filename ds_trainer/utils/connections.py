@@ -1,7 +1,7 @@
 """The TCP connections of the process groups: noted when they are made, so that they can be ended when a rank fails.
 
-gloo closes its connections when the last reference to a group is gone, which nobody can promise: a model, a closure or a
-C++ object may hold one. A rank that waits for another one in gloo wakes up when the connection ends, and not before.
+gloo closes its connections when the last reference to a group is gone, which nobody can promise: a model, a closure or
+a C++ object may hold one. A rank that waits for another one in gloo wakes up when the connection ends, not before.
 """
 
 from __future__ import annotations

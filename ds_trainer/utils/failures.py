@@ -61,6 +61,7 @@ class _Watch:
         # A connection of its own: that of the process group may be busy waiting for a rank that is gone.
         default: Any = dist.distributed_c10d._get_default_store()
         self.store = default.clone()
+        _stores.append(default)
         self.group: Any = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.generation = 0  # of failures that all ranks had alike: everybody counts the same
@@ -134,6 +135,7 @@ class _Watch:
 
 
 _watch: _Watch | None = None
+_stores: list[Any] = []  # kept: one of them is the server itself, which would end with the process group
 _patient = False  # whether failed ranks go on
 _meetings = 0
 _depth = 0  # sections that this process is in, one inside the other

@@ -99,7 +99,9 @@ DS_CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
 
 @given(valid, st.sampled_from(DS_CONFIGS))
-@example({"world": 4, "precision": "none"}, DS_CONFIGS[[file.name for file in DS_CONFIGS].index("tensor_parallel.json")])
+@example(
+    {"world": 4, "precision": "none"}, DS_CONFIGS[[file.name for file in DS_CONFIGS].index("tensor_parallel.json")]
+)
 def test_with_a_file_too(choice: dict[str, Any], file: Path) -> None:
     """Any arguments with any of our files: refused in words, or read by DeepSpeed and compiled again to the same."""
     arguments = {**arguments_of(choice), "deepspeed": str(file), "total_steps": 10}

@@ -56,7 +56,7 @@ def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, project = server.sweeps["s1"]
     assert config["metric"] == {"name": "eval/loss", "goal": "minimize"} and (config["name"], project) == ("n", "p")
     assert best.hyperparameters == {"learning_rate": 0.1} and best.run_summary == "s1"  # type: ignore[union-attr]
-    assert len(server.failed) == 1 and "learning_rate=-1.0" in server.failed[0]
+    assert len(server.failed) == 1 and "learning_rate=-1" in server.failed[0]
     assert len(list(tmp_path.glob("run-*"))) == 2
     assert (tmp_path / f"run-{best.run_id}" / "trainer_state.json").is_file()  # type: ignore[union-attr]
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 3  # the sweep's runs were used, no others were opened
