@@ -45,16 +45,16 @@ class Case:
     """Whether predictions are kept and ``compute_metrics`` looks at them; else only the loss is computed."""
     by_length: bool = False
     hidden: int = 64
-    samples: int = 256
+    samples: int = 128
     longest: int = 96
     batch: int = 8
-    rounds: int = 24
+    rounds: int = 20
 
 
 CASES = [
     Case("classifier, predictions", "classifier", metrics=True),
     Case("causal LM, loss only", "language model", metrics=False),
-    Case("causal LM, predictions", "language model", metrics=True, samples=128),
+    Case("causal LM, predictions", "language model", metrics=True),
     Case("classifier, predictions, by length", "classifier", metrics=True, by_length=True),
     Case("causal LM, loss only, by length", "language model", metrics=False, by_length=True),
 ]
@@ -220,8 +220,11 @@ def main() -> int:
     torch.set_num_threads(1)
     cases = [replace(case, rounds=2, samples=32) for case in CASES] if options.quick else CASES
     load = os.getloadavg()[0]
-    results = [measure(case) for case in cases]
-    print(table(results))
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        results.append(measure(case))
+        print(table(results[-1:]), flush=True)
+    print("\n" + table(results))
     if options.out:
         packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "ds-trainer")}
         about = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), "load_average": load, **packages}
