@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 def pairs() -> tuple[list[dict[str, list[int]]], list[dict[str, list[int]]]]:
     """Pairs to train on and pairs held out; no source is in both."""
     draw = random.Random(0)
-    sources = set()
+    sources: set[tuple[int, ...]] = set()
     while len(sources) < 4_000:
         sources.add(tuple(draw.choices(LETTERS, k=draw.randint(3, LONGEST))))
     rows = [{"input_ids": [*source, END], "labels": [*reversed(source), END]} for source in sorted(sources)]
