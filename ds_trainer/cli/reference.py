@@ -41,7 +41,7 @@ def reference_page() -> str:
         [
             "# The reference API, member by member",
             "Made by `ds-trainer reference` from the code; a test holds this page to it. The reference is transformers "
-            "5: *supported* means as there, *better* says how, *refused* names what to use instead: "
+            "5, and what version 3 had for TensorFlow: *supported* means as there, *better* says how, *refused* names what to use instead: "
             f"{total}.",
             "## Members",
             table(("member", "state", "what it does"), members),
@@ -65,6 +65,10 @@ def member_rows() -> list[tuple[str, str, str]]:
 
 
 def _member_row(name: str, member: Any, note: str) -> tuple[str, str, str]:
+    from ds_trainer.training.members import REFUSED
+
+    if name in REFUSED:
+        return f"`{name}`", "refused", REFUSED[name]
     if member is None:
         return f"`{name}`", "not yet", "Not there yet."
     return f"`{name}`", "better" if note else "supported", f"{_first_sentence(member)} {note}".rstrip()

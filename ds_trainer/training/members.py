@@ -78,5 +78,18 @@ REFERENCE: dict[str, dict[str, str]] = {
     "Seq2SeqTrainer": {"evaluate": "", "predict": ""},
     "TrainingArguments": _ARGUMENTS,
     "Seq2SeqTrainingArguments": {"to_dict": ""},
+    "TFTrainer": {
+        "get_train_tfdataset": "",
+        "get_eval_tfdataset": "",
+        "get_test_tfdataset": "",
+        "run_model": "",
+    },
+    "TFTrainingArguments": {},
 }
 """Classes, their members, and what is better here about each."""
+
+REFUSED: dict[str, str] = {
+    "TFTrainingArguments": "Of the early reference: take `TrainingArguments`; docs/tensorflow.md says what becomes of "
+    "each field.",
+}
+"""Classes that are not there, and what to use instead."""

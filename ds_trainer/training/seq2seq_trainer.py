@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,20 @@ class Seq2SeqTrainer(Trainer):
     args: Seq2SeqTrainingArguments
 
     def __init__(
-        self, model: nn.Module | None = None, args: Seq2SeqTrainingArguments | None = None, *rest: Any, **given: Any
+        self,
+        model: nn.Module | None = None,
+        args: Seq2SeqTrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
     ) -> None:
         if args is None:
             args = Seq2SeqTrainingArguments("tmp_trainer")
@@ -68,7 +81,21 @@ class Seq2SeqTrainer(Trainer):
         self._fits: bool | None = None  # known from an evaluation's first batch on
         if model is not None:
             self._prepare_for_generation(model, args)
-        super().__init__(model, args, *rest, **given)
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+        )
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> GenerationConfig:

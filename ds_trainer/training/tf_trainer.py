@@ -165,14 +165,15 @@ class TFTrainer(Trainer):
         return self.train_dataset if size < 0 else self.train_dataset.shuffle(size, seed=self.args.seed)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> Any:
+        """Single elements to evaluate on: those given, or of that name, or the Trainer's own."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         return self.eval_dataset.get(data) if isinstance(data, str) and isinstance(self.eval_dataset, dict) else data
 
     def get_test_tfdataset(self, test_dataset: Any) -> Any:
+        """Single elements to predict: those given. Override it for another pipeline."""
         return test_dataset
 
     def get_train_dataloader(self) -> Any:
-        """Micro-batches of this replica, from :meth:`get_train_tfdataset` where the data is TensorFlow's."""
         given = self.train_dataset
         try:
             if _is_from(given, "tensorflow"):
@@ -182,18 +183,18 @@ class TFTrainer(Trainer):
             self.train_dataset = given
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Micro-batches of this replica, from :meth:`get_eval_tfdataset` where the data is TensorFlow's."""
         data = self.get_eval_tfdataset(eval_dataset)
         return super().get_eval_dataloader(TensorStream(data) if _is_from(data, "tensorflow") else eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Micro-batches of this replica, from :meth:`get_test_tfdataset` where the data is TensorFlow's."""
         data = self.get_test_tfdataset(test_dataset)
         return super().get_test_dataloader(TensorStream(data) if _is_from(data, "tensorflow") else data)
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and logits of one batch of arrays, with dropout and a graph if ``training``. Collective under ZeRO-3."""
+        before = self.model_wrapped.training
         self.model_wrapped.train(training)
         with torch.set_grad_enabled(training):
             outputs = self.model_wrapped(**self._prepare_inputs(as_sample((features, labels))))
+        self.model_wrapped.train(before)
         return outputs["loss"], outputs["logits"]

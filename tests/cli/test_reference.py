@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer import Seq2SeqTrainingArguments, Trainer
+from ds_trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from ds_trainer.arguments.better import BETTER
 from ds_trainer.cli.main import main
 from ds_trainer.cli.reference import argument_rows, member_rows
@@ -47,8 +47,9 @@ def test_every_member_of_the_reference_has_a_row() -> None:
 
 
 def test_no_row_is_empty() -> None:
-    """Every member says what it does."""
-    for name, _, meaning in member_rows():
+    """Every member exists and says what it does."""
+    for name, state, meaning in member_rows():
+        assert state in ("supported", "better", "refused"), name
         assert meaning.endswith((".", "`")), (name, meaning)
 
 
@@ -72,6 +73,15 @@ def test_the_constructor_is_the_references() -> None:
     wanted = list(inspect.signature(transformers.Trainer.__init__).parameters.values())
     ours = list(inspect.signature(Trainer.__init__).parameters.values())
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in wanted]
+
+
+@pytest.mark.parametrize("name", ["__init__", "evaluate", "predict", "prediction_step"])
+def test_the_seq2seq_trainer_takes_the_references_arguments(name: str) -> None:
+    import transformers
+
+    wanted = list(inspect.signature(getattr(transformers.Seq2SeqTrainer, name)).parameters.values())
+    ours = list(inspect.signature(getattr(Seq2SeqTrainer, name)).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(wanted)]] == [(p.name, p.default) for p in wanted]
 
 
 def test_wrong_words() -> None:

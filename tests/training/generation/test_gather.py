@@ -152,11 +152,11 @@ def sampled(output_dir: str, sizes: dict[str, int], stage: int) -> list[list[int
     trainer = make("decoder", output_dir, 4, zero_stage=stage, **sizes)
     torch.manual_seed(100 + dist.get_rank())  # their generators differ
     first = trainer.predict(trainer.eval_dataset, max_new_tokens=8, do_sample=True)
-    before = torch.get_rng_state()
     again = trainer.predict(trainer.eval_dataset, max_new_tokens=8, do_sample=True)
     assert (first.predictions == again.predictions).all()  # they follow from seed and step
-    assert torch.equal(before, torch.get_rng_state())  # and cost training nothing
+    before = torch.get_rng_state()
     tokens = trainer._generate(pad_pairs(trainer.eval_dataset), {"max_new_tokens": 8, "do_sample": True})
+    assert torch.equal(before, torch.get_rng_state())  # and cost training nothing
     return list(tokens.tolist())
 
 
