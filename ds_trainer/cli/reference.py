@@ -41,7 +41,8 @@ def reference_page() -> str:
         [
             "# The reference API, member by member",
             "Made by `ds-trainer reference` from the code; a test holds this page to it. The reference is transformers "
-            "5, and what version 3 had for TensorFlow: *supported* means as there, *better* says how, *refused* names what to use instead: "
+            "5, and what version 3 had for TensorFlow: *supported* means as there, *better* says how, *refused* names "
+            "what to use instead: "
             f"{total}.",
             "## Members",
             table(("member", "state", "what it does"), members),

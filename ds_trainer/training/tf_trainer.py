@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -140,7 +139,7 @@ def as_sample(element: Any) -> dict[str, torch.Tensor]:
         raise ConfigError(f"An element is a tuple of {len(features)}: map() it to (features, labels) or to a dict.")
     named = dict(features) if isinstance(features, Mapping) else {"inputs": features}
     named.update(labels if isinstance(labels, Mapping) else {"labels": labels})
-    return {key: torch.tensor(np.asarray(value)) for key, value in named.items()}
+    return {key: torch.tensor(value) for key, value in named.items()}
 
 
 class TFTrainer(Trainer):
