@@ -13,7 +13,7 @@ from ds_trainer.config.optimizer_types import BUILT_HERE
 from ds_trainer.utils.errors import ConfigError
 
 # Scales and shifts of normalisation layers are not decayed, whatever the layer's class is called.
-_NORM_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+_NORM_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|normalization", re.IGNORECASE)
 _NORM_CLASS = re.compile(r"^norm$|(?:layer|rms|batch|group|instance)norm", re.IGNORECASE)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
+
+_seen: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
 
 
 def is_overridden(instance: object, base: type, name: str) -> bool:
@@ -14,7 +17,18 @@ def is_overridden(instance: object, base: type, name: str) -> bool:
 
 def accepted_arguments(function: Callable[..., Any], optional: set[str]) -> set[str]:
     """Which of the ``optional`` keyword arguments ``function`` can be called with."""
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return set(optional)
     return optional & set(parameters)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of ``function`` by name; asked once for each function, since some are asked for every batch."""
+    key = getattr(function, "__func__", function)
+    try:
+        if key not in _seen:
+            _seen[key] = inspect.signature(function).parameters
+        return _seen[key]
+    except TypeError:  # an object that is called, and cannot be a key
+        return inspect.signature(function).parameters

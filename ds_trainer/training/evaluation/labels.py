@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_trainer.training.signatures import parameters_of
+
 
 def returns_loss_by_itself(model: nn.Module) -> bool:
     """Whether ``model.forward`` has an argument ``return_loss`` that is on by default."""
-    parameter = inspect.signature(model.forward).parameters.get("return_loss")
+    parameter = parameters_of(model.forward).get("return_loss")
     return parameter is not None and parameter.default is True
 
 
