@@ -87,16 +87,16 @@ def plot_losses(
     ``baselines`` are losses to compare with (name to value, in the unit of the curve), drawn as horizontal lines.
     There is no picture if matplotlib is not installed or no loss was recorded; one log line says which.
     """
+    train, evaluations, broken = read_curves(read_records(metrics_path))
+    if not train.steps and not evaluations:
+        logger.info("no %s: %s holds no loss", Path(png_path).name, metrics_path)
+        return False
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         logger.info("no %s: matplotlib is not installed (pip install 'ds-trainer[plot]')", Path(png_path).name)
-        return False
-    train, evaluations, broken = read_curves(read_records(metrics_path))
-    if not train.steps and not evaluations:
-        logger.info("no %s: %s holds no loss", Path(png_path).name, metrics_path)
         return False
 
     # Figure and canvas by hand, not pyplot: the user's own figures and backend stay untouched.

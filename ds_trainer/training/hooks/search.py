@@ -15,6 +15,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.callbacks.state import TrainerControl, export_states, restore_states
 from ds_trainer.training.hooks.checkpoints import CheckpointHooks
+from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
 from ds_trainer.training.hooks.plan import PlanHooks
 from ds_trainer.training.process import configure_process
@@ -23,6 +24,7 @@ from ds_trainer.training.search.backend import find_backend
 from ds_trainer.training.search.best_run import BestRun
 from ds_trainer.training.search.objective import checked_objective, default_compute_objective
 from ds_trainer.training.search.trial import SearchTrial, TrialPruned, as_trial
+from ds_trainer.training.signatures import is_overridden
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
@@ -93,6 +95,10 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
             raise ConfigError(
                 "hyperparameter_search trains a new model for every trial: make the Trainer with model_init, a "
                 "function that returns one, instead of model."
+            )
+        if self.eval_dataset is None and not is_overridden(self, DataHooks, "get_eval_dataloader"):
+            raise ConfigError(
+                "hyperparameter_search compares trials by an evaluation: make the Trainer with an eval_dataset."
             )
         if n_trials is not None and n_trials < 1:
             raise ConfigError(f"n_trials={n_trials} must be at least 1.")

@@ -106,7 +106,10 @@ def explained(error: BaseException, doing: str) -> ConfigError | HubError:
             "hub_model_id and hub_revision."
         )
     if status is None or status >= 500 or status in _PASSING:
-        return HubError(f"{doing} failed ({said or type(error).__name__}).")
+        return HubError(
+            f"{doing} failed ({said or type(error).__name__}). Try again when the Hub (HF_ENDPOINT) can be reached, or "
+            "set push_to_hub=False."
+        )
     return ConfigError(f"{doing} failed: the Hub refused it ({said}).")
 
 

@@ -74,6 +74,13 @@ def test_a_model_cannot_be_searched_with(one_step: TrainingArguments) -> None:
         trainer.train(trial={"learning_rate": 1.0})
 
 
+def test_nothing_to_compare_trials_by_is_refused_before_the_first(one_step: TrainingArguments) -> None:
+    trainer = make_trainer(one_step)
+    trainer.eval_dataset = None
+    with pytest.raises(ConfigError, match="with an eval_dataset"):
+        trainer.hyperparameter_search(lambda trial: pytest.fail("a trial has begun"), n_trials=1)
+
+
 def test_optimizers_cannot_be_searched_with(one_step: TrainingArguments) -> None:
     with pytest.raises(ConfigError, match="model_init makes a new one"):
         make_trainer(one_step, optimizers=(object(), None))
