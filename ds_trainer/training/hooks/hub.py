@@ -17,7 +17,7 @@ from ds_trainer.training.hub.card_facts import facts_of
 from ds_trainer.training.hub.client import HubError
 from ds_trainer.training.hub.repository import Repository, repository_name
 from ds_trainer.training.hub.staging import stage_checkpoint, stage_model
-from ds_trainer.training.hub.uploads import Commit, Uploads, warn_of_failure
+from ds_trainer.training.hub.uploads import Commit, Uploads
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -166,10 +166,9 @@ class HubHooks(RecordHooks):
         push, result, failure = None, None, None
         if self.is_world_process_zero():
             name = repository_name(self.args.hub_model_id, str(self.args.output_dir)).split("/")[-1]
-            push = self._begin_push(commit_message or "End of training", revision, card={"model_name": name, **kwargs})
+            said, card = commit_message or "End of training", {"model_name": name, **kwargs}
+            push = self._begin_push(said, revision, card=card, nobody_waits=not blocking)
         if not blocking:
-            if push is not None:
-                warn_of_failure(push)
             return push
         if push is not None:
             try:
@@ -257,7 +256,7 @@ class HubHooks(RecordHooks):
 
     def _push_or_warn(self, message: str, checkpoint: Path | None = None) -> None:
         try:
-            warn_of_failure(self._begin_push(message, None, checkpoint))
+            self._begin_push(message, None, checkpoint)
         except OSError as error:
             logger.warning("%s is not pushed: files cannot be set aside for it (%s).", message, error)
 
@@ -267,6 +266,7 @@ class HubHooks(RecordHooks):
         revision: str | None,
         checkpoint: Path | None = None,
         card: dict[str, Any] | None = None,
+        nobody_waits: bool = True,
     ) -> Future[Any]:
         """Set aside the output directory, with a card, and ``checkpoint`` where the strategy is to push them."""
         assert self._repository is not None  # opened at construction, or just now
@@ -283,6 +283,5 @@ class HubHooks(RecordHooks):
                 commits.append(Commit(aside, f"{message}, checkpoint", folder))
             return commits
 
-        return self._uploads.begin(
-            prepare, self._repository, revision if revision is not None else self.args.hub_revision
-        )
+        branch = revision if revision is not None else self.args.hub_revision
+        return self._uploads.begin(prepare, self._repository, branch, nobody_waits)

@@ -22,6 +22,8 @@ logger = get_logger(__name__)
 # Files that a commit removes where it does not replace them: two models in one repository would confuse a reader.
 _OF_ONE_MODEL = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*")
 
+_FAILED = "%s Nothing was pushed; training goes on, and the next push sends everything again."
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -59,7 +61,11 @@ class Uploads:
         return any(not push.done() for push in self._pending)
 
     def begin(
-        self, prepare: Callable[[Path], list[Commit]], repository: Repository, revision: str | None
+        self,
+        prepare: Callable[[Path], list[Commit]],
+        repository: Repository,
+        revision: str | None,
+        nobody_waits: bool = False,
     ) -> Future[Any]:
         """Set files aside now, and push them in the background.
 
@@ -67,6 +73,8 @@ class Uploads:
             prepare: fills an empty folder and says which commits are made of it, in order.
             repository: where to.
             revision: branch; default: the main one.
+            nobody_waits: say in the log if it fails; before the future knows, so that whoever waits for that has
+                been told.
 
         Returns:
             What comes of it: huggingface_hub's ``CommitInfo`` of the first commit.
@@ -83,7 +91,7 @@ class Uploads:
             raise
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="ds_trainer-hub")
-        push = self._worker.submit(self._push, staged, commits, repository, revision)
+        push = self._worker.submit(self._push, staged, commits, repository, revision, nobody_waits)
         self._pending = [*(earlier for earlier in self._pending if not earlier.done()), push]
         return push
 
@@ -93,27 +101,22 @@ class Uploads:
             push.exception()
         self._pending = []
 
-    def _push(self, staged: Path, commits: list[Commit], repository: Repository, revision: str | None) -> Any:
+    def _push(
+        self, staged: Path, commits: list[Commit], repository: Repository, revision: str | None, nobody_waits: bool
+    ) -> Any:
         try:
             with _without_progress_bars():
                 repository.use_branch(revision)
                 infos = [_send(commit, repository, revision) for commit in commits]
             return infos[0]
+        except Exception as error:
+            if nobody_waits:
+                logger.warning(_FAILED, error)
+            raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)
             if self._root.is_dir() and not any(self._root.iterdir()):
                 self._root.rmdir()
-
-
-def warn_of_failure(push: Future[Any]) -> None:
-    """Say in the log that a push in the background failed, once it has."""
-
-    def look(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            logger.warning("%s Nothing was pushed; training goes on, and the next push sends everything again.", error)
-
-    push.add_done_callback(look)
 
 
 def _send(commit: Commit, repository: Repository, revision: str | None) -> Any:
