@@ -203,7 +203,8 @@ SCRIPT = """
     class Slow(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             print("step", state.global_step, flush=True)
-            time.sleep(0.3 if {slow} else 0)
+            if {slow} and state.global_step == 5:
+                time.sleep(120)  # it will be killed
 
     trainer = make_trainer({output!r}, save_steps=2)
     trainer.add_callback(Slow())
