@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -46,13 +47,29 @@ def _close_worker_pools() -> Iterator[None]:
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.fixture(autouse=True)
-def _environment_of_this_process() -> Iterator[None]:
-    """A training in the process of the tests leaves no launcher's variables behind."""
-    before = {name: os.environ.get(name) for name in _OF_LAUNCHERS}
-    yield
-    for name, value in before.items():
+_AT_START = {name: os.environ.get(name) for name in _OF_LAUNCHERS}
+
+
+def _as_at_start() -> None:
+    for name, value in _AT_START.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_this_process() -> Iterator[None]:
+    """A training in the process of the tests, also one of a module's fixture, leaves no launcher's variables behind."""
+    _as_at_start()
+    yield
+    _as_at_start()
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_this_process() -> Iterator[None]:
+    """A handler that a test adds hears nothing of later tests."""
+    logger = logging.getLogger("ds_trainer")
+    before = list(logger.handlers)
+    yield
+    logger.handlers[:] = before

@@ -131,7 +131,8 @@ def test_a_model_whose_input_is_unknown_is_told_once(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.state.num_input_tokens_seen == 0
-    assert sum("batches have no input_ids" in record.message for record in caplog.records) == 1
+    records = {id(record): record for record in caplog.records}.values()  # one may be heard at two loggers
+    assert sum("batches have no input_ids" in record.message for record in records) == 1
 
 
 def test_counts_go_on_after_resuming(tmp_path: Path) -> None:
