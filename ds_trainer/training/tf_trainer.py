@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -22,7 +22,7 @@ def _is_from(value: Any, *packages: str) -> bool:
     return any(base.__module__.split(".")[0] in packages for base in type(value).__mro__)
 
 
-class KerasModule(nn.Module):
+class KerasModule(torch.nn.Module):
     """A compiled Keras 3 model as a module that returns ``{"loss", "logits"}``; its optimizer is not used.
 
     By itself such a model ignores ``train()`` and ``eval()``, its layers are no submodules (ZeRO-3 gathers none), and
@@ -46,7 +46,7 @@ class KerasModule(nn.Module):
         super().__init__()
         self.__dict__["keras_model"] = model  # no submodule: it would hold every weight once more
         self._policies = [(layer, layer.dtype_policy) for layer in model._flatten_layers()]
-        self._state: list[tuple[nn.Module, str, Any]] = []
+        self._state: list[tuple[torch.nn.Module, str, Any]] = []
         taken = {id(variable) for variable in model.metrics_variables}
         for layer in (*model.layers, model):
             owner = self if layer is model else layer
@@ -139,7 +139,7 @@ def as_sample(element: Any) -> dict[str, torch.Tensor]:
         raise ConfigError(f"An element is a tuple of {len(features)}: map() it to (features, labels) or to a dict.")
     named = dict(features) if isinstance(features, Mapping) else {"inputs": features}
     named.update(labels if isinstance(labels, Mapping) else {"labels": labels})
-    return {key: torch.tensor(value) for key, value in named.items()}
+    return {key: torch.tensor(np.asarray(value)) for key, value in named.items()}
 
 
 class TFTrainer(Trainer):
