@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.swapping import check_swapping
 from ds_trainer.training.batch_size_search import find_batch_size
 from ds_trainer.training.batches import check_dataset
-from ds_trainer.training.construction import check_construction, keras_problems
+from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks.optimizer import members_of
 from ds_trainer.training.hooks.search import SearchHooks
@@ -37,7 +36,6 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
-from ds_trainer.utils.seeds import set_seed
 
 
 class Trainer(SearchHooks):
@@ -143,24 +141,6 @@ class Trainer(SearchHooks):
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
         self.stage.end()
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from ``model_init``, which may take the ``trial`` of a hyper-parameter search.
-
-        Raises:
-            ConfigError: ``model_init`` takes more than one argument, or returns no module.
-        """
-        assert self.model_init is not None  # asked before
-        taken = list(inspect.signature(self.model_init).parameters.values())
-        needed = [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if len(needed) > 1:
-            raise ConfigError(f"model_init needs {', '.join(needed)}, but is called with nothing or the trial only.")
-        model = self.model_init(trial) if len(taken) == 1 or needed else self.model_init()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
-        if problems := keras_problems(model):
-            raise ConfigError(problems)
-        return model
-
     # -- train ----------------------------------------------------------------------------------------------------
 
     @fails_together
@@ -221,19 +201,6 @@ class Trainer(SearchHooks):
         self.save_state()
         self._end_pushes()
         return output
-
-    def _begin_anew(self) -> None:
-        """A second training begins like the first: the same seed, a new model where there is a ``model_init``."""
-        set_seed(self.args.seed)
-        self._end_evaluation_engine()
-        if self._engine is None:
-            return
-        self._engine.close()
-        if self.model_init is not None:
-            self.model = self.call_model_init(None if self._trial is None else self._trial.source)
-        self.model_wrapped = self.model
-        self._engine = None
-        self.optimizer, self.lr_scheduler = self._given_optimizers
 
     def _build(self, num_training_steps: int) -> None:
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""

@@ -14,6 +14,7 @@ from torch import nn
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.callbacks.state import TrainerControl, export_states, restore_states
+from ds_trainer.training.construction import keras_problems
 from ds_trainer.training.hooks.checkpoints import CheckpointHooks
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
@@ -27,6 +28,7 @@ from ds_trainer.training.search.trial import SearchTrial, TrialPruned, as_trial
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.seeds import set_seed
 
 Report = Callable[[Any, int, dict[str, Any]], bool]
 
@@ -50,11 +52,22 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
     _callbacks_at_start: dict[str, Any] | None = None
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The Trainer's."""
-        raise NotImplementedError
+        """A new model from ``model_init``, which may take the ``trial`` of a hyper-parameter search.
 
-    def _begin_anew(self) -> None:
-        raise NotImplementedError
+        Raises:
+            ConfigError: ``model_init`` takes more than one argument, or returns no module.
+        """
+        assert self.model_init is not None  # asked before
+        taken = list(inspect.signature(self.model_init).parameters.values())
+        needed = [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if len(needed) > 1:
+            raise ConfigError(f"model_init needs {', '.join(needed)}, but is called with nothing or the trial only.")
+        model = self.model_init(trial) if len(taken) == 1 or needed else self.model_init()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
+        if problems := keras_problems(model):
+            raise ConfigError(problems)
+        return model
 
     def hyperparameter_search(
         self,
@@ -116,6 +129,19 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
             self._callbacks_at_start = None
 
     # -- one trial ------------------------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        """A second training begins like the first: the same seed, a new model where there is a ``model_init``."""
+        set_seed(self.args.seed)
+        self._end_evaluation_engine()
+        if self._engine is None:
+            return
+        self._engine.close()
+        if self.model_init is not None:
+            self.model = self.call_model_init(None if self._trial is None else self._trial.source)
+        self.model_wrapped = self.model
+        self._engine = None
+        self.optimizer, self.lr_scheduler = self._given_optimizers
 
     def _take_trial(self, trial: Any) -> None:
         """Make this the trainer of ``trial``; of its own arguments again where it is None.
