@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from ds_trainer.config.environment import Environment
-from tests.support.async_io import ASYNC_IO, AsyncIOBuild
+from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,18 +23,34 @@ settings.register_profile("ds_trainer", deadline=None, max_examples=60)
 settings.load_profile("ds_trainer")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes hours in all runs where ``-m matrix`` asks for it."""
+    if "matrix" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin at once what a test will have to wait for."""
+    """Begin at once what a test will have to wait for, and spare it collections of all that was imported."""
+    gc.freeze()
     waiting = any("extensions" in getattr(item, "fixturenames", ()) for item in session.items)
-    if waiting and not session.config.option.collectonly and Environment().has_async_io():
+    if waiting and not session.config.option.collectonly:
         folder = session.config.cache.mkdir("torch_extensions")  # type: ignore[union-attr]
-        session.config.stash[ASYNC_IO] = AsyncIOBuild(folder)
+        names = ["FusedAdamBuilder", *(["AsyncIOBuilder"] if Environment().has_async_io() else [])]
+        session.config.stash[OPERATORS] = OperatorBuild(folder, names)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """No compiler outlives the tests."""
-    if ASYNC_IO in config.stash:
-        config.stash[ASYNC_IO].end()
+    if OPERATORS in config.stash:
+        config.stash[OPERATORS].end()
+
+
+@pytest.fixture(scope="session")
+def extensions(request: pytest.FixtureRequest) -> str:
+    """A folder of our own with the operators of DeepSpeed that tests need, whose build began with the session."""
+    return request.config.stash[OPERATORS].folder()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,6 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
-from tests.support.async_io import ASYNC_IO
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
@@ -128,7 +127,8 @@ def train(path: Path, output_dir: Path, arguments: dict[str, Any], callbacks: An
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-RUN = [p for p in FILES if not header_of(p).needs & {"gpu", "libaio", "jit"}]
+RUN = [p for p in FILES if not header_of(p).needs & {"gpu", "libaio", "compiler"}]
+COMPILED = [p for p in FILES if header_of(p).needs == {"compiler"}]
 
 
 # Other optimizers, schedules and precisions give other numbers; all else must give those of plain data parallelism.
@@ -143,21 +143,31 @@ def plain_losses(output_dir: Path) -> list[float]:
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_it_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     header = header_of(path)
-    reports = pool(2).run(partial(train, path, tmp_path, header.arguments))
+    check(path, pool(2).run(partial(train, path, tmp_path, header.arguments)), tmp_path, tmp_path_factory)
+
+
+def check(path: Path, reports: list[list[float]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert len(reports[0]) == 2 and reports[0] == reports[1]
     plain = plain_losses(tmp_path_factory.getbasetemp() / "plain")
     assert reports[0] == pytest.approx(plain, rel=0.02 if path.stem in OTHER_NUMBERS else 1e-5)
     written = json.loads((tmp_path / "ds_config.json").read_text())
-    assert written["train_micro_batch_size_per_gpu"] == micro_batch_of(header.arguments)
+    assert written["train_micro_batch_size_per_gpu"] == micro_batch_of(header_of(path).arguments)
 
 
 # -- what a compiler must make first -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def extensions(request: pytest.FixtureRequest) -> str:
-    """A folder of our own with DeepSpeed's async_io operator, whose build began with the session."""
-    return request.config.stash[ASYNC_IO].folder()
+def train_compiled(extensions: str, path: Path, output_dir: Path) -> list[float]:
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    return train(path, output_dir, header_of(path).arguments)
+
+
+@pytest.mark.jit
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
+def test_it_trains_with_an_operator(
+    path: Path, extensions: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check(path, pool(2).run(partial(train_compiled, extensions, path, tmp_path)), tmp_path, tmp_path_factory)
 
 
 class DiskUse(TrainerCallback):

@@ -21,6 +21,7 @@ from ds_trainer.arguments.enums import (
     OffloadDevice,
     OptimizerNames,
     SamplingStrategy,
+    SaveFailure,
     SaveStrategy,
     SchedulerType,
     TokenCount,
@@ -51,6 +52,7 @@ CHOICES: dict[str, type[Enum]] = {
     "log_level_replica": LogLevel,
     "dataloader_multiprocessing_context": WorkerStart,
     "generation_gather": GenerationGather,
+    "save_failure": SaveFailure,
 }
 _WHOLE = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -65,6 +67,7 @@ _RANGES: dict[str, str] = {
             "context_parallel_size",
             "sequence_parallel_size",
             "torch_empty_cache_steps",
+            "save_keep_every",
             "eval_accumulation_steps",
             "dataloader_prefetch_factor",
             "ddp_timeout",

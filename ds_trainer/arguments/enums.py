@@ -62,6 +62,13 @@ class GenerationGather(NamedValue):
     NEVER = "never"
 
 
+class SaveFailure(NamedValue):
+    """What becomes of a run whose checkpoint cannot be written: no space, no permission, no such directory."""
+
+    STOP = "stop"
+    CONTINUE = "continue"
+
+
 class TokenCount(NamedValue):
     """Which tokens ``num_input_tokens_seen`` counts."""
 

@@ -66,6 +66,8 @@ def _path_problem(text: str) -> str | None:
     if path.is_file():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            return f"{text!r} cannot be read ({error.strerror})."
         except ValueError as error:
             return f"{text!r}: the file is no JSON ({error})."
         return None if isinstance(content, dict) else f"{text!r}: the file holds no mapping."

@@ -123,10 +123,7 @@ ENGINE: tuple[Limit, ...] = (
     ),
 )
 
-LATER: tuple[Limit, ...] = (
-    _later("save_on_each_node", (False,), "Leave it at False and use a shared file system."),
-    _later("enable_jit_checkpoint", (False,)),
-)
+LATER: tuple[Limit, ...] = (_later("enable_jit_checkpoint", (False,)),)
 
 # accelerate's settings: what this package does, and why it does nothing else.
 ACCELERATOR: tuple[Limit, ...] = (

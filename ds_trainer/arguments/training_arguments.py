@@ -21,6 +21,7 @@ from ds_trainer.arguments.enums import (
     IntervalStrategy,
     OffloadDevice,
     OptimizerNames,
+    SaveFailure,
     SaveStrategy,
     SchedulerType,
 )
@@ -165,10 +166,29 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     save_strategy: SaveStrategy | str = _save("When to write a checkpoint.", "steps")
     save_steps: float = _save("Steps between checkpoints; below 1 a fraction of all steps.", 500)
     save_only_model: bool = _save("Checkpoints hold weights only.", False)
-    save_on_each_node: bool = _save("Write files that exist once on every machine.", False)
+    save_on_each_node: bool = _save(
+        "output_dir is on a disk of each machine: write there what its ranks hold, and what exists once.", False
+    )
     save_total_limit: int | None = _save("Keep at most this many checkpoints; the oldest go first.")
+    save_keep_every: int | None = _save(
+        "(own) Checkpoints of steps that are a multiple of this stay, and do not count for save_total_limit."
+    )
+    save_failure: SaveFailure | str = _save(
+        "(own) When a checkpoint cannot be written (no space, say): stop, or continue without it.", "stop"
+    )
+    save_async: bool = _save("(own) Write checkpoints while training goes on, from a copy in host memory.", True)
+    trust_checkpoint: bool = _save(
+        "(own) Read a checkpoint of others that holds more than tensors and plain values; it may run any code.", False
+    )
     max_shard_size: str = _save("(own) Largest size of one safetensors file, as '5GB'.", "5GB")
     enable_jit_checkpoint: bool = _save("Save a checkpoint on SIGTERM.", False)
+    allow_changed: list[str] = _save(
+        "(own) On resuming, arguments that decide the trajectory and may differ from those in the checkpoint, by name.",
+        default_factory=list,
+    )
+    start_from_weights: str | None = _save(
+        "(own) Begin with the weights of a checkpoint or of a directory of safetensors, and with nothing else of it."
+    )
     ignore_data_skip: bool = _save("On resuming, start the data from the beginning.", False)
     restore_callback_states_from_checkpoint: bool = _save(
         "On resuming, callbacks take their constructor's arguments from the checkpoint too, not only their state.",

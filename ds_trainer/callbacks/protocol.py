@@ -286,6 +286,10 @@ class CallbackHandler:
                 control = result
         return control
 
+    def listeners(self, event: str) -> list[Listener]:
+        """The methods that :meth:`call_event` calls now, in order."""
+        return _listeners(self.callbacks, event)
+
     def _forget_listeners(self) -> None:
         self._listeners = {}
         self._listeners_of = list(self.callbacks)

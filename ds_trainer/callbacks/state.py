@@ -138,9 +138,13 @@ class TrainerState:
             self.stateful_callbacks = export_states(callbacks)
 
     def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
-        """Write all fields to ``json_path``, atomically. Scalars of torch and numpy become numbers."""
+        """Write all fields to ``json_path``, atomically."""
+        write_text_atomic(json_path, self.to_json())
+
+    def to_json(self) -> str:
+        """All fields as indented JSON. Scalars of torch and numpy become numbers."""
         values = {item.name: plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
-        write_text_atomic(json_path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:

@@ -1,197 +1,260 @@
-"""Checkpoints: written beside their final name, renamed when whole, found again, and removed when too many.
+"""The checkpoints of one run: what goes into them, and how a run goes on from one.
 
-``checkpoint-N`` holds the state after optimizer step N: DeepSpeed's shards, the schedule, the random state of every
-rank, the trainer's state and the layout it was written with. Whatever is called ``checkpoint-N`` is complete: it
-appears by a rename after all ranks have written.
+How they are written is in :mod:`ds_trainer.checkpoint.protocol.saving`, what may be found in the output directory in
+:mod:`ds_trainer.checkpoint.protocol.directory`.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ds_trainer.checkpoint.pieces.engine_files import engine_contents, read_engine_files
+from ds_trainer.checkpoint.pieces.random_states import rank_with_random_state
+from ds_trainer.checkpoint.protocol.choosing import Checkpoint, newest_valid, verified
+from ds_trainer.checkpoint.protocol.contents import Content, Held
+from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, list_checkpoints
+from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, PIECES, Manifest
+from ds_trainer.checkpoint.protocol.pickles import load_pickle
+from ds_trainer.checkpoint.protocol.retention import Retention
+from ds_trainer.checkpoint.protocol.saving import CheckpointSave
+from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json, write_json
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
 logger = get_logger(__name__)
 
 STATE_FILE = "trainer_state.json"
-_FACTS_FILE = "checkpoint.json"
-_SCHEDULE_FILE = "scheduler.pt"
-_ENGINE_TAG = "engine"
-_ONLY_MODEL = "only_model"
-_NAME = re.compile(r"checkpoint-(\d+)")
-_PARTIAL = ".partial"
-
-
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints in ``output_dir``, oldest step first."""
-    if not output_dir.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in output_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / _FACTS_FILE).is_file()]
-
-
-def find_checkpoint(asked: str | bool, output_dir: Path) -> Path:
-    """The checkpoint to resume from: the newest of ``output_dir`` for True, else the one at this path.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if str(asked).lower() == "true":  # a recipe and a command line have words only
-        found = list_checkpoints(output_dir)
-        if not found:
-            raise ConfigError(
-                f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint-N directory. Start "
-                "without it, or give the path of a checkpoint."
-            )
-        return found[-1]
-    path = Path(str(asked)).expanduser()
-    if not (path / _FACTS_FILE).is_file():
-        raise ConfigError(
-            f"resume_from_checkpoint={str(path)!r} is no complete checkpoint ({_FACTS_FILE} is missing in it). "
-            f"Complete ones in {output_dir}: {', '.join(p.name for p in list_checkpoints(output_dir)) or 'none'}."
-        )
-    return path
+SCHEDULE_FILE = "scheduler.pt"
+_ENGINE_FOLDER = "engine"  # of what DeepSpeed writes itself
 
 
 class CheckpointManager:
-    """Writes, reads and removes the checkpoints of one run.
+    """Writes and reads the checkpoints of one run.
 
     Args:
         output_dir: where ``checkpoint-N`` directories live.
         engine: whose state is kept.
-        keep: how many checkpoints stay; None keeps all.
-        best: the checkpoint of the best evaluation; it stays, and so does the newest, also where ``keep`` is 1.
+        sharing: which ranks share ``output_dir``.
+        retention: which checkpoints stay.
+        arguments: identifies the training arguments (:func:`ds_trainer.checkpoint.protocol.manifest.arguments_digest`).
     """
 
-    def __init__(self, output_dir: Path, engine: TrainingEngine, keep: int | None, best: Path | None = None) -> None:
-        self.output_dir = output_dir
+    def __init__(
+        self,
+        output_dir: Path,
+        engine: TrainingEngine,
+        sharing: Sharing,
+        retention: Retention | None = None,
+        arguments: str = "",
+    ) -> None:
+        self.directory = CheckpointDirectory(output_dir)
         self.engine = engine
-        self.keep = keep
-        self.best = best
+        self.sharing = sharing
+        self.retention = retention or Retention()
+        self.arguments = arguments
+
+    # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(
         self,
         step: int,
-        write_state: Callable[[Path], None],
-        schedule: dict[str, Any],
+        shared: Sequence[Content],
+        own: Sequence[Content] = (),
         write_weights: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write ``checkpoint-<step>``. Collective. Returns its path.
 
         Args:
             step: optimizer steps done.
-            write_state: writes the trainer's state to a file.
-            schedule: state of the learning-rate schedule.
-            write_weights: writes the weights to a directory, collectively; the checkpoint then holds them and the
-                trainer's state only, and cannot be resumed from.
-        """
-        final = self.output_dir / f"checkpoint-{step}"
-        partial = final.with_name(final.name + _PARTIAL)
-        main = distributed.rank() == 0
-        if main:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        distributed.barrier()
-        if write_weights is not None:
-            write_weights(partial)
-        else:
-            self.engine.save_state(partial, _ENGINE_TAG)
-            torch.save(random_state(), partial / self._random_file())
-            if main:
-                torch.save(schedule, partial / _SCHEDULE_FILE)
-        if main:
-            write_state(partial / STATE_FILE)
-            write_json(partial / _FACTS_FILE, {"step": step, _ONLY_MODEL: write_weights is not None, **self._facts()})
-        distributed.barrier()  # every rank has written before the name appears
-        if main:
-            shutil.rmtree(final, ignore_errors=True)  # a run that is repeated in place writes the same step again
-            os.replace(partial, final)
-            self._remove_oldest()
-        distributed.barrier()
-        return final
-
-    def load(self, path: Path) -> dict[str, Any]:
-        """Put back weights, optimizer and random state from ``path``; returns the state of the schedule. Collective.
+            shared: files that are alike on all ranks: the trainer's state, the schedule.
+            own: files of this rank.
+            write_weights: writes the weights to a directory, collectively; the checkpoint then holds them and
+                ``shared`` only, and cannot be resumed from.
 
         Raises:
-            ConfigError: the checkpoint was written with another layout or ZeRO stage, or holds weights only.
+            SaveFailed: it could not be written; on all ranks.
         """
-        self._check_facts(path)
-        self.engine.load_state(path, _ENGINE_TAG)
-        schedule = torch.load(path / _SCHEDULE_FILE, weights_only=True)
-        restore_random_state(torch.load(path / self._random_file(), weights_only=True))
-        return dict(schedule)
+        once = list(shared) if self.sharing.commits else []
+        if write_weights is not None:
+            path = self._write(step, once, {"only_model": True}, write_weights)
+        else:
+            engine = self.engine_contents()
+            mine = [*once, *own, Held.of(_random_file(distributed.rank()), random_state())]
+            if engine is not None:
+                path = self._write(step, chain(mine, engine), {})
+            else:
+                path = self._write(step, mine, {"engine": DEEPSPEED}, self._write_by_deepspeed)
+        self.retire()
+        return path
 
-    def _check_facts(self, path: Path) -> None:
-        written, present = read_json(path / _FACTS_FILE), self._facts()
-        if written.get(_ONLY_MODEL):
-            raise ConfigError(
-                f"{path} holds weights only (save_only_model=True when it was written): there is nothing to resume "
-                "from. Load the model from it and start anew."
-            )
-        differing = [
-            f"{name}={written.get(name)!r} there, {value!r} here"
-            for name, value in present.items()
-            if written.get(name) != value
-        ]
-        if differing:
-            raise ConfigError(
-                f"{path} was written by another kind of run: {'; '.join(differing)}. Resume with the same number of "
-                "ranks, ZeRO stage and precision, or start anew from its weights."
-            )
+    def contents(self, shared: Sequence[Content], own: Sequence[Content] = ()) -> Iterator[Content]:
+        """All files of this rank, as :meth:`save` writes them. Random state and counters are those of now.
 
-    def _random_file(self) -> str:
-        return f"random_state_rank{distributed.rank()}.pt"
+        Raises:
+            UnknownState: only DeepSpeed knows how to write its state.
+        """
+        yield from shared if self.sharing.commits else ()
+        yield from own
+        yield Held.of(_random_file(distributed.rank()), random_state())
+        yield from engine_contents(self.engine, self.sharing.commits)
 
-    def _facts(self) -> dict[str, Any]:
-        layout = self.engine.layout
+    def writer(self, step: int) -> Callable[[Iterable[Content], Gather], Path]:
+        """What writes the :meth:`contents` of ``step``, in any thread; ranks hear from each other by ``Gather``.
+
+        It raises SaveFailed, on all ranks.
+        """
+        facts = self.facts()
+
+        def write(files: Iterable[Content], gather: Gather) -> Path:
+            path = CheckpointSave(self.directory, self.sharing, step, facts, gather).run(files)
+            self.retire()
+            return path
+
+        return write
+
+    def engine_contents(self) -> Iterator[Content] | None:
+        """This rank's part of the engine's state; None where only DeepSpeed knows how to write it."""
+        contents = engine_contents(self.engine, self.sharing.commits)
+        try:
+            first = next(contents)
+        except UnknownState as error:
+            if self.sharing.rank == 0:
+                logger.warning("This checkpoint can be resumed from in the same layout only: %s.", error)
+            return None
+        return chain([first], contents)
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the run."""
         return {
-            "world_size": layout.world_size,
-            "dp": layout.dp,
-            "tp": layout.tp,
-            "cp": layout.cp,
-            "sp": layout.sp,
+            "layout": _sizes(self.engine),
             "zero_stage": self.engine.stage,
             "precision": self.engine.precision,
+            "arguments": self.arguments,
         }
+
+    def retire(self) -> None:
+        """Remove the checkpoints that are too many."""
+        if self.sharing.commits:
+            self.retention.apply(self.directory)
+
+    def _write(
+        self, step: int, contents: Any, facts: dict[str, Any], by_others: Callable[[Path], None] | None = None
+    ) -> Path:
+        known = {**self.facts(), **facts}
+        save = CheckpointSave(self.directory, self.sharing, step, known, distributed.gather_objects)
+        return save.run(contents, by_others)
+
+    def _write_by_deepspeed(self, partial: Path) -> None:
+        self.engine.save_state(partial, _ENGINE_FOLDER)
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def load(self, path: Path, keep: Collection[str] = (), states: bool = True) -> dict[str, Any]:
+        """Put back weights, optimizer and random state from ``path``; returns the state of the schedule. Collective.
+
+        ``path`` is a checkpoint that was verified, so that its pickles are trusted: its manifest is ours and intact.
+
+        Args:
+            path: of the checkpoint.
+            keep: settings of the optimizer that stay as they are now, ``"schedule"`` for that of DeepSpeed.
+            states: False leaves out the states of the optimizer: for another optimizer.
+
+        Raises:
+            ConfigError: it holds weights only, or something that can be read in its own layout only.
+        """
+        manifest = self._load_engine(path, keep, states)
+        schedule = load_pickle(path / SCHEDULE_FILE, trusted=True)
+        written = ParallelLayout(*(manifest.layout[name] for name in ("world_size", "tp", "cp", "sp")))
+        name = _random_file(rank_with_random_state(written, self.engine.layout, distributed.rank()))
+        if name in manifest.files:  # with save_on_each_node each machine has those of its own ranks
+            restore_random_state(load_pickle(path / name, trusted=True))
+        return dict(schedule)
+
+    def is_same_layout(self, manifest: Manifest) -> bool:
+        """Whether as many ranks wrote a checkpoint in the same layout, ZeRO stage and precision."""
+        return manifest.same_layout(_sizes(self.engine), self.engine.stage, self.engine.precision)
 
     def load_best(self, path: Path) -> None:
         """Put back the weights of ``path``, with their optimizer state, when training has ended. Collective.
 
         Raises:
+            BrokenCheckpoint: it is damaged.
             ConfigError: as :meth:`load`.
         """
-        self._check_facts(path)
+        verified(path, self.sharing, distributed.gather_objects)
         logger.info("Loading the best model from %s.", path)
-        self.engine.load_state(path, _ENGINE_TAG)
+        self._load_engine(path)
+
+    def _load_engine(self, path: Path, keep: Collection[str] = (), states: bool = True) -> Manifest:
+        manifest = Manifest.read(path)
+        _check_resumable(path, manifest)
+        same = self.is_same_layout(manifest)
+        if manifest.engine == PIECES:
+            read_engine_files(self.engine, path, same, keep, manifest.files, True, states)
+        elif same:
+            self.engine.load_state(path, _ENGINE_FOLDER)
+        else:
+            raise ConfigError(
+                f"{path} was written by DeepSpeed's own optimizer in the layout {dict(manifest.layout)}, ZeRO stage "
+                f"{manifest.zero_stage}, {manifest.precision}, and can be resumed from in no other; here it is "
+                f"{_sizes(self.engine)}, ZeRO stage {self.engine.stage}, {self.engine.precision}."
+            )
+        return manifest
 
     def finish(self) -> None:
         """Training has ended: with ``keep=1`` only the best checkpoint stays, not the newest beside it. Collective."""
-        if self.keep == 1 and self.best is not None and self.best.is_dir() and distributed.rank() == 0:
-            for path in list_checkpoints(self.output_dir):
-                if path.resolve() != self.best.resolve():
-                    logger.info("Removing %s: save_total_limit=1, and %s is the best.", path, self.best.name)
-                    shutil.rmtree(path)
+        best = self.retention.best
+        if self.retention.keep == 1 and best is not None and best.is_dir() and self.sharing.commits:
+            others = [p for p in list_checkpoints(self.directory.path) if p.resolve() != best.resolve()]
+            if others:
+                self.directory.point_at(best)
+            for path in others:
+                logger.info("Removing %s: save_total_limit=1, and %s is the best.", path, best.name)
+                self.directory.remove(path)
         distributed.barrier()
 
-    def _remove_oldest(self) -> None:
-        if self.keep is None:
-            return
-        found = list_checkpoints(self.output_dir)
-        staying = {found[-1].resolve(), *([self.best.resolve()] if self.best is not None else [])}
-        too_many = len(found) - max(self.keep, len(staying))
-        for path in [path for path in found if path.resolve() not in staying][: max(0, too_many)]:
-            logger.info("Removing %s: save_total_limit=%d.", path, self.keep)
-            shutil.rmtree(path)
+
+def choose_checkpoint(asked: Path | None, output_dir: Path, sharing: Sharing) -> Checkpoint:
+    """The checkpoint to resume from, after all ranks have read it: ``asked``, or the newest whole one. Collective.
+
+    Raises:
+        BrokenCheckpoint: it is damaged, or none is whole.
+        ConfigError: it holds weights only.
+    """
+    if asked is not None:
+        found = verified(asked, sharing, distributed.gather_objects)
+    else:
+        found = newest_valid(CheckpointDirectory(output_dir), sharing, distributed.gather_objects)
+    _check_resumable(*found)
+    return found
+
+
+def _check_resumable(path: Path, manifest: Manifest) -> None:
+    if manifest.only_model:
+        raise ConfigError(
+            f"{path} holds weights only (save_only_model=True when it was written): there is nothing to resume from. "
+            f"Begin a new run from them with start_from_weights={str(path)!r}."
+        )
+
+
+def _sizes(engine: TrainingEngine) -> dict[str, int]:
+    layout = engine.layout
+    return {
+        "world_size": layout.world_size,
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "sp": layout.sp,
+    }
+
+
+def _random_file(rank: int) -> str:
+    return f"random_state_rank{rank}.pt"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ds_trainer.data.columns import has_columns
-from ds_trainer.data.sampler import ShareSampler, epoch_order
+from ds_trainer.data.sampler import Share, ShareSampler, epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils.errors import ConfigError
 
@@ -67,19 +67,20 @@ class RoughlySorted:
         self.step_size = step_size
         self.seed = seed
 
-    def __call__(self, epoch: int) -> torch.Tensor:
-        """The order of ``epoch``: int64 ``[samples]``."""
+    def __call__(self, epoch: int, step_size: int | None = None) -> torch.Tensor:
+        """The order of ``epoch`` for global batches of ``step_size``: int64 ``[samples]``."""
+        step_size = step_size or self.step_size
         shuffled = epoch_order(len(self.lengths), self.seed, epoch, shuffle=True)
-        chunks = shuffled.split(self.step_size * _GLOBAL_BATCHES_SORTED_TOGETHER)
+        chunks = shuffled.split(step_size * _GLOBAL_BATCHES_SORTED_TOGETHER)
         order = torch.cat([chunk[self.lengths[chunk].argsort(descending=True, stable=True)] for chunk in chunks])
         longest = int(self.lengths[order].argmax())
-        first = longest - longest % self.step_size
-        whole = len(order) - len(order) % self.step_size
+        first = longest - longest % step_size
+        whole = len(order) - len(order) % step_size
         if first == whole and whole:  # in the ragged batch, which stays where it is: its longest sample moves
             order[[0, longest]] = order[[longest, 0]]
             first = 0
-        batches = list(order[:whole].split(self.step_size)) if whole else []
-        leading = batches.pop(first // self.step_size) if batches else order[:0]
+        batches = list(order[:whole].split(step_size)) if whole else []
+        leading = batches.pop(first // step_size) if batches else order[:0]
         places = torch.randperm(len(batches), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
         return torch.cat([leading, *(batches[place] for place in places), order[whole:]])
 
@@ -99,15 +100,17 @@ class GroupedByLength:
 
     def __init__(self, lengths: Sequence[int], step_size: int, seed: int) -> None:
         self.lengths = torch.as_tensor(lengths)
+        self.step_size = step_size
         self.seed = seed
-        batches = max(1, min(len(lengths) // (step_size * 4), _GLOBAL_BATCHES_SORTED_TOGETHER))
-        self._chunk = batches * step_size
 
-    def __call__(self, epoch: int) -> torch.Tensor:
-        """The order of ``epoch``: int64 ``[samples]``."""
+    def __call__(self, epoch: int, step_size: int | None = None) -> torch.Tensor:
+        """The order of ``epoch`` for global batches of ``step_size``: int64 ``[samples]``."""
+        step_size = step_size or self.step_size
+        batches = max(1, min(len(self.lengths) // (step_size * 4), _GLOBAL_BATCHES_SORTED_TOGETHER))
         shuffled = epoch_order(len(self.lengths), self.seed, epoch, shuffle=True)
         chunks = [
-            chunk[self.lengths[chunk].argsort(descending=True, stable=True)] for chunk in shuffled.split(self._chunk)
+            chunk[self.lengths[chunk].argsort(descending=True, stable=True)]
+            for chunk in shuffled.split(batches * step_size)
         ]
         longest = max(range(len(chunks)), key=lambda index: int(self.lengths[chunks[index][0]]))
         first = chunks[0][0].clone()
@@ -132,7 +135,7 @@ class SortedShareSampler(ShareSampler):
 
     def __init__(self, plan: BatchPlan, lengths: Sequence[int], dp_rank: int) -> None:
         order = torch.as_tensor(lengths).argsort(descending=True, stable=True)
-        super().__init__(plan, len(lengths), dp_rank, shuffle=False, order=lambda epoch: order)
+        super().__init__(plan, len(lengths), dp_rank, shuffle=False, order=lambda epoch, step_size: order)
         self.positions: np.ndarray = order.numpy()
 
 
@@ -196,16 +199,17 @@ class BalancedShareSampler(ShareSampler):
         return not self._own(round_index)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for index in range(self.first_round, len(self)):
-            yield self._own(index) or self._step(self.epoch, index // self.plan.accumulation)[0][:1]
+        for index in range(self.plan.rounds(self.rest)):
+            own = self._own(index) or self._step(self.epoch, self.first_sample, index // self.plan.accumulation)[0][:1]
+            yield Share(own, self.seed_of_round(index))
 
     def _own(self, round_index: int) -> list[int]:
         step, slot = divmod(round_index, self.plan.accumulation)
-        return self._step(self.epoch, step)[slot * self.plan.layout.dp + self.dp_rank]
+        return self._step(self.epoch, self.first_sample, step)[slot * self.plan.layout.dp + self.dp_rank]
 
-    def _dealt(self, epoch: int, step: int) -> list[list[int]]:
-        start = step * self.plan.step_size
-        end = min(start + self.plan.step_size, self.plan.samples_used(self.samples))
+    def _dealt(self, epoch: int, first_sample: int, step: int) -> list[list[int]]:
+        start = first_sample + step * self.plan.step_size
+        end = min(start + self.plan.step_size, first_sample + self.plan.samples_used(self.samples - first_sample))
         samples = self._order(epoch)[start:end].tolist()
         rounds = math.ceil(len(samples) / self.plan.round_size)
         groups = balanced_groups([self.lengths[sample] for sample in samples], rounds * self.plan.layout.dp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_trainer.data.lengths import SortedShareSampler
 from ds_trainer.data.replica import replica_batches, replica_groups
-from ds_trainer.data.sampler import ShareSampler
+from ds_trainer.data.sampler import Share, ShareSampler
 
 
 class FillerBatch(dict[str, Any]):
@@ -54,7 +55,7 @@ class PlannedLoader(DataLoader[Any]):
         self._worker_seeds = torch.Generator()
         self._share = sampler
         super().__init__(
-            dataset,
+            SeededReading(dataset) if num_workers else dataset,
             batch_sampler=sampler,
             collate_fn=collate,
             num_workers=num_workers,
@@ -75,10 +76,21 @@ class PlannedLoader(DataLoader[Any]):
         size = self._share.plan.round_size
         return self._share.positions[round_index * size : (round_index + 1) * size]
 
-    def start(self, epoch: int, first_round: int = 0) -> None:
-        """Choose what the next iteration gives: the order of ``epoch``, from round ``first_round`` on."""
+    def rounds_from(self, first_sample: int) -> int:
+        """Rounds of an epoch from its sample ``first_sample`` on."""
+        return self._share.plan.rounds(max(0, self.samples - first_sample))
+
+    def start(self, epoch: int, first_sample: int = 0, ordered_for: int | None = None) -> None:
+        """Choose what the next iteration gives: the order of ``epoch``, from sample ``first_sample`` on.
+
+        Args:
+            epoch: counted from 0.
+            first_sample: place in the order of that epoch; the rounds are cut from there on.
+            ordered_for: the global batch that the order is made for; default: the plan's.
+        """
         self._share.epoch = epoch
-        self._share.first_round = first_round
+        self._share.first_sample = first_sample
+        self._share.ordered_for = ordered_for
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -89,8 +101,37 @@ class PlannedLoader(DataLoader[Any]):
 
     def _read(self) -> Iterator[Any]:
         self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
-        first_round = self._share.first_round
-        for index, batch in enumerate(super().__iter__(), start=first_round):
+        for index, batch in enumerate(super().__iter__()):
             given = FillerBatch(batch) if isinstance(batch, Mapping) and self._share.is_filler(index) else batch
             with self.during(given):
                 yield given
+
+
+class SeededReading(Dataset[Any]):
+    """A dataset for loading processes: what it draws follows from the micro-batch, not from what they read before.
+
+    So a run that goes on in the middle of an epoch, with any number of loading processes, reads the same. In the
+    training process the random state itself is in the checkpoint.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, share: list[int]) -> list[Any]:
+        if isinstance(share, Share):
+            random.seed(share.seed)
+            np.random.seed(share.seed)
+            torch.manual_seed(share.seed)
+        together = getattr(self.dataset, "__getitems__", None)
+        return list(together(list(share))) if callable(together) else [self.dataset[index] for index in share]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet, in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)

@@ -7,7 +7,6 @@ multiply slices of different batches, and nothing would fail. DeepSpeed looks at
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from ds_trainer.data.sending import receive, send
+from ds_trainer.data.skipping import as_if_at, skip
 from ds_trainer.utils import distributed
 from ds_trainer.utils.failures import PeerFailure
 
@@ -80,10 +80,34 @@ def replica_batches(
     return _read_along(source, received) if read_along else received
 
 
-def batches_of(loader: Any, layout: ParallelLayout, first_round: int = 0) -> Iterator[Any]:
-    """The batches of a loader that is not ours, from ``first_round`` on; each replica has those of its first rank."""
+def batches_of(
+    loader: Any,
+    layout: ParallelLayout,
+    first_round: int = 0,
+    begun_with: dict[str, Any] | None = None,
+    show: bool = False,
+) -> Iterator[Any]:
+    """The batches of a loader that is not ours; each replica has those of its first rank.
+
+    Args:
+        loader: any iterable.
+        layout: says who is a replica.
+        first_round: batches that are read and left out.
+        begun_with: state of the generators when the epoch was begun, for an epoch that is gone on with.
+        show: whether this process shows how far the reading is.
+    """
+
+    def read() -> Iterator[Any]:
+        if begun_with is None and first_round == 0:
+            batches = iter(loader)
+        else:
+            with as_if_at(begun_with):
+                batches = iter(loader)
+                skip(batches, first_round, "batches", show)
+        yield from batches
+
     return replica_batches(
-        lambda: itertools.islice(iter(loader), first_round, None),
+        read,
         replica_groups(layout),
         pin_memory=bool(getattr(loader, "pin_memory", False)),
         read_along=bool(getattr(loader, "_is_accelerate_prepared", False)),  # its ranks exchange random states

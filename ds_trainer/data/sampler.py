@@ -37,7 +37,13 @@ class ShareSampler(Sampler[list[int]]):
         dp_rank: the replica.
         seed: seed of the order.
         shuffle: False keeps the dataset's order (evaluation).
-        order: the order of an epoch, int64 ``[samples]``; default: :func:`epoch_order`.
+        order: the order of an epoch, int64 ``[samples]``, given its number and the global batch that it is to be made
+            for (None: the one it knows); default: :func:`epoch_order`.
+
+    Attributes:
+        epoch: whose order is given.
+        first_sample: of that order; the rounds of the iteration are counted from there.
+        ordered_for: the global batch that the order is made for; None: this plan's.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class ShareSampler(Sampler[list[int]]):
         dp_rank: int,
         seed: int = 0,
         shuffle: bool = True,
-        order: Callable[[int], torch.Tensor] | None = None,
+        order: Callable[[int, int | None], torch.Tensor] | None = None,
     ) -> None:
         self.plan = plan
         self.samples = samples
@@ -56,22 +62,45 @@ class ShareSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.order = order
         self.epoch = 0
-        self.first_round = 0
+        self.first_sample = 0
+        self.ordered_for: int | None = None
 
     def __len__(self) -> int:
         return self.plan.rounds(self.samples)
 
+    @property
+    def rest(self) -> int:
+        """Samples from the first one on."""
+        return max(0, self.samples - self.first_sample)
+
+    def seed_of_round(self, round_index: int) -> int:
+        """For what the data draws in a round: it follows from seed, epoch, replica and place in the epoch alone."""
+        place = self.first_sample + round_index * self.plan.round_size
+        return hash((self.seed, self.epoch, place, self.dp_rank)) % 2**32  # of whole numbers: the same in every process
+
     def is_filler(self, round_index: int) -> bool:
         """Whether this replica has no sample of its own in the round."""
-        return not self.plan.share(round_index, self.dp_rank, self.samples)
+        return not self.plan.share(round_index, self.dp_rank, self.rest)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.order is None:
             order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
         else:
-            order = self.order(self.epoch)
-        for index in range(self.first_round, len(self)):
-            share = self.plan.share(index, self.dp_rank, self.samples)
+            order = self.order(self.epoch, self.ordered_for)
+        order = order[self.first_sample :]
+        for index in range(self.plan.rounds(self.rest)):
+            share = self.plan.share(index, self.dp_rank, self.rest)
             first = index * self.plan.round_size
             positions = share or range(first, first + 1)
-            yield order[positions.start : positions.stop].tolist()
+            yield Share(order[positions.start : positions.stop].tolist(), self.seed_of_round(index))
+
+
+class Share(list[int]):
+    """Positions of a micro-batch, with the seed of what reading it may draw (for loading processes)."""
+
+    def __init__(self, positions: list[int], seed: int) -> None:
+        super().__init__(positions)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[type[Share], tuple[list[int], int]]:
+        return Share, (list(self), self.seed)

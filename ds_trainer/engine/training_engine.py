@@ -8,6 +8,7 @@ every loss is multiplied by the number of ranks that are averaged over, and by n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ class TrainingEngine:
         whole_logits: somebody besides the model's own loss reads the logits of a training step; under tensor
             parallelism they are gathered then (:mod:`ds_trainer.engine.tensor.head`).
 
+    Attributes:
+        before_step: called once before the next :meth:`step`: who copies masters and optimizer states has it wait.
+
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
     Raises:
@@ -89,6 +93,7 @@ class TrainingEngine:
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
         check_beliefs(self.deepspeed, self.groups, *sizes)
         by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")
+        self.before_step: Callable[[], None] | None = None
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
             self.deepspeed.compile(**(compile_options or {}))  # DeepSpeed's configuration alone compiles nothing
@@ -128,6 +133,9 @@ class TrainingEngine:
         Raises:
             ConfigError: in the first step, where tensor-parallel ranks disagree about what they all hold.
         """
+        if self.before_step is not None:
+            self.before_step()
+            self.before_step = None
         if self._agreement is not None and self._agreement.check(self.deepspeed.device):
             self._agreement = None
         if self._own_norm and self._clipping == 0.0:

@@ -25,6 +25,13 @@ def full_numel(parameter: torch.Tensor) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole tensor, also where only a shard is here."""
+    if is_sliced(parameter):
+        return whole_shape(parameter)
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 @contextmanager
 def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Whole tensors of ``parameters`` inside the context, to be read; nothing to do where they are not sharded.
@@ -86,6 +93,22 @@ def plan_shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> list[list[s
         shards[-1].append(name)
         room -= size
     return shards
+
+
+def whole_tensors(
+    tensors: dict[str, torch.Tensor], names: list[str], max_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each of ``names`` with its whole tensor, which is valid until the next one is asked for. Collective.
+
+    Args:
+        tensors: what :func:`saved_tensors` gave.
+        names: which of them, in this order; the same on all ranks.
+        max_bytes: how much is gathered at a time (a larger tensor alone).
+    """
+    for group in plan_shards({name: tensors[name] for name in names}, max_bytes):
+        with gathered([t for name in group if isinstance(t := tensors[name], nn.Parameter)]), torch.no_grad():
+            for name in group:
+                yield name, tensors[name].detach()
 
 
 def host_copies(

@@ -116,8 +116,7 @@ def build_library_optimizer(
     optimizer = construct(cls, groups, arguments, f"optim={args.optim} with optim_args={args.optim_args}")
     if library.package == "bitsandbytes" and library.fixed["optim_bits"] == 8:
         _keep_embeddings_in_32_bits(model)
-    if library.package == "grokadamw":
-        _keep_state_where_torch_saves_it(optimizer)
+    keep_state_where_it_is_saved(optimizer)
     return optimizer
 
 
@@ -137,8 +136,16 @@ def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
             manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
-def _keep_state_where_torch_saves_it(optimizer: torch.optim.Optimizer) -> None:
-    """GrokAdamW keeps its moments in the groups, by tensor, where a checkpoint would lose them."""
+def keep_state_where_it_is_saved(optimizer: torch.optim.Optimizer | None) -> None:
+    """GrokAdamW keeps its moments in the groups, by tensor, where a checkpoint would lose them; others are left alone.
+
+    Harmless when it is called twice.
+    """
+    if not any(cls.__module__.partition(".")[0] == "grokadamw" for cls in type(optimizer).__mro__):
+        return
+    assert optimizer is not None
+    if any(group.get("state") is optimizer.state for group in optimizer.param_groups):
+        return
 
     def share(one: torch.optim.Optimizer) -> None:
         for group in one.param_groups:

@@ -91,8 +91,7 @@ class Sampling:
                 type(dataset).__name__,
             )
             return
-        names = getattr(processing_class, "model_input_names", None)
-        self._lengths = sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids", asked_by)
+        self._lengths = _lengths(args, dataset, processing_class, asked_by)
 
     def sampler(self, plan: BatchPlan, samples: int, dp_rank: int) -> ShareSampler:
         """The share of replica ``dp_rank``."""
@@ -105,6 +104,11 @@ class Sampling:
         return ShareSampler(plan, samples, dp_rank, self.seed, self.strategy != SamplingStrategy.SEQUENTIAL, order)
 
 
+def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any, asked_by: str) -> list[int]:
+    names = getattr(processing_class, "model_input_names", None)
+    return sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids", asked_by)
+
+
 def lengths_for_evaluation(args: TrainingArguments, dataset: Any, processing_class: Any = None) -> list[int] | None:
     """Lengths of samples that may be evaluated in their order; None where that is not asked for, or not possible.
 
@@ -114,9 +118,8 @@ def lengths_for_evaluation(args: TrainingArguments, dataset: Any, processing_cla
     asked = args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH
     if not asked or is_stream(dataset) or args.eval_use_gather_object or not args.eval_do_concat_batches:
         return None
-    names = getattr(processing_class, "model_input_names", None)
     try:
-        return sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids")
+        return _lengths(args, dataset, processing_class, "train_sampling_strategy")
     except ConfigError as error:
         logger.warning("Evaluation goes through the data in its own order: %s", error)
         return None

@@ -15,7 +15,7 @@ from ds_trainer.arguments.completion import evaluation_metric
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import TrainerState
-from ds_trainer.checkpoint.manager import list_checkpoints
+from ds_trainer.checkpoint.protocol.directory import list_checkpoints
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.training.signatures import is_from
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ def check_construction(
 
 def keras_problems(model: Any) -> list[str]:
     """A Keras model trains silently as in inference, unless somebody tells it the mode."""
-    if not any(base.__module__.startswith("keras.") for base in type(model).__mro__):
+    if not is_from(model, "keras"):
         return []
     name = type(model).__name__
     return [f"{name} is a Keras model, which ignores train() and eval(): pass ds_trainer.KerasModule(model)."]

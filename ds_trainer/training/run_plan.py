@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.data.position import DataPosition
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -21,6 +22,8 @@ class RunPlan:
         accumulation: micro-batches of each replica in a full step.
         max_steps: optimizer steps of the whole run.
         epochs: epochs that are begun; where the length is not known: as many as it takes.
+        planned_steps: ``max_steps`` of a run with these sizes from its beginning; another one where a run that goes on
+            has been through some of its epochs with another global batch.
     """
 
     rounds_per_epoch: int | None
@@ -28,6 +31,11 @@ class RunPlan:
     accumulation: int
     max_steps: int
     epochs: int
+    planned_steps: int = -1
+
+    def __post_init__(self) -> None:
+        if self.planned_steps < 0:
+            object.__setattr__(self, "planned_steps", self.max_steps)
 
     @classmethod
     def of(cls, args: TrainingArguments, rounds_per_epoch: int | None) -> RunPlan:
@@ -54,28 +62,50 @@ class RunPlan:
         epochs, steps_per_epoch, _, _, _, rounds_per_epoch, max_steps = values
         return cls(rounds_per_epoch, steps_per_epoch, accumulation, max_steps, epochs)
 
-    def rounds_of_step(self, step: int) -> int:
-        """Micro-batches of each replica in step ``step`` of an epoch, counted from 0."""
+    def rounds_after(self, rounds: int) -> int:
+        """Micro-batches of each replica in the step that follows ``rounds`` micro-batches of an epoch."""
         if self.rounds_per_epoch is None:
             return self.accumulation
-        return max(0, min(self.accumulation, self.rounds_per_epoch - step * self.accumulation))
+        return max(0, min(self.accumulation, self.rounds_per_epoch - rounds))
 
-    def epoch_after(self, epoch: int, step: int) -> float:
-        """Epochs done when step ``step`` (from 0) of epoch ``epoch`` is finished."""
+    def epoch_after(self, epoch: int, steps: int, rounds: int) -> float:
+        """Epochs done after ``steps`` steps, which were ``rounds`` micro-batches, of epoch ``epoch``."""
         if self.rounds_per_epoch is None:
-            return epoch + (step + 1) / self.steps_per_epoch
-        return epoch + min(1.0, (step + 1) * self.accumulation / self.rounds_per_epoch)
+            return epoch + steps / self.steps_per_epoch
+        return epoch + min(1.0, rounds / self.rounds_per_epoch)
 
-    def position(self, global_step: int, epoch: float) -> tuple[int, int]:
-        """Epoch and step in it (from 0) where a run goes on after ``global_step`` steps, at ``epoch``."""
-        if self.rounds_per_epoch is not None:
-            return divmod(global_step, self.steps_per_epoch)
-        begun = max(0, math.ceil(epoch) - 1)
-        return begun, round((epoch - begun) * self.steps_per_epoch)
+    def with_another_batch(self, args: TrainingArguments, epoch: int, rounds: int, global_step: int) -> RunPlan:
+        """The plan of a run that has done ``global_step`` steps with another global batch.
 
-    def same_position(self, epoch: float, max_steps: int) -> float:
-        """``epoch`` of a run of ``max_steps`` as this plan writes the same place in the data."""
+        Args:
+            args: the arguments: ``max_steps`` counts all steps, ``num_train_epochs`` all passes over the data.
+            epoch: the epoch that is gone on with.
+            rounds: micro-batches of it that need not be done any more.
+            global_step: steps done.
+        """
+        if self.rounds_per_epoch is None:
+            return self
+        left = math.ceil(max(0, self.rounds_per_epoch - rounds) / self.accumulation)
+        if args.max_steps > 0:
+            max_steps = self.max_steps
+        elif args.num_train_epochs >= epoch + 1:
+            max_steps = global_step + left + math.ceil((args.num_train_epochs - epoch - 1) * self.steps_per_epoch)
+        else:
+            done = self.steps_per_epoch - left
+            last = math.ceil((args.num_train_epochs - epoch) * self.steps_per_epoch)
+            max_steps = global_step + max(0, last - done)
+        epochs = epoch + 1 + math.ceil(max(0, max_steps - global_step - left) / self.steps_per_epoch)
+        return replace(self, max_steps=max_steps, epochs=epochs)
+
+    def position(self, global_step: int, epoch: float) -> DataPosition:
+        """Where a run stands that has done ``global_step`` steps, at ``epoch``, and has not said more.
+
+        Of data without length, only steps and the number of the epoch are known; ``epoch`` must be a fraction of a run
+        of this length.
+        """
         if self.rounds_per_epoch is not None:
-            return epoch
-        begun = max(0, math.ceil(epoch) - 1)
-        return begun + round((epoch - begun) * max_steps) / self.steps_per_epoch
+            begun, steps = divmod(global_step, self.steps_per_epoch)
+        else:
+            begun = max(0, math.ceil(epoch) - 1)
+            steps = round((epoch - begun) * self.steps_per_epoch)
+        return DataPosition(begun, steps=steps, rounds=steps * self.accumulation)

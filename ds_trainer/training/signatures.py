@@ -10,6 +10,11 @@ from weakref import WeakKeyDictionary
 _seen: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
 
 
+def is_from(value: Any, *packages: str) -> bool:
+    """Whether the class of ``value``, or one that it is derived from, comes from one of these packages."""
+    return any(base.__module__.split(".")[0] in packages for base in type(value).__mro__)
+
+
 def is_overridden(instance: object, base: type, name: str) -> bool:
     """Whether ``instance`` has another method ``name`` than the one that ``base`` defines."""
     return getattr(type(instance), name) is not getattr(base, name)

@@ -11,15 +11,12 @@ from torch.utils.data import IterableDataset
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.training.batches import check_run_length
+from ds_trainer.training.signatures import is_from
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils.errors import ConfigError
 
 _SEED = "seed_generator_state"
 _SAME_ELEMENTS = ("_PrefetchDataset", "_RepeatDataset", "_ShuffleDataset", "_TakeDataset", "_OptionsDataset")
-
-
-def _is_from(value: Any, *packages: str) -> bool:
-    return any(base.__module__.split(".")[0] in packages for base in type(value).__mro__)
 
 
 class KerasModule(torch.nn.Module):
@@ -35,7 +32,7 @@ class KerasModule(torch.nn.Module):
     accepts_loss_kwargs = False  # the compiled loss is the mean over the micro-batch
 
     def __init__(self, model: Any) -> None:
-        if not _is_from(model, "torch"):
+        if not is_from(model, "torch"):
             raise ConfigError(
                 f"{type(model).__name__} is of another backend than torch. Set KERAS_BACKEND=torch in the environment, "
                 "before the first `import keras`, build it anew and load its weights; or load them into a torch class "
@@ -155,7 +152,7 @@ class TFTrainer(Trainer):
         if workers := args.dataloader_num_workers:
             raise ConfigError(f"dataloader_num_workers={workers}, but TensorFlow must not be forked. Set it to 0.")
         check_run_length(more.get("train_dataset"), args)  # the Trainer skips it for who has a loader of his own
-        model = KerasModule(model) if _is_from(model, "keras", "tf_keras", "tensorflow") else model
+        model = KerasModule(model) if is_from(model, "keras", "tf_keras", "tensorflow") else model
         super().__init__(model, args, **more)
 
     def get_train_tfdataset(self) -> Any:
@@ -175,7 +172,7 @@ class TFTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         given = self.train_dataset
         try:
-            if _is_from(given, "tensorflow"):
+            if is_from(given, "tensorflow"):
                 self.train_dataset = TensorStream(self.get_train_tfdataset(), endless=True)
             return super().get_train_dataloader()
         finally:
@@ -183,11 +180,11 @@ class TFTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         data = self.get_eval_tfdataset(eval_dataset)
-        return super().get_eval_dataloader(TensorStream(data) if _is_from(data, "tensorflow") else eval_dataset)
+        return super().get_eval_dataloader(TensorStream(data) if is_from(data, "tensorflow") else eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         data = self.get_test_tfdataset(test_dataset)
-        return super().get_test_dataloader(TensorStream(data) if _is_from(data, "tensorflow") else data)
+        return super().get_test_dataloader(TensorStream(data) if is_from(data, "tensorflow") else data)
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and logits of one batch of arrays, with dropout and a graph if ``training``. Collective under ZeRO-3."""

@@ -12,7 +12,6 @@ Nothing on the per-micro-batch path waits for the device, logs, or walks modules
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -21,16 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ds_trainer.arguments.enums import SaveStrategy, TokenCount
-from ds_trainer.data.loader import PlannedLoader
-from ds_trainer.data.lockstep import Lockstep
-from ds_trainer.data.replica import batches_of
-from ds_trainer.data.stream import StreamLoader
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
 from ds_trainer.optim.stepping import rate_of, step_on_metric, steps_on_metric
 from ds_trainer.optim.swapping import weights_of_training
-from ds_trainer.training.batches import tell_epoch
 from ds_trainer.training.best_model import judge
+from ds_trainer.training.data_place import DataPlace
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.window_losses import WindowLosses
@@ -76,14 +71,14 @@ class TrainLoop:
     Args:
         trainer: whose hooks, engine and callbacks are used.
         plan: the length of the run.
-        loader: micro-batches of this replica.
+        place: where the run begins in its data.
         ignore_keys: outputs that evaluations leave out.
     """
 
-    def __init__(self, trainer: Trainer, plan: RunPlan, loader: Any, ignore_keys: list[str] | None = None) -> None:
+    def __init__(self, trainer: Trainer, plan: RunPlan, place: DataPlace, ignore_keys: list[str] | None = None) -> None:
         self.trainer = trainer
         self.plan = plan
-        self.loader = loader
+        self.place = place
         self.ignore_keys = ignore_keys
         self.meter = ThroughputMeter()
         self.work = trainer.begin_work(self.meter)
@@ -95,26 +90,26 @@ class TrainLoop:
         self._first_step = trainer.state.global_step
         self._learning_rate: Any = math.nan  # of the last step
         self._schedule_follows_metric = steps_on_metric(trainer.lr_scheduler)
-        self._first_place = (0, 0)
 
     def run(self) -> TrainOutput:
         """Train until the plan is done or a callback stops it."""
         trainer, state, args = self.trainer, self.trainer.state, self.trainer.args
         handler = trainer.callback_handler
-        first_epoch, first_step = self._first_place = self.plan.position(state.global_step, state.epoch)
         with self.meter.paused():  # a tracker may take its time to open a run
             trainer.control = handler.on_train_begin(args, state, trainer.control)
         if args.eval_on_start:
             self._evaluate()
-        for epoch in range(first_epoch, self.plan.epochs):
-            if self._is_done():
+        while self.place.epoch < self.plan.epochs:
+            if self._is_done() and not self.place.is_inside:
                 break
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
-            self._run_epoch(epoch, first_step if epoch == first_epoch else 0)
+            self._run_epoch()
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
+            self.place.next_epoch()
             self._log_evaluate_save()
             if trainer.control.should_training_stop:
                 break
+        self._settle_save(wait=True)
         self._close_window()
         output = self._output()
         trainer.keep_best()
@@ -123,45 +118,30 @@ class TrainLoop:
 
     # -- one epoch, one step --------------------------------------------------------------------------------------
 
-    def _run_epoch(self, epoch: int, first_step: int) -> None:
-        trainer, state = self.trainer, self.trainer.state
-        batches = self._iterate(epoch, first_step * self.plan.accumulation)
-        for step in itertools.count(first_step):
-            rounds = self._rounds_ahead(batches, step)
+    def _run_epoch(self) -> None:
+        trainer, state, place = self.trainer, self.trainer.state, self.place
+        batches = place.batches()
+        while not self._is_done():
+            rounds = place.rounds_ahead(batches)
             if rounds == 0:
-                if step == 0 and not self._is_done():
-                    raise ConfigError(_NOTHING_IN_IT if epoch == 0 else _READ_ONCE.format(state.global_step))
+                if place.steps == 0:
+                    raise ConfigError(_NOTHING_IN_IT if place.epoch == 0 else _READ_ONCE.format(state.global_step))
                 break
             self._run_step(batches, rounds)
             state.global_step += 1
-            state.epoch = self.plan.epoch_after(epoch, step)
+            state.epoch = place.advance(rounds)
+            if state.global_step == self._first_step + 1:
+                trainer.prepare_saves()
             trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
+            if trainer.control.should_epoch_stop:
+                place.leave()
             self._log_evaluate_save()
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
 
     def _is_done(self) -> bool:
-        """Whether a run over data of unknown length has done its steps: no number of epochs ends it."""
-        return self.plan.rounds_per_epoch is None and self.trainer.state.global_step >= self.plan.max_steps
-
-    def _rounds_ahead(self, batches: Iterator[Any], step: int) -> int:
-        """Micro-batches of the next step; 0 at the end of the epoch."""
-        if self.plan.rounds_per_epoch is not None:
-            return self.plan.rounds_of_step(step)
-        assert isinstance(batches, Lockstep)  # _iterate made it
-        return 0 if self._is_done() else batches.ahead()
-
-    def _iterate(self, epoch: int, first_round: int) -> Iterator[Any]:
-        if self.trainer.args.ignore_data_skip and epoch == self._first_place[0]:
-            first_round = 0
-        if isinstance(self.loader, (PlannedLoader, StreamLoader)):
-            self.loader.start(epoch, first_round)
-            return iter(self.loader)
-        tell_epoch(self.loader, epoch)
-        batches = batches_of(self.loader, self.trainer.layout, first_round)
-        if self.plan.rounds_per_epoch is not None:
-            return batches
-        return Lockstep(((batch, 0) for batch in batches), self.plan.accumulation)
+        """Whether the run has done its steps."""
+        return self.trainer.state.global_step >= self.plan.max_steps
 
     def _run_step(self, iterator: Iterator[Any], rounds: int) -> None:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
@@ -196,6 +176,7 @@ class TrainLoop:
 
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
+        self._settle_save()
         if trainer.callbacks_may_differ:
             _agree(trainer.control)
         # A callback may put another control in place at any of these events, so it is looked up anew.
@@ -210,8 +191,14 @@ class TrainLoop:
         if trainer.control.should_save:
             trainer.store_flos()
             with self.meter.paused():
-                trainer.save_checkpoint()
-                trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+                trainer.save_in_training()
+            trainer.control.should_save = False
+
+    def _settle_save(self, wait: bool = False) -> None:
+        """Tell of the checkpoint that was written meanwhile."""
+        if self.trainer.saves_in_flight:
+            with self.meter.paused():
+                self.trainer.settle_save(wait)
 
     def _evaluate(self) -> dict[str, float]:
         with self.meter.paused():

@@ -14,10 +14,13 @@ from ds_trainer.callbacks.integrations import reporting_callbacks
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.records import RecordsCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from ds_trainer.checkpoint.manager import find_checkpoint
+from ds_trainer.checkpoint.background.writing import ends_after
+from ds_trainer.checkpoint.manager import choose_checkpoint
+from ds_trainer.checkpoint.protocol.directory import find_checkpoint
 from ds_trainer.data.collators import collator_for
 from ds_trainer.engine.training_engine import TrainingEngine, precision_of
 from ds_trainer.monitor.memory_tracker import MemoryTracker
+from ds_trainer.optim.library_optimizers import keep_state_where_it_is_saved
 from ds_trainer.optim.swapping import check_swapping
 from ds_trainer.training.batch_size_search import find_batch_size
 from ds_trainer.training.batches import check_dataset
@@ -153,7 +156,8 @@ class Trainer(SearchHooks):
         """Train to the end of ``args``.
 
         Args:
-            resume_from_checkpoint: path of a checkpoint, or True for the newest one in ``args.output_dir``.
+            resume_from_checkpoint: path of a checkpoint, or True for the newest undamaged one in ``args.output_dir``.
+                The path may be one of DeepSpeed's, or of transformers.Trainer with DeepSpeed: it is converted first.
             trial: values of arguments for this training, by name, or an optuna trial; then the model is new, and the
                 trainer has a changed copy of its arguments until it trains without a trial again.
             ignore_keys_for_eval: keys of the model's output that are no predictions in evaluations meanwhile.
@@ -167,7 +171,7 @@ class Trainer(SearchHooks):
         self._take_trial(trial)
         if self._uncut:
             raise ConfigError(self._uncut)
-        checkpoint = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
+        asked = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
 
         if self.train_dataset is not None:
             check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
@@ -180,22 +184,27 @@ class Trainer(SearchHooks):
             self._join_ranks()
             # Whether anybody's callbacks could decide differently must not itself differ.
             self._own_callbacks = bool(distributed.agree(torch.tensor([int(self._own_callbacks)]))[0])
+            self._take_output_dir()
+            checkpoint = None
+            if resume_from_checkpoint:
+                asked = self._as_ours(asked)
+                checkpoint, _ = choose_checkpoint(asked, self._output_dir, self._sharing)
             self._begin_anew()
             if self.args.auto_find_batch_size:
                 find_batch_size(self)
             loader = self.get_train_dataloader()
-            plan = RunPlan.of_values(
-                self.set_initial_training_values(self.args, loader), self.args.gradient_accumulation_steps
-            )
+            plan = self._plan_of_run(loader, checkpoint)
             self._build(plan.max_steps)
             self.state = self._new_state(plan)
-            if checkpoint is not None:
-                self._resume(checkpoint, plan)
+            self._begin(loader)
+            self._drop_converted()
             self.callback_handler.train_dataloader = loader
             print_header(self, plan, checkpoint)
-            with prepared_for_training(self.model, self.args, self.layout):
-                output = TrainLoop(self, plan, loader, ignore_keys_for_eval).run()
+            with ends_after(self._finish_save), prepared_for_training(self.model, self.args, self.layout):
+                output = TrainLoop(self, plan, self.data_place, ignore_keys_for_eval).run()
         finally:
+            self._end_saves()
+            self._leave_output_dir()
             self.is_in_train = False
             self.stage.end()
         self.save_state()
@@ -209,6 +218,7 @@ class Trainer(SearchHooks):
         self.create_optimizer_and_scheduler(num_training_steps)
         self._check_optimizer_and_schedule()
         check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))
+        keep_state_where_it_is_saved(self.optimizer)
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
         self._group_members = members_of(optimizer)
         self._engine = TrainingEngine(

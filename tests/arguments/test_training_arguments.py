@@ -26,6 +26,12 @@ OWN = {
     "context_parallel_size",
     "sequence_parallel_size",
     "max_shard_size",
+    "save_async",
+    "save_failure",
+    "save_keep_every",
+    "allow_changed",
+    "start_from_weights",
+    "trust_checkpoint",
 }
 
 

@@ -50,7 +50,7 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
         "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
-        "There are: train, config, arguments, reference, support.\n"
+        "There are: train, config, checkpoint, arguments, reference, support.\n"
     )
 
 

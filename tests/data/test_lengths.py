@@ -92,7 +92,7 @@ def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
         samplers = [Sampling(args, rows).sampler(plan, len(rows), rank) for rank in range(world)]
         batches[world] = [list(chain(*shares)) for shares in zip(*samplers, strict=True)]
         for sampler in samplers:
-            sampler.first_round = 2
+            sampler.first_sample = 8  # two global batches
         assert [list(chain(*shares)) for shares in zip(*samplers, strict=True)] == batches[world][2:]
     assert batches[1][:5] == batches[2][:5] and sorted(batches[1][5]) == sorted(set(batches[2][5]))
     assert batches[1][:5] == [chunk.tolist() for chunk in RoughlySorted(lengths, 4, 42)(0).split(4)][:5]
@@ -144,8 +144,8 @@ def test_balanced_shares_keep_the_global_batches(
         for index, batch in enumerate(batches):
             if not sampler.is_filler(index):
                 steps.setdefault(index // accumulation, []).extend(batch)
-        sampler.first_round = 1
-        assert list(sampler) == batches[1:]
+        sampler.first_sample = plan.step_size
+        assert list(sampler) == batches[accumulation:]
     used = plan.samples_used(len(lengths))
     wanted = [sorted(order[start : min(start + plan.step_size, used)]) for start in range(0, used, plan.step_size)]
     assert [sorted(steps[step]) for step in sorted(steps)] == wanted

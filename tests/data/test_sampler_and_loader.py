@@ -52,7 +52,7 @@ def test_an_epoch_can_be_entered_at_any_round(workers: int) -> None:
     one = loader(21, 2, 1, workers=workers)
     one.start(3)
     whole = [batch["x"].tolist() for batch in one]
-    one.start(3, first_round=4)
+    one.start(3, first_sample=4 * 4)
     assert [batch["x"].tolist() for batch in one] == whole[4:]
     one.start(4)
     assert [batch["x"].tolist() for batch in one] != whole

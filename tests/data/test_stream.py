@@ -91,7 +91,7 @@ def test_loading_processes_keep_the_order(samples: int, workers: int) -> None:
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_loading_processes_started_in_any_way(start: str) -> None:
     one = loader(Plain(), 1, 0, workers=1, multiprocessing_context=start)
-    one.start(1, first_round=1)
+    one.start(1, first_sample=2)
     assert [batch["x"].tolist() for batch in one] == [[2, 3], [4]]
 
 
@@ -110,7 +110,7 @@ def test_any_round_of_any_epoch_can_be_entered(workers: int, stay: bool) -> None
     one = loader(Counting(21, shuffled=True), 2, 1, workers=workers, **options)
     one.start(3)
     whole = content(one)
-    one.start(3, first_round=4)
+    one.start(3, first_sample=4 * 4)
     assert content(one) == whole[4:]
     one.start(4)
     assert content(one) != whole

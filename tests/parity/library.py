@@ -40,6 +40,8 @@ class Library:
             disable_tqdm=True,
             use_cpu=True,
         )
+        if self.is_ours:
+            values["save_async"] = False  # events of saves then come at the steps where the reference has them
         return self.module.TrainingArguments(**{**values, **changes})
 
     def trainer(self, changes: dict[str, Any] | None = None, base: Any = None, **given: Any) -> Any:

@@ -120,8 +120,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
 
     import torch
 
+    from ds_trainer.callbacks import records
     from ds_trainer.engine.process_group import start_process_group, stop_process_group
 
+    # The picture of a run of a few steps takes as long as the run; those that are looked at are drawn elsewhere.
+    records.plot_losses = lambda *arguments: False
     torch.set_num_threads(1)
     start_process_group("cpu")
     while True:
@@ -134,5 +137,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         gc.collect()
+        gc.freeze()  # what is left are modules and caches: a million objects, which no later collection need look at
         pipe.send(answer)
     stop_process_group()

@@ -15,7 +15,7 @@ from tests.support.models import VOCABULARY, tiny_llama
 _LLAMA_LIKE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
 )
-_GPT_LIKE = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+GPT_LIKE = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
 def of_family(family: str, class_name: str, seed: int = 0, **numbers: Any) -> nn.Module:
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         "OPTForCausalLM",
         **{**_OPT, "hidden_size": 48, "word_embed_proj_dim": 48, "num_attention_heads": 3},
     ),
-    "gptj": partial(of_family, "GPTJ", "GPTJForCausalLM", rotary_dim=4, **_GPT_LIKE),
+    "gptj": partial(of_family, "GPTJ", "GPTJForCausalLM", rotary_dim=4, **GPT_LIKE),
     "bert": partial(of_family, "Bert", "BertForMaskedLM", **{**_LLAMA_LIKE, **_BERT}),
     "t5": partial(of_family, "T5", "T5ForConditionalGeneration", **_T5),
     "bart": partial(of_family, "Bart", "BartForConditionalGeneration", **_BART),

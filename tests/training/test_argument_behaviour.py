@@ -174,7 +174,8 @@ class Recorder(Regression):
 
 def samples_seen(output_dir: Path, resume: bool = False, **changes: Any) -> list[torch.Tensor]:
     model = Recorder()
-    job = Trainer(model, arguments(output_dir, **changes), train_dataset=regression_rows(16))
+    args = arguments(output_dir, allow_changed=["max_steps"], **changes)
+    job = Trainer(model, args, train_dataset=regression_rows(16))
     job.train(resume_from_checkpoint=resume or None)
     job.engine.close()
     return model.seen
@@ -360,7 +361,9 @@ def count_over_two_runs(output_dir: Path, restore: bool) -> tuple[int, int]:
     first.train()
     first.engine.close()
     counter = Counter(start=20)
-    changes: dict[str, Any] = dict(max_steps=4, restore_callback_states_from_checkpoint=restore)
+    changes: dict[str, Any] = dict(
+        max_steps=4, allow_changed=["max_steps"], restore_callback_states_from_checkpoint=restore
+    )
     second = trainer(output_dir, callbacks=[counter], **changes)
     second.train(resume_from_checkpoint=True)
     second.engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -155,14 +156,20 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= 3
 
 
-def trainer(output_dir: Path, name: str, stop: bool = False, **changes: Any) -> Trainer:
+def trainer(
+    output_dir: Path, name: str, stop: bool = False, handed_in: Callable[..., Any] | None = None, **changes: Any
+) -> Trainer:
     values: dict[str, Any] = dict(
         max_steps=6, logging_steps=1, save_steps=3, disable_tqdm=True, per_device_train_batch_size=4, use_cpu=True
     )
     args = TrainingArguments(str(output_dir), **{**chosen(name), **values, **changes})
     data = make_data()
     callbacks = [StopAt()] if stop else []
-    return Trainer(PlainLanguageModel(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    model = PlainLanguageModel()
+    optimizer = handed_in(model) if handed_in else None
+    return Trainer(
+        model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks, optimizers=(optimizer, None)
+    )
 
 
 def run(output_dir: Path, name: str, stop: bool, resume: bool, **changes: Any) -> Trajectory:
@@ -173,11 +180,18 @@ def run(output_dir: Path, name: str, stop: bool, resume: bool, **changes: Any) -
     return report
 
 
+def grokadamw(model: torch.nn.Module) -> Any:
+    from grokadamw import GrokAdamW
+
+    return GrokAdamW(model.parameters(), lr=RATE)
+
+
 RESUMED = [
     *((name, 0, {}) for name in ("adafactor", "grokadamw", "galore_adamw", "apollo_adamw", "schedule_free_radam")),
     ("schedule_free_adamw", 0, {"eval_strategy": "steps", "eval_steps": 1}),
     ("ademamix", 3, {}),
     ("adamw_8bit", 1, {}),
+    ("grokadamw", 0, {"handed_in": grokadamw}),
 ]
 
 

@@ -37,10 +37,29 @@ def test_steps_and_epochs(rounds: int, arguments: dict[str, Any], steps: int, ep
 @given(st.integers(1, 60), st.integers(1, 8))
 def test_the_steps_of_an_epoch_use_all_its_rounds(rounds: int, accumulation: int) -> None:
     found = plan(rounds, gradient_accumulation_steps=accumulation)
-    sizes = [found.rounds_of_step(step) for step in range(found.steps_per_epoch)]
+    sizes: list[int] = []
+    while found.rounds_after(sum(sizes)):
+        sizes.append(found.rounds_after(sum(sizes)))
+        assert (found.epoch_after(2, len(sizes), sum(sizes)) == 3.0) is (len(sizes) == found.steps_per_epoch)
     assert sum(sizes) == rounds and all(1 <= size <= accumulation for size in sizes)
-    assert found.epoch_after(2, found.steps_per_epoch - 1) == 3.0
-    assert all(found.epoch_after(0, step) < 1.0 for step in range(found.steps_per_epoch - 1))
+    assert len(sizes) == found.steps_per_epoch
+
+
+@given(st.integers(1, 200), st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(0, 30))
+def test_another_batch_in_the_middle_comes_to_the_same_end(
+    samples: int, before: int, now: int, accumulation: int, done: int
+) -> None:
+    """Steps left are those that the samples left make, whatever the batch was."""
+    args = TrainingArguments("out", num_train_epochs=3, gradient_accumulation_steps=accumulation)
+    old, new = BatchPlan(ParallelLayout(1), before), BatchPlan(ParallelLayout(1), now, accumulation)
+    epoch, steps = divmod(done, old.steps(samples))
+    if epoch > 2:
+        return
+    left = samples - min(samples, steps * before)
+    plan = RunPlan.of(args, new.rounds(samples))
+    found = plan.with_another_batch(args, epoch, plan.rounds_per_epoch - new.rounds(left), done)
+    assert found.max_steps == done + new.steps(left) + (2 - epoch) * new.steps(samples)
+    assert found.epochs == 3 and found.planned_steps == plan.max_steps
 
 
 @given(st.integers(1, 300), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))

@@ -54,9 +54,8 @@ class MLflowCallback(Tracker):
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
             if experiment and not wanted:
                 mlflow.set_experiment(experiment)
-            active = mlflow.start_run(
-                run_name=state.trial_name or args.run_name, nested=nested
-            )  # it reads MLFLOW_RUN_ID itself
+            # It reads MLFLOW_RUN_ID itself.
+            active = mlflow.start_run(run_name=state.trial_name or args.run_name, nested=nested)
             self._ends_run = True
         self.run_id = active.info.run_id
         self._log_parameters(mlflow, hyperparameters(args, model, self.deepspeed_config))

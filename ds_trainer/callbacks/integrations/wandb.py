@@ -48,9 +48,8 @@ class WandbCallback(Tracker):
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
         wandb = self.library()
-        if (
-            state.is_hyper_param_search and getattr(wandb.run, "sweep_id", None) is None
-        ):  # a sweep opens its runs itself
+        in_sweep = getattr(wandb.run, "sweep_id", None) is not None  # it opens its runs itself
+        if state.is_hyper_param_search and not in_sweep:
             wandb.finish()
         if wandb.run is None:
             names = {"name": args.run_name} if args.run_name else {}

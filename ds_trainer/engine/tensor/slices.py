@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ds_trainer.parallel.groups import ParallelGroups
+from ds_trainer.parallel.places import Place
 
 
 def is_sliced(parameter: torch.Tensor) -> bool:
@@ -38,6 +39,30 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
     return tuple(getattr(parameter, DS_AUTOTP_UC_META)["original_shape"])
+
+
+def slice_place(parameter: torch.Tensor, tp_rank: int) -> Place:
+    """What tensor-parallel rank ``tp_rank`` holds of a sliced parameter.
+
+    Raises:
+        ValueError: DeepSpeed does not say how it was cut (GPT-BigCode, CodeGen and Yuan have cuts of their own).
+    """
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+
+    meta = getattr(parameter, DS_AUTOTP_UC_META)
+    shape, dim = tuple(meta["logical_shape"]), meta["partition_dim"]
+    if meta["sub_param_sizes"] is not None:
+        sizes, widths = meta["sub_param_sizes"], meta["sub_param_shard_widths"]
+    elif meta["partition_sizes"] is not None:
+        sizes, widths = [sum(meta["partition_sizes"])], [meta["partition_sizes"]]
+    else:
+        raise ValueError(f"DeepSpeed does not say how it cut a parameter of shape {shape}")
+    bands, first = [], 0
+    for size, width in zip(sizes, widths, strict=True):
+        bands.append((first + sum(width[:tp_rank]), width[tp_rank]))
+        first += size
+    whole = Place(shape, 0, 0, dim, tuple(bands))
+    return whole.run(0, whole.slice_numel)
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.weights import save_weights
+from ds_trainer.checkpoint.weights.writing import save_weights
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import host_copies, plan_shards
@@ -116,12 +116,12 @@ class Preparation(Collectives):
         """A loader that leaves out the first ``num_batches``.
 
         Raises:
-            ConfigError: a loader of the Trainer, which reaches any round with ``start``.
+            ConfigError: a loader of the Trainer, which reaches any sample with ``start``.
         """
         from accelerate.data_loader import skip_first_batches
 
         if isinstance(dataloader, PlannedLoader):
-            raise ConfigError("skip_first_batches: call loader.start(epoch, first_round), which reads nothing twice.")
+            raise ConfigError("skip_first_batches: call loader.start(epoch, first_sample), which reads nothing twice.")
         if self.use_distributed:
             self._joined()
         return skip_first_batches(dataloader, num_batches)

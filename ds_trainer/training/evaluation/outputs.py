@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+ABOUT_ITSELF = ("items", "model_preparation_time", "runtime", "samples_per_second", "steps_per_second")
+"""What an evaluation says of itself rather than of the model, after the prefix of its metrics."""
+
 
 class EvalPrediction:
     """The whole result of a pass over a dataset: what ``compute_metrics`` is called with.

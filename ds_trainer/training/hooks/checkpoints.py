@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from ds_trainer.arguments.enums import SaveFailure
 from ds_trainer.callbacks.state import TrainerState, export_states, restore_states
-from ds_trainer.checkpoint.manager import STATE_FILE, CheckpointManager
-from ds_trainer.checkpoint.weights import save_pretrained_parts, save_weights
+from ds_trainer.checkpoint.foreign.convert import foreign_at
+from ds_trainer.checkpoint.foreign.importing import import_hidden
+from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
+from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.checkpoint.protocol.contents import Content, Held
+from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.lock import DirectoryLock
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest, arguments_digest
+from ds_trainer.checkpoint.protocol.retention import Retention
+from ds_trainer.checkpoint.protocol.saving import SaveFailed
+from ds_trainer.checkpoint.protocol.sharing import Sharing
+from ds_trainer.checkpoint.weights.description import description_contents
+from ds_trainer.checkpoint.weights.source import read_weights
+from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
+from ds_trainer.data.position import DataPosition
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
+from ds_trainer.training.data_place import DataPlace
 from ds_trainer.training.hooks.hub import HubHooks
+from ds_trainer.training.model.cache import cache_as_given
+from ds_trainer.training.resume import (
+    Resumption,
+    move_schedule,
+    own_contents,
+    report,
+    shared_contents,
+    weights_directory,
+)
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.trajectory import Changes
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
+from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.sizes import parse_size
+
+if TYPE_CHECKING:
+    from ds_trainer.training.trainer import Trainer
+
+logger = get_logger(__name__)
 
 
 class CheckpointHooks(HubHooks):
     """Weights for others, checkpoints for the run itself."""
+
+    run_plan: RunPlan
+    data_place: DataPlace
+    _resumption: Resumption | None
+    _changes: Changes
+    _sharing: Sharing
+    _lock: DirectoryLock | None = None
+    _converted: Path | None = None
 
     @fails_together
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -29,45 +71,195 @@ class CheckpointHooks(HubHooks):
         self._join_ranks()
         weights_of_evaluation(self.optimizer)
         if self.is_world_process_zero():
-            save_pretrained_parts(self.model, self.processing_class, directory)
+            with cache_as_given(self.model):
+                save_pretrained_parts(self.model, self.processing_class, directory)
         save_weights(self.model, directory, parse_size(self.args.max_shard_size))
         if self.args.push_to_hub and not (_internal_call or self._saves_internally):
             self.push_to_hub(commit_message="Model save")
 
     @fails_together
-    def save_checkpoint(self) -> Path:
-        """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective."""
-        self.state.stateful_callbacks = export_states(self.callback_handler.callbacks)
-        note_checkpoint(self.state, self._output_dir)
-        checkpoint = self._checkpoints.save(
-            self.state.global_step,
-            self.state.save_to_json,
-            self.lr_scheduler.state_dict(),
-            (lambda directory: self.save_internally(str(directory))) if self.args.save_only_model else None,
-        )
+    def save_checkpoint(self) -> Path | None:
+        """Write everything that resuming needs to ``checkpoint-<global_step>``. Collective.
+
+        Returns:
+            Its path; None where it could not be written and ``save_failure="continue"``.
+
+        Raises:
+            SaveFailed: it could not be written; on all ranks.
+        """
+        args, state = self.args, self.state
+        state.stateful_callbacks = export_states(self.callback_handler.callbacks)
+        best_before = state.best_model_checkpoint
+        note_checkpoint(state, self._output_dir)
+        weights = (lambda directory: self.save_internally(str(directory))) if args.save_only_model else None
+        try:
+            checkpoint = self._checkpoints.save(
+                state.global_step, self._shared_contents(state), own_contents(cast("Trainer", self)), weights
+            )
+        except SaveFailed as error:
+            state.best_model_checkpoint = best_before
+            self._not_saved(error)
+            return None
         self._push_checkpoint(checkpoint)
         return checkpoint
 
+    def _shared_contents(self, state: TrainerState) -> list[Content]:
+        """What is alike on all ranks: the trainer's state and the schedule, as they are now."""
+        files: list[Content] = [Held(STATE_FILE, state.to_json().encode()), *shared_contents(cast("Trainer", self))]
+        if not self.args.save_only_model:
+            files += [Held.of(SCHEDULE_FILE, self.lr_scheduler.state_dict()), *self._description()]
+        return files
+
+    def _not_saved(self, error: SaveFailed) -> None:
+        if self.args.save_failure != SaveFailure.CONTINUE or not error.by_disk:
+            raise error
+        if self.is_world_process_zero():
+            logger.error("%s Training goes on (save_failure=continue).", error)
+
+    def _description(self) -> list[Content]:
+        """What lets weights be taken out of a checkpoint without the model, from ranks that write for others."""
+        if not self._sharing.commits:
+            return []
+        with cache_as_given(self.model):
+            return list(description_contents(self.model, self.processing_class))
+
     @property
     def _checkpoints(self) -> CheckpointManager:
-        best = self.state.best_model_checkpoint
-        keep = self.args.save_total_limit
-        return CheckpointManager(self._output_dir, self.engine, keep, Path(best) if best is not None else None)
+        return self._manager(self.state)
+
+    def _manager(self, state: TrainerState) -> CheckpointManager:
+        args, best = self.args, state.best_model_checkpoint
+        retention = Retention(args.save_total_limit, args.save_keep_every, Path(best) if best is not None else None)
+        arguments = arguments_digest(args.to_json_string())
+        return CheckpointManager(self._output_dir, self.engine, self._sharing, retention, arguments)
 
     def keep_best(self) -> None:
         """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
         best = best_checkpoint(self.args, self.state)
         if best is not None:
-            self._checkpoints.load_best(best)
+            try:
+                self._checkpoints.load_best(best)
+            except BrokenCheckpoint as error:
+                logger.warning("%s The model keeps its last weights.", error)
         self._checkpoints.finish()
 
-    def _resume(self, checkpoint: Path, plan: RunPlan) -> None:
-        schedule = self._checkpoints.load(checkpoint)
-        self.lr_scheduler.load_state_dict(schedule)
-        resumed = TrainerState.load_from_json(checkpoint / STATE_FILE)
-        fresh = self.state
+    # -- the output directory -----------------------------------------------------------------------------------------
+
+    def _take_output_dir(self) -> None:
+        """Before a training: lock the output directory, and settle what a killed process left there. Collective.
+
+        Raises:
+            ConfigError: another training has it, or it cannot be written to.
+        """
+        self._sharing = Sharing.of(self.args.save_on_each_node, distributed.rank(), distributed.gather_objects)
+        problem = None
+        if self._sharing.commits:
+            self._lock = DirectoryLock(self._output_dir)
+            try:
+                holder = self._lock.acquire()
+                if holder is not None:
+                    problem = (
+                        f"output_dir={self._output_dir} ({self.args.where('output_dir')}) is in use by another "
+                        f"training: {holder}. End that one, or choose another directory."
+                    )
+                else:
+                    for done in CheckpointDirectory(self._output_dir).tidy():
+                        logger.info("%s: %s.", self._output_dir, done)
+            except OSError as error:
+                problem = f"output_dir={self._output_dir} ({self.args.where('output_dir')}) cannot be used: {error}."
+        problems = [said for said in distributed.gather_objects(problem) if said is not None]
+        if problems:
+            self._leave_output_dir()
+            raise ConfigError(list(dict.fromkeys(problems)))
+
+    def _as_ours(self, asked: Path | None) -> Path | None:
+        """A checkpoint of DeepSpeed or transformers converted into a hidden directory; any other as it is. Collective.
+
+        Raises:
+            ConfigError: it cannot be converted; on all ranks.
+        """
+        if asked is None or (asked / MANIFEST_FILE).is_file():
+            return asked
+        sharing, problem = self._sharing, None
+        if sharing.commits:
+            try:
+                foreign = foreign_at(asked)
+                logger.info("%s is of %s: it is converted first.", asked, foreign.kind.value)
+                node = (sharing.node, sharing.nodes, "converted")
+                self._converted, made = import_hidden(foreign, self._directory, self.args.trust_checkpoint, *node)
+                logger.info("Converted from %s: %s.", asked, "; ".join(made.notes))
+            except ConfigError as error:
+                problem = str(error)
+        told = distributed.gather_objects((problem, self._converted))
+        if problems := [said for said, _ in told if said is not None]:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        return told[sharing.first][1]
+
+    def _drop_converted(self) -> None:
+        """All ranks have read it. Collective."""
+        distributed.barrier()
+        self._remove_converted()
+
+    def _remove_converted(self) -> None:
+        if self._converted is not None:
+            disk.remove_tree(self._converted)
+            self._converted = None
+
+    @property
+    def _directory(self) -> CheckpointDirectory:
+        return CheckpointDirectory(self._output_dir)
+
+    def _leave_output_dir(self) -> None:
+        self._remove_converted()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # -- going on -----------------------------------------------------------------------------------------------------
+
+    def _plan_of_run(self, loader: Any, checkpoint: Path | None) -> RunPlan:
+        """How long the run is; reads what the checkpoint says of the one that wrote it. Collective.
+
+        Raises:
+            ConfigError: something that decides the trajectory has changed since, and ``allow_changed`` does not say so.
+        """
+        trainer = cast("Trainer", self)
+        values = trainer.set_initial_training_values(self.args, loader)
+        plan = RunPlan.of_values(values, self.args.gradient_accumulation_steps)
+        self._resumption = None if checkpoint is None else Resumption.of(checkpoint)
+        if self._resumption is not None:
+            plan = self._resumption.plan(trainer, plan, loader)
+            self._changes = self._resumption.changes(trainer, plan)
+        self.run_plan = plan
+        return plan
+
+    def _begin(self, loader: Any) -> None:
+        """Put back what the checkpoint has, or the weights that are asked for. Collective."""
+        resumption, plan, trainer = self._resumption, self.run_plan, cast("Trainer", self)
+        if resumption is None:
+            if self.args.start_from_weights is not None:
+                directory = weights_directory(self.args.start_from_weights)
+                read_weights(self.engine, directory)
+                self._say(f"Weights from {directory}; optimizer, schedule and data begin anew.")
+            self.data_place = DataPlace(trainer, plan, loader)
+            return
+        changes, path, checkpoints = self._changes, resumption.path, self._checkpoints
+        saved = checkpoints.load(path, changes.settings(self.args), states=not changes.optimizer)
+        self._restore_state(resumption.state, resumption.position(plan))
+        if changes.schedule:
+            move_schedule(self.lr_scheduler, saved, self.state.global_step)
+        else:
+            self.lr_scheduler.load_state_dict(saved)
+        manifest = Manifest.read(path)
+        kept = resumption.kept(loader, checkpoints.is_same_layout(manifest))
+        self.data_place = DataPlace(trainer, plan, loader, resumption.position(plan), kept)
+        self._say(report(trainer, resumption, changes, manifest, self.data_place))
+
+    def _restore_state(self, resumed: TrainerState, at: DataPosition) -> None:
+        fresh, plan = self.state, self.run_plan
         self.state = resumed
-        self.state.epoch = plan.same_position(resumed.epoch, resumed.max_steps)
+        if plan.rounds_per_epoch is None and resumed.max_steps != plan.max_steps:
+            self.state.epoch = plan.epoch_after(at.epoch, at.steps, at.rounds)  # a fraction of the new length
         for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
             setattr(self.state, name, getattr(fresh, name))
         restore_states(
@@ -77,3 +269,7 @@ class CheckpointHooks(HubHooks):
         )
         self.state.is_local_process_zero = fresh.is_local_process_zero
         self.state.is_world_process_zero = fresh.is_world_process_zero
+
+    def _say(self, text: str) -> None:
+        if self.is_world_process_zero():
+            print(text, flush=True)

@@ -28,6 +28,7 @@ from ds_trainer.utils.logging import get_logger
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from ds_trainer.callbacks.state import TrainerState
     from ds_trainer.training.trainer import Trainer
 
 logger = get_logger(__name__)
@@ -202,22 +203,39 @@ class HubHooks(RecordHooks):
 
     def _push_checkpoint(self, checkpoint: Path) -> None:
         """After a checkpoint was saved: push what ``hub_strategy`` asks for, in the background. Collective."""
+        if self._prepare_push(checkpoint):
+            self._push_prepared(checkpoint, self.state)
+
+    def _prepare_push(self, checkpoint: Path) -> bool:
+        """Whether ``checkpoint`` is to be pushed when it is there; the weights of this moment then lie beside it.
+
+        Collective.
+        """
         args, strategy = self.args, self.args.hub_strategy
         if not args.push_to_hub or strategy == HubStrategy.END:
-            return
+            return False
         free = self.is_world_process_zero() and (args.hub_always_push or not self._uploads.busy)
         if not distributed.agree(torch.tensor([int(free)]))[0]:
             logger.info("%s is not pushed: the push before is still under way (hub_always_push).", checkpoint.name)
             self._passed_over = checkpoint
-            return
+            return False
         self._passed_over = None
         self.callback_handler.on_push_begin(args, self.state, self.control)
         self.save_internally()
+        return True
+
+    def _push_prepared(self, checkpoint: Path, state: TrainerState) -> None:
+        """Push what :meth:`_prepare_push` made ready.
+
+        Args:
+            checkpoint: complete by now.
+            state: the trainer's when it was saved.
+        """
         if not self.is_world_process_zero():
             return
-        by_step = args.save_strategy != SaveStrategy.EPOCH
+        by_step = self.args.save_strategy != SaveStrategy.EPOCH
         message = "Training in progress, " + (
-            f"step {self.state.global_step}" if by_step else f"epoch {int(self.state.epoch or 0)}"
+            f"step {state.global_step}" if by_step else f"epoch {int(state.epoch or 0)}"
         )
         self._push_or_warn(message, checkpoint)
 

@@ -17,6 +17,7 @@ from ds_trainer.optim.optimizers import build_optimizer, decay_parameter_names, 
 from ds_trainer.optim.schedules import build_schedule, check_schedule
 from ds_trainer.optim.stepping import check_stepping
 from ds_trainer.training.hooks.parts import Parts
+from ds_trainer.training.signatures import is_overridden
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -89,6 +90,11 @@ class OptimizerHooks(Parts):
                 as_mapping(self.args.lr_scheduler_kwargs),
             )
         return self.lr_scheduler
+
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether the schedule is not the one that the arguments describe, but the user's."""
+        return self._given_optimizers[1] is not None or is_overridden(self, OptimizerHooks, "create_scheduler")
 
     def check_scheduler(self, given: Any, *, made_by_arguments: bool) -> None:
         """Refuse a schedule that cannot run, before anything starts.

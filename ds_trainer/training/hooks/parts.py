@@ -56,6 +56,7 @@ class Parts:
     """Why they stay whole although the layout asks for a cut: then the model can be evaluated, but not trained."""
     optimizer: Any
     lr_scheduler: Any
+    _given_optimizers: tuple[Any, Any]
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler

@@ -15,7 +15,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.callbacks.state import TrainerControl, export_states, restore_states
 from ds_trainer.training.construction import keras_problems
-from ds_trainer.training.hooks.checkpoints import CheckpointHooks
+from ds_trainer.training.hooks.background import BackgroundHooks
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
 from ds_trainer.training.hooks.plan import PlanHooks
@@ -33,7 +33,7 @@ from ds_trainer.utils.seeds import set_seed
 Report = Callable[[Any, int, dict[str, Any]], bool]
 
 
-class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
+class SearchHooks(PlanHooks, EvaluationHooks, BackgroundHooks):
     """Search over arguments."""
 
     hp_search_backend: str | None = None
@@ -44,7 +44,6 @@ class SearchHooks(PlanHooks, EvaluationHooks, CheckpointHooks):
     objective: Any = None
     """Of the last evaluation of the trial."""
 
-    _given_optimizers: tuple[Any, Any]
     _trial: SearchTrial | None = None
     _own_args: TrainingArguments | None = None
     _report: Report | None = None

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_trainer.training.evaluation.outputs import ABOUT_ITSELF
+
 MARKER = (
     "<!-- Written by ds_trainer from what it knows of the run, and written again at the next push. "
     "Remove this comment to keep your own edits. -->"
@@ -34,7 +36,6 @@ _METRICS_OF_HUB = (
     "spearmanr",
     "wer",
 )
-_NO_RESULTS = ("runtime", "samples_per_second", "steps_per_second", "items", "model_preparation_time")
 _SECTIONS = ("Model description", "Intended uses & limitations", "Training and evaluation data")
 
 
@@ -155,7 +156,7 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, float]:
         name.removeprefix("eval_"): value
         for name, value in entry.items()
         if name.startswith("eval_")
-        and not name.endswith(_NO_RESULTS)
+        and not name.endswith(ABOUT_ITSELF)
         and "_mem_" not in name
         and isinstance(value, int | float)
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.engine.training_engine import precision_of
 from ds_trainer.training.hub.card import CardFacts
+from ds_trainer.training.signatures import is_from
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def facts_of(trainer: Trainer, said: Mapping[str, Any]) -> CardFacts:
         tags=[*tags, "lora"] if _is_lora(peft) else tags,
         base_model=base,
         tasks=_listed(said.get("tasks")) or _listed(_task_of(trainer.model)),
-        library="peft" if peft else ("transformers" if _is_of_transformers(trainer.model) else None),
+        library="peft" if peft else ("transformers" if is_from(trainer.model, "transformers") else None),
         dataset_tags=dataset_tags,
         dataset_names=_listed(said.get("dataset")) or dataset_tags,
         dataset_args=_listed(said.get("dataset_args")) or _listed(found_config),
@@ -150,10 +151,6 @@ def _task_of(model: Any) -> str | None:
     base = getattr(model, "get_base_model", None)  # peft's wrapper
     name = type(base() if callable(base) else model).__name__
     return next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
-
-
-def _is_of_transformers(model: Any) -> bool:
-    return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
 
 
 def _is_lora(peft: Any) -> bool:

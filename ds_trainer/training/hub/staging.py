@@ -13,6 +13,7 @@ from pathlib import Path
 
 FOLDER = ".hub_push"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+_POINTER = "latest"  # names a checkpoint of this directory
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # written beside their names, then renamed
 
 
@@ -33,7 +34,9 @@ def stage_checkpoint(checkpoint: Path, target: Path) -> Path:
 def _files(folder: Path, leave_out_checkpoints: bool = False) -> list[Path]:
     found = []
     for path in sorted(folder.iterdir()):
-        if path.name.startswith((".", "_")) or (leave_out_checkpoints and _CHECKPOINT.match(path.name)):
+        if path.name.startswith((".", "_")):
+            continue
+        if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or path.name == _POINTER):
             continue
         if path.is_file():
             found.append(path)

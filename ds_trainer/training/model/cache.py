@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+_given: dict[int, list[bool]] = {}  # of a configuration by its identity, while it is changed: what it was before
+
 
 @contextmanager
 def without_cache(model: nn.Module, unless: bool = False) -> Iterator[None]:
@@ -18,12 +20,28 @@ def without_cache(model: nn.Module, unless: bool = False) -> Iterator[None]:
     """
     configs = [] if unless else _configs_with_switch(model)
     before = [config.use_cache for config in configs]
-    for config in configs:
+    for config, value in zip(configs, before, strict=True):
+        _given.setdefault(id(config), []).append(value)
         config.use_cache = False
     try:
         yield
     finally:
         for config, value in zip(configs, before, strict=True):
+            config.use_cache = value
+            _given[id(config)].pop()
+
+
+@contextmanager
+def cache_as_given(model: nn.Module) -> Iterator[None]:
+    """The switches as they were before :func:`without_cache`: so a model is saved, also in the middle of a training."""
+    now = [(config, config.use_cache, _given.get(id(config))) for config in _configs_with_switch(model)]
+    for config, _, given in now:
+        if given:
+            config.use_cache = given[0]
+    try:
+        yield
+    finally:
+        for config, value, _ in now:
             config.use_cache = value
 
 

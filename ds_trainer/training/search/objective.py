@@ -6,17 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ds_trainer.training.evaluation.outputs import ABOUT_ITSELF
 from ds_trainer.training.search.trial import SearchEnds
 
-# What an evaluation says about itself rather than about the model, after its prefix ("eval", or "eval_<name>").
-_ITSELF = (
-    "items",
-    "model_preparation_time",
-    "runtime",
-    "samples_per_second",
-    "steps_per_second",
-    "jit_compilation_time",
-)
 _SPEED = ("_runtime", "_per_second")
 _MEMORY = re.compile("_mem_(cpu|gpu)(_|$)")
 
@@ -35,7 +27,7 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
     """
     prefixes = {"eval"} | {name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")}
     losses = {f"{prefix}_loss" for prefix in prefixes}
-    itself = {"epoch"} | {f"{prefix}_{name}" for prefix in prefixes for name in _ITSELF}
+    itself = {"epoch"} | {f"{prefix}_{name}" for prefix in prefixes for name in ABOUT_ITSELF}
     measured, lost = [], []
     for name, value in metrics.items():
         if name in losses:

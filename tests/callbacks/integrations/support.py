@@ -115,3 +115,12 @@ def files_with(text: str, directory: Path) -> list[Path]:
     found = [path for path in directory.rglob("*") if path.is_file()]
     assert found
     return [path for path in found if text.encode() in path.read_bytes()]
+
+
+def files_below(directory: Path) -> list[str]:
+    """Names of all files in a checkpoint, which must be whole: all that its manifest lists are there."""
+    from ds_trainer.checkpoint.protocol.manifest import Manifest
+
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    assert set(Manifest.read(directory).files) <= set(names)
+    return names

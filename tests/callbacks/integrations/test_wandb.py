@@ -12,7 +12,7 @@ from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.integrations.wandb import WandbCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
-from tests.callbacks.integrations.support import TOKEN, Theirs, Told, files_with, train
+from tests.callbacks.integrations.support import TOKEN, Theirs, Told, files_below, files_with, train
 from tests.callbacks.integrations.wandb_file import OfflineRun, offline_runs
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
@@ -98,7 +98,8 @@ def test_environment_and_project(tmp_path: Path) -> None:
         "checkpoint_global_step_100",
         "checkpoint_global_step_101",
     ]
-    assert "trainer_state.json" in found.artifacts[0]["files"]
+    for artifact, step in zip(found.artifacts, (100, 101), strict=True):  # whole, though saved in the background
+        assert artifact["files"] == files_below(tmp_path / "a" / "out" / f"checkpoint-{step}")
     arguments.update(max_steps=2, save_steps=1)
     _, (found,) = tracked(tmp_path / "b", arguments, {"WANDB_PROJECT": "theirs", "WANDB_LOG_MODEL": "end"})
     assert found.project == "theirs" and not any(name.startswith("gradients/") for name in found.names())

@@ -26,6 +26,7 @@ def make_trainer(folder: Path, model: Any = None, callbacks: Any = None, data: A
         report_to=[],
         push_to_hub=True,
         hub_token=TOKEN,
+        save_async=False,  # tests look at the moments of pushes; a save in the background is pushed when it is there
     )
     args = TrainingArguments(**{"output_dir": str(folder / "run"), **defaults, **values})
     rows = regression_rows(16) if data is None else data

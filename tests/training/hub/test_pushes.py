@@ -23,13 +23,17 @@ from tests.support.hub_server import TOKEN, HubServer
 from tests.training.hub.support import NAME, AtStep, make_trainer, run, wait_for
 
 MODEL = {"README.md", "model.safetensors", "training_args.json", "ds_config.json"}
-CHECKPOINT = {"checkpoint.json", "trainer_state.json", "scheduler.pt", "random_state_rank0.pt"}
+CHECKPOINT = {"manifest.json", "trainer_state.json", "scheduler.pt", "random_state_rank0.pt"} | {
+    "rank_00000.safetensors",
+    "progress.pt",
+}
 IN_PROGRESS = ["Training in progress, step 2", "Training in progress, step 4"]
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str) -> None:
-    run(tmp_path, hub_strategy=strategy, hub_always_push=True)
+def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str, background: bool) -> None:
+    run(tmp_path, hub_strategy=strategy, hub_always_push=True, save_async=background)
     folders = {"checkpoint": ["last-checkpoint"] * 2, "all_checkpoints": ["checkpoint-2", "checkpoint-4"]}
     expected: list[str] = []
     for index, message in enumerate(IN_PROGRESS if strategy != "end" else []):
@@ -40,17 +44,18 @@ def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str) -
             place = folders[strategy][index]
             assert {path.partition("/")[0] for path in commit.added} == {place}
             names = {path.partition("/")[2] for path in commit.added}
-            assert names <= CHECKPOINT | {"engine/mp_rank_00_model_states.pt"} and "checkpoint.json" in names
-            assert json.loads(commit.added[f"{place}/checkpoint.json"])["step"] == 2 * index + 2
+            assert "manifest.json" in names
+            assert json.loads(commit.added[f"{place}/manifest.json"])["step"] == 2 * index + 2
     assert hub.messages() == [*expected, "End of training"]
     files = hub.files(NAME)
     assert MODEL | {"trainer_state.json"} <= set(files)
+    assert "latest" not in files
     nested = {path for path in files if "/" in path}
     if strategy not in folders:
         assert not nested
     else:  # the model beside the optimizer's shards
         for place in set(folders[strategy]):
-            assert {f"{place}/{name}" for name in CHECKPOINT} | {f"{place}/engine/mp_rank_00_model_states.pt"} <= nested
+            assert {f"{place}/{name}" for name in CHECKPOINT} <= nested
     local = (tmp_path / "run" / "model.safetensors").read_bytes()
     assert files["model.safetensors"] == local
     assert not (tmp_path / "run" / staging.FOLDER).exists()
@@ -135,8 +140,8 @@ def test_a_checkpoint_that_is_removed_meanwhile_arrives_whole(
         return
     assert arrived_steps == {f"checkpoint-{step}" for step in (2, 4, 6, 8)}
     for step in (2, 4, 6, 8):
-        state = hub.files(NAME)[f"checkpoint-{step}/engine/mp_rank_00_model_states.pt"]
-        assert torch.load(io.BytesIO(state), weights_only=False)["global_steps"] == step
+        progress = torch.load(io.BytesIO(hub.files(NAME)[f"checkpoint-{step}/progress.pt"]), weights_only=True)
+        assert progress["counters"]["global_steps"] == step
         assert json.loads(hub.files(NAME)[f"checkpoint-{step}/trainer_state.json"])["global_step"] == step
 
 
@@ -160,7 +165,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_on_the_hub(hub: HubServer, tmp_p
     for name, tensor in straight.model.state_dict().items():
         assert torch.equal(tensor, pushed[name])
     assert "last-checkpoint/random_state_rank7.pt" not in hub.files(NAME)
-    assert json.loads(hub.files(NAME)["last-checkpoint/checkpoint.json"])["step"] == 6
+    assert json.loads(hub.files(NAME)["last-checkpoint/manifest.json"])["step"] == 6
 
 
 def test_the_newest_checkpoint_is_on_the_hub_in_the_end(hub: HubServer, tmp_path: Path) -> None:
@@ -176,7 +181,7 @@ def test_the_newest_checkpoint_is_on_the_hub_in_the_end(hub: HubServer, tmp_path
         "End of training",
         "End of training, checkpoint",
     ]
-    assert json.loads(hub.files(NAME)["last-checkpoint/checkpoint.json"])["step"] == 6
+    assert json.loads(hub.files(NAME)["last-checkpoint/manifest.json"])["step"] == 6
 
 
 class _OnTrainEnd(TrainerCallback):

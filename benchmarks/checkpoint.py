@@ -1,0 +1,344 @@
+"""What does a checkpoint cost, beside what others write of the same engine?
+
+One training. Between its steps the same state is saved in turns, whose order is drawn anew for each round: by us in the
+background, by us while training waits, by ``engine.save_checkpoint``, by ``transformers.Trainer``'s own function on the
+same engine, by a bare ``torch.save`` of weights and optimizer, and ``dd conv=fsync`` writes as many bytes as we do.
+What one has written is on the disk before the next has its turn.
+
+* *held up*: seconds for which no training happens: the call, and the next step's wait for the copy.
+* *on the disk*: seconds until a power cut could do no harm: for those who do not flush, their files are flushed.
+* *slower steps*: how much longer steps took while a file was written in the background than before and after, summed
+  up. On a machine whose cores are all busy with training this is not free, and it is no waiting either.
+
+    python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json    the table of docs/benchmarks.md
+    python benchmarks/checkpoint.py --quick                                     one small model: does it run here?
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.training.background_saves import BackgroundSaves
+
+BACKGROUND, WAITING = "ds_trainer, background", "ds_trainer, waiting"
+DEEPSPEED, THEIRS, RAW, DD = "engine.save_checkpoint", "transformers.Trainer", "torch.save", "dd conv=fsync"
+WAYS = (BACKGROUND, WAITING, DEEPSPEED, THEIRS, RAW, DD)
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    rounds: int
+    zero_stage: int = 1
+    bf16: bool = False
+    sequence: int = 64
+    batch: int = 1
+    quiet_steps: int = 2
+    """Steps between two turns, at least."""
+
+
+CASES = [
+    Case("10m", 256, 8, 4096, rounds=4),
+    Case("50m", 512, 12, 8192, rounds=4),
+    Case("50m bf16", 512, 12, 8192, rounds=4, bf16=True),
+    Case("120m", 768, 16, 8192, rounds=4),
+]
+
+
+def build_model(case: Case) -> nn.Module:
+    """A Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=case.vocabulary,
+            hidden_size=case.hidden,
+            intermediate_size=case.hidden * 11 // 4,
+            num_hidden_layers=case.layers,
+            num_attention_heads=case.hidden // 64,
+            max_position_embeddings=case.sequence,
+            use_cache=False,
+        )
+    )
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, without end for this purpose."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(self.case.vocabulary, (self.case.sequence,))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Bench:
+    """A trained engine, and every way to write its state down.
+
+    Args:
+        case: the model.
+        directory: on the disk that is measured.
+    """
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        self.case, self.directory = case, directory
+        args = TrainingArguments(
+            str(directory / "ours"),
+            per_device_train_batch_size=case.batch,
+            max_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            zero_stage=case.zero_stage,
+            bf16=case.bf16,
+            save_total_limit=1,
+        )
+        self.data = Tokens(case)
+        self.trainer = Trainer(build_model(case), args, train_dataset=self.data)
+        self.trainer.log = lambda *args, **kwargs: None  # printing is not what is measured
+        self.trainer.train()
+        self.engine = self.trainer.engine
+        self.saves = BackgroundSaves(self.trainer)
+        self.bytes = 0
+        self.theirs = as_transformers(self.trainer, directory / "theirs")
+
+    def step(self) -> float:
+        """One optimizer step; its seconds."""
+        start = time.perf_counter()
+        batch = torch.utils.data.default_collate([self.data[0] for _ in range(self.case.batch)])
+        self.engine.begin_micro_batch(last=True)
+        self.engine.backward(self.engine.deepspeed(**batch).loss)
+        self.engine.step()
+        self.trainer.state.global_step += 1
+        return time.perf_counter() - start
+
+    def turn(self, way: str) -> dict[str, float]:
+        """Some steps, then one save."""
+        quiet = statistics.median(self.step() for _ in range(self.case.quiet_steps))
+        found = self._background(quiet) if way == BACKGROUND else self._blocking(way)
+        return {**found, "quiet_step": quiet}
+
+    def _background(self, quiet: float) -> dict[str, float]:
+        held, start = 0.0, time.perf_counter()
+        outcomes: list[Any] = []
+        manager, state = self.trainer._checkpoints, dataclasses.replace(self.trainer.state)
+        self.saves.begin(manager, self.trainer._shared_contents(state), (), state, outcomes.append)
+        held += time.perf_counter() - start
+        wait, waited = self.engine.before_step, 0.0
+
+        def timed() -> None:
+            nonlocal waited
+            since = time.perf_counter()
+            assert wait is not None
+            wait()
+            waited += time.perf_counter() - since
+
+        self.engine.before_step = timed
+        steps: list[float] = []
+        flight = self.saves.in_flight
+        assert flight is not None
+        while not flight.save.done:
+            steps.append(self.step())
+        seconds = flight.save.ended - start
+        self.saves.settle(wait=True)
+        return {
+            "held_up": held + waited,
+            "waited_in_step": waited,
+            "on_disk": seconds,
+            "bytes": size_of(outcomes[0]),
+            "slower": sum(steps) - len(steps) * quiet - waited,
+            "steps": len(steps),
+        }
+
+    def _blocking(self, way: str) -> dict[str, float]:
+        target = self.directory / "turn"
+        start = time.perf_counter()
+        written = self._write(way, target)
+        held = time.perf_counter() - start
+        if way not in (WAITING, DD):
+            flush(written)
+        end = time.perf_counter() - start
+        size = size_of(written)
+        if way == WAITING:
+            self.bytes = size
+        (shutil.rmtree if written.is_dir() else Path.unlink)(written)
+        return {"held_up": held, "on_disk": end, "bytes": size, "slower": 0.0}
+
+    def _write(self, way: str, target: Path) -> Path:
+        trainer = self.trainer
+        if way == WAITING:
+            path = trainer.save_checkpoint()
+            assert path is not None
+            return path
+        if way == DEEPSPEED:
+            self.engine.deepspeed.save_checkpoint(str(target))
+        elif way == THEIRS:
+            self.theirs.state.global_step = trainer.state.global_step
+            self.theirs._save_checkpoint(trainer.model, trial=None)
+            return Path(self.theirs.args.output_dir)
+        elif way == RAW:
+            state = {"model": trainer.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
+            torch.save(state, target)
+        else:
+            count = max(1, round(self.bytes / 2**24))
+            command = ["dd", "if=/dev/zero", f"of={target}", "bs=16M", f"count={count}", "conv=fsync", "status=none"]
+            subprocess.run(command, check=True)
+        return target
+
+
+def as_transformers(trainer: Trainer, target: Path) -> Any:
+    """A ``transformers.Trainer`` that believes to have our engine: its own functions write its checkpoint."""
+    import transformers
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+    args = transformers.TrainingArguments(str(target), use_cpu=True, report_to="none")
+    theirs: Any = transformers.Trainer(trainer.model, args)
+    theirs.is_deepspeed_enabled = True
+    theirs.deepspeed = theirs.model_wrapped = trainer.engine.deepspeed
+    theirs.optimizer, theirs.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
+    # Launched with DeepSpeed, accelerate does this below ZeRO-3.
+    theirs.accelerator.get_state_dict = lambda engine: clone_tensors_for_torch_save(engine.module.state_dict())
+    return theirs
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or all below a directory, is on the disk."""
+    for one in [path, *path.rglob("*")]:
+        descriptor = os.open(one, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all below a directory."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+
+
+def measure(case: Case, directory: Path) -> dict[str, Any]:
+    """All turns of one case."""
+    bench = Bench(case, directory)
+    parameters = sum(p.numel() for p in bench.trainer.model.parameters())
+    for way in (WAITING, *WAYS):  # the first time is slow for everybody, and dd learns how much to write
+        bench.turn(way)
+    print(f"{case.name}: warm", file=sys.stderr, flush=True)
+    draw, found = random.Random(SEED), {way: [] for way in WAYS}
+    for _ in range(case.rounds):
+        for way in draw.sample(WAYS, len(WAYS)):
+            found[way].append(bench.turn(way))
+            print(f"{case.name}: {way}: {found[way][-1]}", file=sys.stderr, flush=True)
+    bench.engine.close()
+    return {**asdict(case), "parameters": parameters, "turns": found, **summary(found)}
+
+
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians of every way, and ratios between ways of the same round."""
+
+    def ratios(of: str, to: str, key: str, scale: str | None = None) -> list[float]:
+        values = []
+        for one, other in zip(found[of], found[to], strict=True):
+            a, b = (turn[key] / (turn[scale] if scale else 1.0) for turn in (one, other))
+            values.append(a / b)
+        return quartiles(values)
+
+    return {
+        "medians": {
+            way: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+            for way, turns in found.items()
+        },
+        "held_up_of": {way: ratios(BACKGROUND, way, "held_up") for way in (WAITING, DEEPSPEED, THEIRS, RAW)},
+        # seconds a byte of dd over those of the others: the share of dd's rate
+        "rate_of_dd": {way: ratios(DD, way, "on_disk", "bytes") for way in WAYS if way != DD},
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    ordered = sorted(values)
+    return [ordered[len(ordered) // 4], statistics.median(ordered), ordered[-1 - len(ordered) // 4]]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A line a case and way."""
+    lines = [
+        "| model | way | MB | held up, s | ours in the background takes | on the disk, s | MB/s | of dd's rate |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        for way in WAYS:
+            median = one["medians"][way]
+            share = one["held_up_of"].get(way)
+            rate = one["rate_of_dd"].get(way)
+            lines.append(
+                f"| {one['name']} | {way} | {median['bytes'] / 1e6:.0f} | {median['held_up']:.3f} | "
+                f"{spread(share)} | {median['on_disk']:.2f} | {median['bytes'] / 1e6 / median['on_disk']:.0f} | "
+                f"{spread(rate)} |"
+            )
+    return "\n".join(lines)
+
+
+def spread(values: list[float] | None) -> str:
+    """A median with its quartiles."""
+    return "" if values is None else f"{values[1]:.2f} ({values[0]:.2f} to {values[2]:.2f})"
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small model: to see it work")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="these models")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: that of temporary files")
+    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    cases = [replace(CASES[0], rounds=1)] if options.quick else CASES
+    cases = [case for case in cases if options.only is None or case.name in options.only]
+    load = os.getloadavg()[0]
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+            results.append(measure(case, Path(directory)))
+        print(table(results[-1:]), flush=True)
+    print("\n" + table(results))
+    if options.out:
+        packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "ds-trainer")}
+        about = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), "load_average": load, **packages}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"environment": about, "cases": results}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

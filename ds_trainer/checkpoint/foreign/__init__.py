@@ -1,0 +1,1 @@
+"""Checkpoints of plain DeepSpeed and of transformers, read and written."""

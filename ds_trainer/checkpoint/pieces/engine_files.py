@@ -1,0 +1,101 @@
+"""An engine's state in the files of a checkpoint.
+
+``rank_00000.safetensors``: a rank's pieces (``rank_00000.1.safetensors`` and so on: what DeepSpeed had swapped out).
+``extras_00000.pt``: its states that are no pieces. ``progress.pt``: counters and settings, from the main process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.checkpoint.pieces.content import PiecesContent
+from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource
+from ds_trainer.checkpoint.protocol.contents import Content, Held
+from ds_trainer.checkpoint.protocol.pickles import load_pickle
+from ds_trainer.engine.state.pieces import read_pieces, write_pieces
+from ds_trainer.engine.state.progress import read_progress, write_progress
+from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+
+PROGRESS_FILE = "progress.pt"
+
+
+def _pieces_file(rank: int, part: int) -> str:
+    return f"rank_{rank:05d}" + (f".{part}" if part else "") + ".safetensors"
+
+
+def _extras_file(rank: int) -> str:
+    return f"extras_{rank:05d}.pt"
+
+
+def engine_contents(engine: TrainingEngine, with_progress: bool) -> Iterator[Content]:
+    """This rank's part of the engine's state, file by file; a file of pieces must be written before the next is taken.
+
+    Args:
+        engine: whose state is read.
+        with_progress: this rank writes what is alike on all of them.
+
+    Raises:
+        UnknownState: DeepSpeed's optimizer is none whose state is known.
+    """
+    rank = distributed.rank()
+    extras: dict[str, dict[str, Any]] = {}
+    for part, pieces in enumerate(read_pieces(engine)):
+        extras.update(pieces.extras)
+        yield PiecesContent(_pieces_file(rank, part), pieces.tensors, pieces.scalars)
+    if extras:
+        yield Held.of(_extras_file(rank), extras)
+    if with_progress:
+        yield Held.of(PROGRESS_FILE, read_progress(engine.deepspeed))
+
+
+def read_engine_files(
+    engine: TrainingEngine,
+    directory: Path,
+    same_layout: bool,
+    keep: Collection[str] = (),
+    names: Collection[str] | None = None,
+    trusted: bool = False,
+    states: bool = True,
+) -> None:
+    """Put back what :func:`engine_contents` gave, whatever the layout now. Collective.
+
+    Args:
+        engine: whose state is replaced.
+        directory: the checkpoint.
+        same_layout: it was written by as many ranks in the same layout and ZeRO stage.
+        keep: settings that stay as they are (:func:`ds_trainer.engine.state.progress.write_progress`).
+        names: files of the checkpoint; default: all that are there.
+        trusted: whether pickles may be read that hold more than plain values
+            (:mod:`ds_trainer.checkpoint.protocol.pickles`).
+        states: False leaves out the states of the optimizer, and its settings: for another optimizer.
+
+    Raises:
+        ConfigError: something that this layout needs is missing, or can be read in its own layout only.
+    """
+    rank = distributed.rank()
+    present = sorted(path.name for path in directory.iterdir()) if names is None else sorted(names)
+    extras: dict[str, dict[str, Any]] = {}
+    with_extras = [name for name in present if states and fnmatch(name, "extras_*.pt")]
+    if same_layout and _extras_file(rank) in with_extras:
+        extras = load_pickle(directory / _extras_file(rank), trusted)
+    elif not same_layout and with_extras:
+        found = load_pickle(directory / with_extras[0], trusted)
+        keys = sorted({key for states in found.values() for key in states})
+        raise ConfigError(
+            f"{directory}: the optimizer has states ({', '.join(keys)}) that are not one number for each element of a "
+            "parameter, so they cannot be cut anew. Resume with the layout and ZeRO stage that wrote them, or start "
+            "anew from its weights."
+        )
+    paths = [directory / name for name in present if fnmatch(name, "rank_*.safetensors")]
+    own = [path for path in paths if same_layout and path.name.startswith(f"rank_{rank:05d}.")]
+    source = PiecesSource(paths, own, extras)
+    write_pieces(engine, source if states else OnlyWeights(source))
+    progress = load_pickle(directory / PROGRESS_FILE, trusted)
+    if not states:
+        progress["groups"] = read_progress(engine.deepspeed)["groups"]
+    write_progress(engine.deepspeed, progress, keep)

@@ -1,0 +1,1 @@
+"""How a checkpoint comes to be valid, stays so, and is found: files, manifests, locks, retention."""

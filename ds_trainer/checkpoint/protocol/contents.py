@@ -1,0 +1,38 @@
+"""What one rank puts into a checkpoint: named files, each of which knows how to write itself."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+
+class Content(Protocol):
+    """One file of a checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint's directory."""
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write all of it, from the beginning, without seeking."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A small file that is in memory already: later steps do not change it."""
+
+    name: str
+    data: bytes
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> Held:
+        """``value`` as ``torch.save`` writes it."""
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        return cls(name, stream.getvalue())
+
+    def write(self, stream: BinaryIO) -> None:
+        stream.write(self.data)

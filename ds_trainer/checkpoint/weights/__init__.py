@@ -1,0 +1,1 @@
+"""Weights as the ecosystem knows them: safetensors, their index, adapters."""

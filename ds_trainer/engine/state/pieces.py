@@ -1,0 +1,250 @@
+"""Reading an engine's state as pieces of whole tensors, and putting it back, in whatever layout.
+
+Every element of every master weight and optimizer state is given by one rank and no other: under ZeRO by the one that
+holds it, of what all data-parallel ranks hold by each of them a share. The weights themselves are not among it where
+the optimizer has masters of them: they follow by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from ds_trainer.engine.state.units import Unit, place_of, shard_place, units_of, weights_follow
+from ds_trainer.parallel.places import Place
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
+
+MASTER, WEIGHT, BUFFER = "master", "weight", "buffer"
+"""Kinds besides the keys of an optimizer's state: what is stepped, what is not, and what is no parameter."""
+
+
+class Piece(NamedTuple):
+    """``len(place)`` elements of a tensor: flat, on any device, not to be changed."""
+
+    name: str
+    kind: str
+    place: Place
+    tensor: torch.Tensor
+
+
+class Pieces(NamedTuple):
+    """What fits into memory together.
+
+    Attributes:
+        tensors: pieces of tensors.
+        scalars: of each parameter's optimizer state what is one number: ``{parameter: {key: value}}``.
+        extras: states of another shape than their parameter, by the first member of their unit: these can be put
+            back into the same layout only.
+    """
+
+    tensors: list[Piece]
+    scalars: dict[str, dict[str, Any]]
+    extras: dict[str, dict[str, Any]]
+
+
+class Source(Protocol):
+    """Where pieces are read from."""
+
+    def kinds(self, name: str) -> dict[str, torch.dtype]:
+        """What there is of a parameter or buffer, with the type of its elements."""
+
+    def fill(self, name: str, kind: str, place: Place, target: torch.Tensor) -> None:
+        """Read into ``target``, a flat tensor of ``len(place)`` elements."""
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        """One-number states of a parameter."""
+
+    def extras(self, name: str) -> dict[str, Any]:
+        """States of another shape, which this rank wrote in the same layout."""
+
+
+def read_pieces(engine: TrainingEngine) -> Iterator[Pieces]:
+    """This rank's part of the state; tensors are the engine's own and valid until the next one is asked for.
+
+    States that DeepSpeed has swapped out come one sub-group at a time.
+
+    Raises:
+        UnknownState: DeepSpeed's optimizer is none whose state is known.
+    """
+    units = units_of(engine.deepspeed, engine.groups.place.tp)
+    resident = [unit for unit in units if unit.tensor.numel() == unit.numel]
+    first = Pieces(list(_not_stepped(engine, units)), {}, {})
+    for unit in resident:
+        _read_unit(engine, unit, first)
+    yield first
+    for unit in units:
+        if unit.tensor.numel() != unit.numel:
+            with unit.present(False):
+                found = Pieces([], {}, {})
+                _read_unit(engine, unit, found)
+                yield found
+
+
+def _read_unit(engine: TrainingEngine, unit: Unit, into: Pieces) -> None:
+    tensors = {MASTER: unit.tensor, **{k: v for k, v in unit.states.items() if _is_elementwise(k, v, unit)}}
+    for member in unit.members:
+        if not _is_mine(engine, member.place):
+            continue
+        place = _own_part(engine, member.place) if unit.replicated else member.place
+        start = member.offset + place.start - member.place.start
+        for kind, tensor in tensors.items():
+            flat = tensor.detach().reshape(-1)[start : start + len(place)]
+            if len(place):
+                into.tensors.append(Piece(member.name, kind, place, flat))
+    rest = {key: value for key, value in unit.states.items() if key not in tensors}
+    scalars = {key: value for key, value in rest.items() if _is_scalar(value)}
+    for member in unit.members:
+        if scalars:
+            into.scalars[member.name] = scalars
+    extras = {key: value for key, value in rest.items() if key not in scalars}
+    if extras and unit.members:
+        into.extras[unit.members[0].name] = extras
+
+
+def _not_stepped(engine: TrainingEngine, units: list[Unit]) -> Iterator[Piece]:
+    """Parameters that no optimizer steps, and buffers, of which every rank has its own."""
+    model = engine.deepspeed.module
+    stepped = {id(member.parameter) for unit in units for member in unit.members} | _stepped_elsewhere(engine)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in stepped:
+            continue
+        place = place_of(parameter, engine.groups.place.tp)
+        if not _is_mine(engine, place):
+            continue
+        if hasattr(parameter, "ds_tensor"):
+            shard = shard_place(parameter, engine.groups.place.tp)
+            if len(shard):
+                yield Piece(name, WEIGHT, shard, parameter.ds_tensor.detach().view(-1)[: len(shard)])
+        else:
+            part = _own_part(engine, place)
+            if len(part):
+                yield Piece(name, WEIGHT, part, parameter.detach().reshape(-1)[part.start : part.stop])
+    for name, buffer in persistent_buffers(model):
+        yield Piece(name, BUFFER, Place.whole(buffer.shape), buffer.detach().reshape(-1))
+
+
+def _stepped_elsewhere(engine: TrainingEngine) -> set[int]:
+    """Parameters whose masters are all on other ranks: ZeRO 1 and 2 may give a rank nothing of them."""
+    wrapper: Any = engine.deepspeed.optimizer
+    groups = getattr(wrapper, "bit16_groups", None) or getattr(wrapper, "bf16_groups", None) or []
+    return {id(parameter) for group in groups for parameter in group}
+
+
+def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to the model's state, each once."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def changes_in_steps_only(engine: TrainingEngine) -> Callable[[Piece], bool]:
+    """Tells which pieces nothing but an optimizer step changes: their memory is none of the model's own."""
+    model = engine.deepspeed.module
+    own: set[int] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        own.update(t.untyped_storage().data_ptr() for t in (tensor, getattr(tensor, "ds_tensor", tensor)))
+    return lambda piece: piece.kind != BUFFER and piece.tensor.untyped_storage().data_ptr() not in own
+
+
+def all_in_memory(engine: TrainingEngine) -> bool:
+    """Whether DeepSpeed has swapped nothing of the state out."""
+    return all(unit.tensor.numel() == unit.numel for unit in units_of(engine.deepspeed, engine.groups.place.tp))
+
+
+def _is_mine(engine: TrainingEngine, place: Place) -> bool:
+    """Of what all tensor-parallel ranks hold whole, the first one speaks."""
+    return place.dim is not None or engine.groups.place.tp == 0
+
+
+def _own_part(engine: TrainingEngine, place: Place) -> Place:
+    group = engine.groups.gradient
+    return place.share(group.rank(), group.size())
+
+
+def _is_elementwise(key: str, value: Any, unit: Unit) -> bool:
+    # A parameter without dimensions has states without dimensions, and a step counter looks like one of them.
+    return type(value) is torch.Tensor and value.shape == unit.tensor.shape and key != "step"
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.dim() == 0
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def write_pieces(engine: TrainingEngine, source: Source) -> None:
+    """Put the state that ``source`` has into the engine. Collective.
+
+    States that the source lacks for some parameters of a unit (which had no gradient yet) become zero there; a unit
+    of which it has none gets none.
+
+    Raises:
+        ConfigError: the source lacks something that this layout needs.
+    """
+    wrapper: Any = engine.deepspeed.optimizer
+    sharded = hasattr(wrapper, "checkpoint_event_prologue")  # parameters that stay gathered are let go meanwhile
+    if sharded:
+        wrapper.checkpoint_event_prologue()
+    units = units_of(engine.deepspeed, engine.groups.place.tp)
+    with torch.no_grad():
+        for unit in units:
+            with unit.present(True):
+                _write_unit(unit, source)
+        _write_not_stepped(engine, units, source)
+    weights_follow(engine.deepspeed)
+    if sharded:
+        wrapper.checkpoint_event_epilogue()
+
+
+def _write_unit(unit: Unit, source: Source) -> None:
+    for member in unit.members:
+        kind = MASTER if MASTER in source.kinds(member.name) else WEIGHT  # it was frozen when it was saved
+        _fill(unit.tensor, member.offset, source, member.name, kind, member.place)
+    kinds: dict[str, torch.dtype] = {}
+    scalars: dict[str, Any] = {}
+    for member in unit.members:
+        kinds.update({k: d for k, d in source.kinds(member.name).items() if k not in (MASTER, WEIGHT, BUFFER)})
+        scalars.update(source.scalars(member.name))
+    states = unit.states
+    for kind, dtype in kinds.items():
+        present = states.get(kind)
+        if isinstance(present, torch.Tensor) and present.shape == unit.tensor.shape:
+            present.zero_()
+        else:
+            states[kind] = present = torch.zeros_like(unit.tensor, dtype=dtype, requires_grad=False)
+        for member in unit.members:
+            if kind in source.kinds(member.name):
+                _fill(present, member.offset, source, member.name, kind, member.place)
+    for key, value in scalars.items():
+        states[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    if unit.members:
+        states.update(source.extras(unit.members[0].name))
+
+
+def _fill(tensor: torch.Tensor, offset: int, source: Source, name: str, kind: str, place: Place) -> None:
+    """Fill elements of ``tensor`` from ``offset`` on, counted in the order of its indices."""
+    flat = tensor.detach().reshape(-1)  # a copy where the tensor is not contiguous
+    source.fill(name, kind, place, flat[offset : offset + len(place)])
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _write_not_stepped(engine: TrainingEngine, units: list[Unit], source: Source) -> None:
+    model = engine.deepspeed.module
+    stepped = {id(member.parameter) for unit in units for member in unit.members} | _stepped_elsewhere(engine)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in stepped:
+            continue
+        kind = WEIGHT if WEIGHT in source.kinds(name) else MASTER
+        if hasattr(parameter, "ds_tensor"):
+            shard = shard_place(parameter, engine.groups.place.tp)
+            _fill(parameter.ds_tensor, 0, source, name, kind, shard)
+        else:
+            _fill(parameter, 0, source, name, kind, place_of(parameter, engine.groups.place.tp))
+    for name, buffer in persistent_buffers(model):
+        _fill(buffer, 0, source, name, BUFFER, Place.whole(buffer.shape))

@@ -1,0 +1,41 @@
+"""The benchmark of checkpoints measures real ones: ours hold what they should, others' are written at all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.engine.process_group import stop_process_group
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
+
+import checkpoint as benchmark  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_the_process_group() -> Iterator[None]:
+    """The trainer of this process has made one; tests that come later ask whether there is any."""
+    yield
+    stop_process_group()
+
+
+def test_every_way_writes_its_bytes(tmp_path: Path) -> None:
+    case = replace(benchmark.CASES[0], hidden=64, layers=2, vocabulary=512, sequence=16, rounds=2)
+    result = benchmark.measure(case, tmp_path)
+    state = 12 * result["parameters"]  # master weights and two moments in float32
+    medians = result["medians"]
+    for way in (benchmark.BACKGROUND, benchmark.WAITING, benchmark.RAW, benchmark.DEEPSPEED, benchmark.THEIRS):
+        assert medians[way]["bytes"] >= state, way
+    assert medians[benchmark.BACKGROUND]["bytes"] == pytest.approx(medians[benchmark.WAITING]["bytes"], rel=0.01)
+    assert medians[benchmark.WAITING]["bytes"] < state + 2**18
+    for way, turns in result["turns"].items():
+        assert len(turns) == 2
+        assert all(0 < turn["held_up"] <= turn["on_disk"] for turn in turns if way != benchmark.BACKGROUND)
+    assert all(turn["held_up"] > 0 and turn["on_disk"] > 0 for turn in result["turns"][benchmark.BACKGROUND])
+    assert "| 10m | torch.save |" in benchmark.table([result])
+    assert benchmark.quartiles([3.0, 1.0, 2.0, 5.0]) == [2.0, 2.5, 3.0]

@@ -1,0 +1,79 @@
+"""Checkpoints without an engine: small files, written by the real protocol, in one process or in threads for ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ds_trainer.checkpoint.protocol.choosing import Checkpoint, newest_valid
+from ds_trainer.checkpoint.protocol.contents import Held
+from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.retention import Retention
+from ds_trainer.checkpoint.protocol.saving import CheckpointSave
+from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+
+T = TypeVar("T")
+
+FACTS: dict[str, Any] = {"layout": {"world_size": 1}, "zero_stage": 0, "precision": "fp32", "arguments": "0" * 64}
+FILES = ("rank_00000.safetensors", "progress.pt", "trainer_state.json")
+ONE = Sharing(rank=0, ranks=(0,), node=0, nodes=1, firsts=(0,))
+
+
+def alone(value: Any) -> list[Any]:
+    """What one rank hears from all."""
+    return [value]
+
+
+def bytes_of(step: int, name: str, run: int = 0) -> bytes:
+    """What a file of the checkpoint of a step holds; another ``run`` writes something else."""
+    return f"{name} of step {step} of run {run}. ".encode() * 400
+
+
+def contents_of(step: int, run: int = 0, names: tuple[str, ...] = FILES) -> list[Held]:
+    """Files of one rank."""
+    return [Held(name, bytes_of(step, name, run)) for name in names]
+
+
+def save(output_dir: Path, step: int, retention: Retention | None = None, run: int = 0) -> Path:
+    """Write ``checkpoint-<step>`` as a run of one rank does."""
+    directory = CheckpointDirectory(output_dir)
+    path = CheckpointSave(directory, ONE, step, FACTS, alone).run(contents_of(step, run))
+    (retention or Retention()).apply(directory)
+    return path
+
+
+def resume(output_dir: Path) -> tuple[Checkpoint, dict[str, bytes]]:
+    """What a new run does first: settle what is left, take the newest whole checkpoint; its files' contents."""
+    directory = CheckpointDirectory(output_dir)
+    directory.tidy()
+    found = newest_valid(directory, ONE, alone)
+    return found, {name: (found.path / name).read_bytes() for name in found.manifest.files}
+
+
+def on_ranks(count: int, function: Callable[[int, Gather], T]) -> list[T | BaseException]:
+    """``function(rank, gather)`` in a thread for every rank; what each returned or raised."""
+    barrier = threading.Barrier(count, timeout=60)
+    slots: list[Any] = [None] * count
+    results: list[Any] = [None] * count
+
+    def rank(index: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            slots[index] = value
+            barrier.wait()
+            told = list(slots)
+            barrier.wait()
+            return told
+
+        try:
+            results[index] = function(index, gather)
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

@@ -1,0 +1,254 @@
+"""Real trainings whose ranks are killed, at chosen operations of a save and at any moment; the next run is exact.
+
+Exact is what it is in ``test_exact_resume.py``: batches, losses, gradient norms, learning rates, random states, weights
+and every tensor of the optimizer, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_trainer import TrainerCallback
+from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, Manifest
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from tests.support.pool import RankFailure, pool
+from tests.support.resuming import Story, differences, make, run
+from tests.training.test_resume import STOP_AT, make_trainer
+
+SAVING: dict[str, Any] = {"save_steps": 2, "zero_stage": 1}
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DieAt(TrainerCallback):
+    """From step 4 on: the process ends before the ``count``-th call of an operation on files."""
+
+    def __init__(self, operation: str, count: int) -> None:
+        self.operation, self.count = operation, count
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            original = getattr(disk, self.operation)
+
+            def operation(*arguments: Any) -> Any:
+                self.count -= 1
+                if self.count == 0:
+                    _die()
+                return original(*arguments)
+
+            setattr(disk, self.operation, operation)
+
+
+class Terminated(TrainerCallback):
+    """SIGTERM at step 5, as a scheduler sends it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class DieLater(TrainerCallback):
+    """After the first checkpoint: the process ends some time later, whatever it does then."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        time.sleep(self.seconds)
+        _die()
+
+
+def killed(
+    output_dir: str, ranks: tuple[int, ...], callback: Callable[[], TrainerCallback], in_background: bool
+) -> None:
+    trainer = make(output_dir, **SAVING, save_async=in_background)
+    if distributed.rank() in ranks:
+        trainer.add_callback(callback())
+    trainer.train()
+    time.sleep(60)  # whoever is to be killed later
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Story]:
+    return list(pool(2).run(partial(run, str(tmp_path_factory.mktemp("whole")), **SAVING)))
+
+
+def goes_on(output_dir: Path, whole: list[Story]) -> None:
+    """The resumed run ends as the unbroken one, and nothing half done is left."""
+    resumed = pool(2).run(partial(run, str(output_dir), True, **SAVING))
+    for wanted, found in zip(whole, resumed, strict=True):
+        assert differences(found, wanted) == []
+    assert [path.name for path in list_checkpoints(output_dir)][-1] == "checkpoint-8"
+    assert not list(output_dir.glob(".*"))
+
+
+KILLS = {
+    "rank 1 while it writes": ((1,), ("write", 2), "checkpoint-2"),
+    "rank 0 before its files are on the disk": ((0,), ("flush", 1), "checkpoint-2"),
+    "rank 0 before the checkpoint has its name": ((0,), ("rename", 1), "checkpoint-2"),
+    "rank 0 before the pointer is changed": ((0,), ("rename", 2), "checkpoint-4"),
+    "both while they write": ((0, 1), ("write", 3), "checkpoint-2"),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_killed_in_a_save(name: str, whole: list[Story], tmp_path: Path) -> None:
+    ranks, (operation, count), newest = KILLS[name]
+    with pytest.raises(RankFailure):
+        pool(2).run(killed, str(tmp_path), ranks, partial(DieAt, operation, count), False, timeout=60)
+    assert [path.name for path in list_checkpoints(tmp_path)][-1] == newest
+    goes_on(tmp_path, whole)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+def test_terminated(ranks: tuple[int, ...], whole: list[Story], tmp_path: Path) -> None:
+    """The save in flight ends before the process does."""
+    with pytest.raises(RankFailure):
+        pool(2).run(killed, str(tmp_path), ranks, Terminated, True, timeout=60)
+    assert [path.name for path in list_checkpoints(tmp_path)][-1] == "checkpoint-4"
+    goes_on(tmp_path, whole)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_moment(seed: int, whole: list[Story], tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    ranks = chance.choice([(0,), (1,), (0, 1)])
+    with pytest.raises(RankFailure):
+        later = partial(DieLater, chance.uniform(0.0, 0.5))
+        pool(2).run(killed, str(tmp_path), ranks, later, seed % 2 == 0, timeout=60)
+    assert list_checkpoints(tmp_path)
+    goes_on(tmp_path, whole)
+
+
+# -- two jobs in one directory ---------------------------------------------------------------------------------------
+
+
+class WaitInTheMiddle(TrainerCallback):
+    """At step 3: says so by a file, and goes on when another one is there."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir).parent
+        if state.global_step == 3:
+            (folder / "waiting").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.05)
+
+
+def refused(output_dir: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        run(output_dir, True, **SAVING)
+    return str(error.value)
+
+
+def test_a_second_job_is_refused_and_does_no_harm(whole: list[Story], tmp_path: Path) -> None:
+    output_dir = tmp_path / "out"
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(pool(2).run, partial(run, str(output_dir), callbacks=[WaitInTheMiddle()], **SAVING))
+        try:
+            while not (tmp_path / "waiting").exists():
+                assert not first.done()
+                time.sleep(0.05)
+            (message,) = pool(1).run(refused, str(output_dir))
+        finally:
+            (tmp_path / "go").touch()
+        for wanted, found in zip(whole, first.result(), strict=True):
+            assert differences(found, wanted) == []
+    assert str(output_dir) in message and "process" in message
+    assert [path.name for path in list_checkpoints(output_dir)][-1] == "checkpoint-8"
+    assert not list(output_dir.glob(".*"))
+
+
+# -- an optimizer whose state only DeepSpeed knows -------------------------------------------------------------------
+
+
+class Disguise(TrainerCallback):
+    """Makes DeepSpeed's optimizer one of a class that is not known here, as ZenFlow's and SuperOffload's are."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wrapper = kwargs["model"]._ds_optimizer_for_test
+        wrapper.__class__ = type("Unknown", (type(wrapper),), {})
+
+
+def run_disguised(output_dir: str, stop_at: int | None, resume: bool, stage: int) -> tuple[list[float], str]:
+    samples = 8 // distributed.world_size()  # the same global batch everywhere
+    trainer = make_trainer(output_dir, stop_at, zero_stage=stage, per_device_train_batch_size=samples)
+    build = trainer._build
+
+    def built(steps: int) -> None:
+        build(steps)
+        trainer.model._ds_optimizer_for_test = trainer.engine.deepspeed.optimizer  # type: ignore[assignment]
+
+    trainer._build = built  # type: ignore[method-assign]
+    trainer.add_callback(Disguise())
+    said = ""
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except ConfigError as error:
+        said = str(error)
+    trainer.model.__dict__.pop("_ds_optimizer_for_test", None)
+    if trainer._engine is not None:
+        trainer.engine.close()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_unknown_optimizer_is_kept_by_deepspeed(stage: int, tmp_path: Path) -> None:
+    ((wanted, _), _) = pool(2).run(run_disguised, str(tmp_path / "whole"), None, False, stage)
+    pool(2).run(run_disguised, str(tmp_path / "parts"), STOP_AT, False, stage)
+    manifest = Manifest.read(tmp_path / "parts" / f"checkpoint-{STOP_AT}")
+    assert manifest.engine == DEEPSPEED
+    assert sum(name.startswith("engine/") for name in manifest.files) >= 3
+    ((found, _), _) = pool(2).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
+    assert found == wanted
+    ((_, said),) = pool(1).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
+    assert "can be resumed from in no other" in said and "'world_size': 2" in said
+
+
+# -- a disk in every machine -----------------------------------------------------------------------------------------
+
+
+def run_on_own_disk(root: str, stop_at: int | None, resume: bool) -> list[float]:
+    """Every rank is a machine of its own, with its own output directory."""
+    import socket
+
+    rank, kept = distributed.rank(), socket.gethostname
+    socket.gethostname = lambda: f"machine-{rank}"
+    try:
+        trainer = make_trainer(f"{root}/{rank}", stop_at, save_on_each_node=True, **SAVING)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.engine.close()
+    finally:
+        socket.gethostname = kept
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_every_machine_keeps_what_its_ranks_hold(tmp_path: Path) -> None:
+    wanted = pool(2).run(run_on_own_disk, str(tmp_path / "whole"), None, False)[0]
+    pool(2).run(run_on_own_disk, str(tmp_path), STOP_AT, False)
+    for rank in (0, 1):
+        manifest = Manifest.read(tmp_path / str(rank) / f"checkpoint-{STOP_AT}")
+        assert (manifest.node, manifest.nodes) == (rank, 2)
+        assert {"trainer_state.json", "progress.pt", f"rank_{rank:05d}.safetensors"} <= set(manifest.files)
+        assert f"rank_{1 - rank:05d}.safetensors" not in manifest.files
+    for losses in pool(2).run(run_on_own_disk, str(tmp_path), None, True):
+        assert losses == wanted
