@@ -217,7 +217,7 @@ def differences(found: Story, wanted: Story, trained: int | None = None) -> list
     names = ("logs", "state", "random", "step", "epoch")
     different = [name for name in names if getattr(found, name) != getattr(wanted, name)]
     # Before the first step of a run whose sequences are cut, its first batch goes through the model in other forms too.
-    had = found.batches if trained is None else found.batches[-trained:]
-    if not had or had != wanted.batches[-len(had) :]:
+    had = found.batches if trained is None else found.batches[len(found.batches) - trained :]
+    if (not had and trained != 0) or had != wanted.batches[len(wanted.batches) - len(had) :]:
         different.append("batches")
     return different
