@@ -86,6 +86,7 @@ _RANGES: dict[str, str] = {
             "eval_delay",
             "dataloader_num_workers",
             "neftune_noise_alpha",
+            "time_limit_margin",
         ),
         _NOT_NEGATIVE,
     ),

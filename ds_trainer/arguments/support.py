@@ -1,8 +1,7 @@
 """Which values of which fields are refused, and what to use instead: one row each, so that nothing is a silent no-op.
 
 A field without a row works for every value that :mod:`ds_trainer.arguments.checks` lets through. ``ENGINE`` rows are
-about other engines and will stay: DeepSpeed has its own way. ``LATER`` rows are about what this package does not have
-yet. The rows are printed as a table in the documentation.
+about other engines: DeepSpeed has its own way. The rows are printed as a table in the documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 from ds_trainer.utils.secrets import is_secret, masked
 
 _NEVER = "makes no sense under a DeepSpeed engine"
-_NOT_YET = "is not supported yet"
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,6 @@ class Limit:
 
 def _engine(field: str, works: tuple[Any, ...] | Callable[[Any], bool], instead: str, why: str = _NEVER) -> Limit:
     return Limit(field, works, why, instead)
-
-
-def _later(field: str, works: tuple[Any, ...], instead: str | None = None) -> Limit:
-    return Limit(field, works, _NOT_YET, instead or f"Leave it at {works[0]!r}.")
 
 
 ENGINE: tuple[Limit, ...] = (
@@ -123,8 +117,6 @@ ENGINE: tuple[Limit, ...] = (
     ),
 )
 
-LATER: tuple[Limit, ...] = (_later("enable_jit_checkpoint", (False,)),)
-
 # accelerate's settings: what this package does, and why it does nothing else.
 ACCELERATOR: tuple[Limit, ...] = (
     _engine(
@@ -166,7 +158,7 @@ def support_problems(args: Any, blamed: Container[str] = ()) -> list[str]:
     """One sentence for each value that is refused, of fields that are not ``blamed`` for something else already."""
     problems = [
         limit.sentence(getattr(args, limit.field))
-        for limit in (*ENGINE, *LATER)
+        for limit in ENGINE
         if hasattr(args, limit.field)
         and limit.field not in blamed
         and not limit.accepts(_plain(getattr(args, limit.field)))

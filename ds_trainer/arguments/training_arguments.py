@@ -181,7 +181,14 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
         "(own) Read a checkpoint of others that holds more than tensors and plain values; it may run any code.", False
     )
     max_shard_size: str = _save("(own) Largest size of one safetensors file, as '5GB'.", "5GB")
-    enable_jit_checkpoint: bool = _save("Save a checkpoint on SIGTERM.", False)
+    enable_jit_checkpoint: bool = _save(
+        "Save a checkpoint when the run is told to stop (SIGTERM, SIGUSR1, SIGINT), also where save_strategy is no.",
+        False,
+    )
+    time_limit_margin: float = _save(
+        "(own) Seconds before the end of the scheduler's job by which a last checkpoint is complete.", 60.0
+    )
+    auto_resume: bool = _save("(own) Go on from the newest checkpoint in output_dir, if there is one.", False)
     allow_changed: list[str] = _save(
         "(own) On resuming, arguments that decide the trajectory and may differ from those in the checkpoint, by name.",
         default_factory=list,

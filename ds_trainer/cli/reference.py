@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from ds_trainer.arguments.better import BETTER
-from ds_trainer.arguments.support import ENGINE, LATER
+from ds_trainer.arguments.support import ENGINE
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.cli.support import table
 from ds_trainer.utils.errors import ConfigError
@@ -85,16 +85,11 @@ def _first_sentence(member: Any) -> str:
 def argument_rows() -> list[tuple[str, str, str]]:
     """Name, state and meaning of every argument."""
     engine = {limit.field: limit for limit in ENGINE}
-    later = {limit.field: limit for limit in LATER}
     topics = Seq2SeqTrainingArguments.topics()
     rows = []
     for field in fields(Seq2SeqTrainingArguments):
         name = field.name
-        if name in later:
-            partly = callable(later[name].works)
-            state = "supported" if partly else "not yet"
-            note = f"Not every value yet. {later[name].instead}" if partly else later[name].instead
-        elif name in engine:
+        if name in engine:
             partly = callable(engine[name].works) and name not in ("fsdp", "fsdp_config")
             state = "better" if name in BETTER else "supported" if partly else "refused"
             note = BETTER.get(name) or engine[name].instead

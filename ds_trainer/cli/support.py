@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-from ds_trainer.arguments.support import ACCELERATOR, ENGINE, LATER, Limit
+from ds_trainer.arguments.support import ACCELERATOR, ENGINE, Limit
 from ds_trainer.config.library_optimizers import LIBRARY
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES
 from ds_trainer.config.rules import RULES
@@ -54,9 +54,6 @@ def support_matrix() -> str:
         table(("argument", "instead"), _limits(ENGINE)),
         "`accelerator_config` likewise:",
         table(("key", "instead"), _limits(ACCELERATOR)),
-        "## Not supported yet",
-        "Other values than the default are refused, so that nothing is silently left out.",
-        table(("argument", "meanwhile"), _limits(LATER)),
         "## Keys that DeepSpeed removed",
         table(("key", "what DeepSpeed says"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
     ]

@@ -61,12 +61,14 @@ class BackgroundSaves:
     Attributes:
         possible: whether the state can be copied; alike on all ranks. Nothing else may be called where it cannot.
         in_flight: what is being written.
+        ended: moment of ``time.perf_counter()`` at which the last one was written.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._arena = Arena(pinned=trainer.device.type == "cuda")
         self.in_flight: InFlight | None = None
+        self.ended = 0.0
         self._preparing: BackgroundWork[None] | None = None
         self.possible = self._are_possible()
         if self.possible:
@@ -145,6 +147,7 @@ class BackgroundSaves:
         elif distributed.agree(torch.tensor([int(not flight.save.done)]))[0]:
             return
         self.in_flight = None
+        self.ended = flight.save.ended
         outcome: Path | BaseException
         try:
             outcome = flight.save.result()

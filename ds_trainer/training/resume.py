@@ -57,6 +57,7 @@ def shared_contents(trainer: Trainer) -> list[Held]:
         "steps": trainer.run_plan.max_steps,
         "epochs": trainer.run_plan.epochs,
         "data": trainer.data_place.position.to_json(),
+        "evaluation_is_due": trainer.evaluation_is_due,
     }
     return [
         Held(RUN_FILE, (json.dumps(run, indent=2) + "\n").encode()),
@@ -92,6 +93,11 @@ class Resumption:
         """Read the small files of the checkpoint at ``path``."""
         run = read_json(path / RUN_FILE) if (path / RUN_FILE).is_file() else None
         return cls(path, TrainerState.load_from_json(path / STATE_FILE), run)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the run was stopped before it could evaluate the step of the checkpoint."""
+        return self.run is not None and bool(self.run.get("evaluation_is_due"))
 
     def position(self, plan: RunPlan) -> DataPosition:
         """Where in the data it was written."""

@@ -89,6 +89,7 @@ class TrainLoop:
         self._loss_sum, self._loss_steps = 0.0, 0
         self._first_step = trainer.state.global_step
         self._learning_rate: Any = math.nan  # of the last step
+        self._stopped = False
         self._schedule_follows_metric = steps_on_metric(trainer.lr_scheduler)
 
     def run(self) -> TrainOutput:
@@ -99,16 +100,24 @@ class TrainLoop:
             trainer.control = handler.on_train_begin(args, state, trainer.control)
         if args.eval_on_start:
             self._evaluate()
+        if trainer.evaluation_is_due:  # the run was stopped before it came to it
+            trainer.evaluation_is_due, trainer.control.should_evaluate = False, True
+            self._log_evaluate_save()
+        if not self._is_done() and trainer.stopper.before_first_step():
+            trainer.raise_stopped()
         while self.place.epoch < self.plan.epochs:
             if self._is_done() and not self.place.is_inside:
                 break
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
             self._run_epoch()
+            if self._stopped:
+                self._save_and_stop()
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
             self.place.next_epoch()
             self._log_evaluate_save()
             if trainer.control.should_training_stop:
                 break
+        trainer.stopper.no_more_steps()
         self._settle_save(wait=True)
         self._close_window()
         output = self._output()
@@ -135,6 +144,9 @@ class TrainLoop:
             trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
             if trainer.control.should_epoch_stop:
                 place.leave()
+            if trainer.stopper.after_step(state.global_step) and self._can_stop():
+                self._stopped = True
+                break
             self._log_evaluate_save()
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
@@ -193,6 +205,25 @@ class TrainLoop:
             with self.meter.paused():
                 trainer.save_in_training()
             trainer.control.should_save = False
+
+    def _can_stop(self) -> bool:
+        """Whether there is anything left that another process could go on with. Collective."""
+        if self.trainer.callbacks_may_differ:
+            _agree(self.trainer.control)
+        return not (self._is_done() or self.trainer.control.should_training_stop)
+
+    def _save_and_stop(self) -> None:
+        """The run ends here before its time, at a checkpoint. An evaluation that is due is left to whoever goes on.
+
+        Raises:
+            TrainingStopped: always.
+        """
+        trainer, state = self.trainer, self.trainer.state
+        if trainer.control.should_log and state.global_step > self._window_start:
+            trainer.log(self._close_window(), **self._log_keywords)
+        trainer.save_and_stop()
+        trainer.control = trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
+        trainer.raise_stopped()
 
     def _settle_save(self, wait: bool = False) -> None:
         """Tell of the checkpoint that was written meanwhile."""

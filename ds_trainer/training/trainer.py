@@ -14,7 +14,6 @@ from ds_trainer.callbacks.integrations import reporting_callbacks
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.records import RecordsCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from ds_trainer.checkpoint.background.writing import ends_after
 from ds_trainer.checkpoint.manager import choose_checkpoint
 from ds_trainer.checkpoint.protocol.directory import find_checkpoint
 from ds_trainer.data.collators import collator_for
@@ -167,6 +166,8 @@ class Trainer(SearchHooks):
 
         Raises:
             ConfigError: no training data, or a checkpoint that does not fit.
+            TrainingStopped: a signal, a stop file or a time limit ended it between two steps, at a checkpoint. It is a
+                SystemExit: left alone, it ends the process with the exit code that batch scripts understand.
         """
         self._take_trial(trial)
         if self._uncut:
@@ -178,15 +179,12 @@ class Trainer(SearchHooks):
         elif not is_overridden(self, Trainer, "get_train_dataloader"):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
-        self.stage = self._memory_tracker.stage("train")
-        self.is_in_train = True
-        try:
-            self._join_ranks()
+        with self._in_training():
             # Whether anybody's callbacks could decide differently must not itself differ.
             self._own_callbacks = bool(distributed.agree(torch.tensor([int(self._own_callbacks)]))[0])
             self._take_output_dir()
             checkpoint = None
-            if resume_from_checkpoint:
+            if resume_from_checkpoint or (self._goes_on_by_itself and trial is None and self._has_begun_before()):
                 asked = self._as_ours(asked)
                 checkpoint, _ = choose_checkpoint(asked, self._output_dir, self._sharing)
             self._begin_anew()
@@ -200,13 +198,8 @@ class Trainer(SearchHooks):
             self._drop_converted()
             self.callback_handler.train_dataloader = loader
             print_header(self, plan, checkpoint)
-            with ends_after(self._finish_save), prepared_for_training(self.model, self.args, self.layout):
+            with prepared_for_training(self.model, self.args, self.layout):
                 output = TrainLoop(self, plan, self.data_place, ignore_keys_for_eval).run()
-        finally:
-            self._end_saves()
-            self._leave_output_dir()
-            self.is_in_train = False
-            self.stage.end()
         self.save_state()
         self._end_pushes()
         return output

@@ -7,7 +7,7 @@ FAILED = 1
 CANNOT_WORK = 2
 """The request cannot work; it would fail again."""
 REQUEUE = 75
-"""Stopped at a complete checkpoint, by a signal or before a time limit: start it again. (``EX_TEMPFAIL`` of sysexits.)"""
+"""Stopped at a complete checkpoint, by a signal or before a time limit: start it again. (As ``EX_TEMPFAIL`` is.)"""
 HUNG = 76
 """The watchdog ended a job that did not get on: start it again, from its last checkpoint."""
 STOPPED = 77

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_trainer.arguments.enums import SaveStrategy
-from ds_trainer.arguments.support import ENGINE, LATER
+from ds_trainer.arguments.support import ENGINE
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
@@ -239,7 +239,9 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "save_failure": Shown("tests.checkpoint.test_failures::test_the_run_goes_on_where_that_is_asked_for"),
     "save_async": Shown("tests.training.test_background_saves::test_where_there_is_no_room_training_waits"),
     "max_shard_size": Shown("tests.checkpoint.test_weights::test_shards_fill_up_and_a_large_tensor_stands_alone"),
-    "enable_jit_checkpoint": Refused(True, "not supported yet"),
+    "enable_jit_checkpoint": Shown("tests.training.stopping.test_stopping::test_where_no_checkpoints_are_written"),
+    "time_limit_margin": Shown("tests.training.stopping.test_stopping::test_before_the_time_limit"),
+    "auto_resume": Shown("tests.training.stopping.test_stopping::test_the_same_command_begins_and_goes_on"),
     "allow_changed": Shown("tests.training.test_changed_arguments::test_a_schedule_that_may_change_stands_at_the_step"),
     "start_from_weights": Shown("tests.training.test_changed_arguments::test_a_run_can_begin_with_weights_alone"),
     "ignore_data_skip": Shown(_RUN + "test_ignore_data_skip"),
@@ -301,7 +303,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
 def test_the_walk_is_complete() -> None:
     assert list(FIELDS.keys() - {f.name for f in dataclasses.fields(Arguments)}) == []
     assert [f.name for f in dataclasses.fields(Arguments) if f.name not in FIELDS] == []
-    limited = {limit.field for limit in (*ENGINE, *LATER)}
+    limited = {limit.field for limit in ENGINE}
     partly = {"optim"}  # some of its values
     assert {n for n, kind in FIELDS.items() if isinstance(kind, Refused)} - limited == {
         "accelerator_config",

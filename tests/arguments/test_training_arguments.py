@@ -32,6 +32,8 @@ OWN = {
     "allow_changed",
     "start_from_weights",
     "trust_checkpoint",
+    "time_limit_margin",
+    "auto_resume",
 }
 
 

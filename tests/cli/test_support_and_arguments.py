@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.arguments.support import ENGINE, LATER
+from ds_trainer.arguments.support import ENGINE
 from ds_trainer.cli.main import main
 from ds_trainer.config.rules import RULES
 
@@ -27,7 +27,7 @@ def test_every_row_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     page = printed(capsys, "support")
     for rule in RULES:
         assert f"| `{rule.name}` | {rule.needs} |" in page
-    for limit in (*ENGINE, *LATER):
+    for limit in ENGINE:
         assert f"| `{limit.field}` | " in page
 
 

@@ -291,19 +291,21 @@ SCRIPT = """
 
     class Ends(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 2
             if state.global_step == 3:
                 disk.flush = flush if {quick} else slow
                 os.kill(os.getpid(), signal.{signal})
                 time.sleep(30)
 
     disk.flush = slow
-    trainer_of({output_dir!r}, [Ends()], max_steps=8).train()
+    trainer_of({output_dir!r}, [Ends()], max_steps=8, save_strategy="no").train()
 """
 
 
 @pytest.mark.parametrize(("name", "left"), [("SIGTERM", ["checkpoint-2"]), ("SIGKILL", [])])
 def test_sigterm_waits_for_the_checkpoint(name: str, left: list[str], tmp_path: Path) -> None:
-    """... and ends the process as it would without us; SIGKILL is the control: the disk was slow indeed."""
+    """... that a callback asked for, and ends the process as it would without us: with ``save_strategy="no"`` nobody
+    asked for a stop that saves (:mod:`tests.training.stopping`). SIGKILL is the control: the disk was slow indeed."""
     root = str(Path(__file__).parents[2])
     code = textwrap.dedent(SCRIPT).format(root=root, output_dir=str(tmp_path), signal=name, quick=False)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}

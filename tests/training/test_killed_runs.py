@@ -56,14 +56,6 @@ class DieAt(TrainerCallback):
             setattr(disk, self.operation, operation)
 
 
-class Terminated(TrainerCallback):
-    """SIGTERM at step 5, as a scheduler sends it."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 class DieLater(TrainerCallback):
     """After the first checkpoint: the process ends some time later, whatever it does then."""
 
@@ -121,15 +113,6 @@ def test_killed_in_a_save(name: str, whole: list[Story], tmp_path: Path) -> None
     with pytest.raises(RankFailure):
         pool(2).run(killed, str(tmp_path), ranks, partial(DieAt, operation, count), False, timeout=60)
     assert [path.name for path in list_checkpoints(tmp_path)][-1] == newest
-    goes_on(tmp_path, whole)
-
-
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_terminated(ranks: tuple[int, ...], whole: list[Story], tmp_path: Path) -> None:
-    """The save in flight ends before the process does."""
-    with pytest.raises(RankFailure):
-        pool(2).run(killed, str(tmp_path), ranks, Terminated, True, timeout=60)
-    assert [path.name for path in list_checkpoints(tmp_path)][-1] == "checkpoint-4"
     goes_on(tmp_path, whole)
 
 

@@ -16,6 +16,7 @@ logger = get_logger(__name__)
 
 LOCK_FILE = ".lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+_POLL_SECONDS = 0.2
 
 
 class DirectoryLock:
@@ -29,8 +30,11 @@ class DirectoryLock:
         self._path = directory / LOCK_FILE
         self._descriptor: int | None = None
 
-    def acquire(self) -> str | None:
+    def acquire(self, patience: float = 0.0) -> str | None:
         """Take the lock; the directory is made if it is missing.
+
+        Args:
+            patience: seconds to wait for whoever has it.
 
         Returns:
             None where it was taken, or cannot be; else who has it.
@@ -39,6 +43,7 @@ class DirectoryLock:
             OSError: the directory cannot be made, or not be written to.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + patience
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -47,7 +52,10 @@ class DirectoryLock:
                 holder = _described(descriptor)
                 os.close(descriptor)
                 if error.errno in _TAKEN:
-                    return holder
+                    if time.monotonic() >= deadline:
+                        return holder
+                    time.sleep(_POLL_SECONDS)
+                    continue
                 logger.warning(
                     "%s cannot be locked on this file system (%s): take care that no other training writes to %s.",
                     self._path,

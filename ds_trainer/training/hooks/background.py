@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -14,6 +15,7 @@ from ds_trainer.training.background_saves import AFTER_FAILURE_SECONDS, AFTER_SI
 from ds_trainer.training.best_model import note_checkpoint
 from ds_trainer.training.hooks.checkpoints import CheckpointHooks
 from ds_trainer.training.resume import own_contents
+from ds_trainer.training.stopping.stopper import Stopper
 from ds_trainer.utils.failures import fails_together
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 class BackgroundHooks(CheckpointHooks):
     """How the loop saves."""
 
+    stopper: Stopper
     _saves: BackgroundSaves | None = None
 
     def prepare_saves(self) -> None:
@@ -37,8 +40,10 @@ class BackgroundHooks(CheckpointHooks):
         """
         self.settle_save(wait=True)
         saves = self._background_saves()
+        began = time.perf_counter()
         if saves is None:
             if self.save_checkpoint() is not None:
+                self.stopper.note_save(time.perf_counter() - began)
                 self._tell_of_save(self.state)
             return
         state = self._state_to_save()
@@ -50,6 +55,7 @@ class BackgroundHooks(CheckpointHooks):
                     raise outcome
                 self._not_saved(outcome)
                 return
+            self.stopper.note_save(saves.ended - began)
             self.state.best_model_checkpoint = state.best_model_checkpoint
             if pushes:
                 self._push_prepared(outcome, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+AUTO_RESUME = "DS_TRAINER_AUTO_RESUME"
+"""The environment variable that does what ``auto_resume`` does, for whoever starts jobs again."""
+
+# A job that is started again by itself may come while the last ranks of the one before it are still dying.
+_DYING_SECONDS = 120.0
+
 
 class CheckpointHooks(HubHooks):
     """Weights for others, checkpoints for the run itself."""
@@ -58,6 +65,8 @@ class CheckpointHooks(HubHooks):
     _changes: Changes
     _sharing: Sharing
     _lock: DirectoryLock | None = None
+    evaluation_is_due = False
+    """Whether the step of the checkpoint that is being written, or gone on from, has not been evaluated yet."""
     _converted: Path | None = None
 
     @fails_together
@@ -156,7 +165,7 @@ class CheckpointHooks(HubHooks):
         if self._sharing.commits:
             self._lock = DirectoryLock(self._output_dir)
             try:
-                holder = self._lock.acquire()
+                holder = self._lock.acquire(_DYING_SECONDS if self._goes_on_by_itself else 0.0)
                 if holder is not None:
                     problem = (
                         f"output_dir={self._output_dir} ({self.args.where('output_dir')}) is in use by another "
@@ -206,6 +215,11 @@ class CheckpointHooks(HubHooks):
             self._converted = None
 
     @property
+    def _goes_on_by_itself(self) -> bool:
+        """Whether a checkpoint in the output directory is gone on from without being asked for."""
+        return bool(self.args.auto_resume) or os.environ.get(AUTO_RESUME, "0") not in ("", "0")
+
+    @property
     def _directory(self) -> CheckpointDirectory:
         return CheckpointDirectory(self._output_dir)
 
@@ -236,6 +250,7 @@ class CheckpointHooks(HubHooks):
     def _begin(self, loader: Any) -> None:
         """Put back what the checkpoint has, or the weights that are asked for. Collective."""
         resumption, plan, trainer = self._resumption, self.run_plan, cast("Trainer", self)
+        self.evaluation_is_due = resumption is not None and resumption.evaluation_is_due
         if resumption is None:
             if self.args.start_from_weights is not None:
                 directory = weights_directory(self.args.start_from_weights)

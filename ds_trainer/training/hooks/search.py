@@ -15,10 +15,10 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.callbacks.state import TrainerControl, export_states, restore_states
 from ds_trainer.training.construction import keras_problems
-from ds_trainer.training.hooks.background import BackgroundHooks
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
 from ds_trainer.training.hooks.plan import PlanHooks
+from ds_trainer.training.hooks.stopping import StoppingHooks
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.search.apply import argument_names, arguments_of
 from ds_trainer.training.search.backend import find_backend
@@ -33,7 +33,7 @@ from ds_trainer.utils.seeds import set_seed
 Report = Callable[[Any, int, dict[str, Any]], bool]
 
 
-class SearchHooks(PlanHooks, EvaluationHooks, BackgroundHooks):
+class SearchHooks(PlanHooks, EvaluationHooks, StoppingHooks):
     """Search over arguments."""
 
     hp_search_backend: str | None = None

@@ -1,0 +1,81 @@
+"""``StopVote``: all ranks learn at the same step whether one of them has been asked to stop, and nobody waits for it.
+
+At a step boundary each rank puts its wish into an all-reduce that runs beside the next step; its result is read at the
+boundary after that. On GPUs this is a group of gloo, so that the device is not asked. Votes are a fraction of a second
+apart: when the next one is, is voted on too, since clocks differ and steps do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_trainer.training.stopping.request import StopRequest, decode, encode
+from ds_trainer.utils import distributed
+
+SECONDS_BETWEEN = 0.25
+_groups: dict[int, Any] = {}  # of gloo, by the identity of the default group
+
+
+class StopVote:
+    """To be made by all ranks together."""
+
+    def __init__(self) -> None:
+        self._group = _gloo_group() if distributed.world_size() > 1 else None
+        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._next = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether ranks vote at this boundary, or read a vote."""
+        return self._pending is not None or step >= self._next
+
+    def now(self, wish: StopRequest | None) -> StopRequest | None:
+        """Vote and wait for the others. Collective."""
+        votes = torch.tensor(encode(wish))
+        if distributed.world_size() > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        return decode(votes.tolist())
+
+    def at(self, step: int, wish: StopRequest | None, step_seconds: float) -> StopRequest | None:
+        """At the boundary after ``step``: what was agreed since the last one; begin another vote. Collective.
+
+        Args:
+            step: the same on all ranks.
+            wish: of this rank.
+            step_seconds: what a step takes.
+        """
+        if distributed.world_size() == 1:
+            return wish
+        if self._pending is not None:
+            agreed = self.finish()
+            if agreed is not None:
+                return agreed
+        if step >= self._next:
+            wait = max(1, int(SECONDS_BETWEEN / step_seconds)) if step_seconds > 0 else 1
+            votes = torch.tensor([*encode(wish), wait])
+            self._pending = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._asked_at = step
+        return None
+
+    def finish(self) -> StopRequest | None:
+        """Wait for the vote under way, if there is one, and read it."""
+        if self._pending is None:
+            return None
+        (votes, work), self._pending = self._pending, None
+        work.wait()
+        *request, wait = votes.tolist()
+        self._next = self._asked_at + wait
+        return decode(request)
+
+
+def _gloo_group() -> Any:
+    """A group of all ranks that needs no device; the default group where it is one. Collective at the first call."""
+    if dist.get_backend() == "gloo":
+        return None
+    world = dist.group.WORLD
+    if id(world) not in _groups:
+        _groups.clear()
+        _groups[id(world)] = dist.new_group(backend="gloo")
+    return _groups[id(world)]
