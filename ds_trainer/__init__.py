@@ -51,6 +51,7 @@ _PUBLIC = {
     "TrainerCallback": "ds_trainer.callbacks.protocol",
     "TrainerControl": "ds_trainer.callbacks.state",
     "TrainerState": "ds_trainer.callbacks.state",
+    "TrainingStopped": "ds_trainer.training.stopping.stopper",
     "TrainingArguments": "ds_trainer.arguments.training_arguments",
     "attention": "ds_trainer.parallel.attention",
     "compile_config": "ds_trainer.config.compiler",
@@ -102,6 +103,7 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "TrainingStopped",
     "__version__",
     "attention",
     "compile_config",
@@ -143,6 +145,7 @@ if TYPE_CHECKING:
     from ds_trainer.training.search.objective import default_compute_objective
     from ds_trainer.training.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb
     from ds_trainer.training.seq2seq_trainer import Seq2SeqTrainer
+    from ds_trainer.training.stopping.stopper import TrainingStopped
     from ds_trainer.training.tf_trainer import KerasModule, TFTrainer
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer

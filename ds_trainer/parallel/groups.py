@@ -32,6 +32,7 @@ class ParallelGroups:
         gradient: ``dp x cp x sp`` ranks with the same parameters and other tokens.
         replica: ``cp x sp x tp`` ranks that work on the same samples.
         replica_host: the same ranks, for tensors in host memory (gloo), whatever the backend of the others.
+        world_host: all ranks, likewise.
     """
 
     layout: ParallelLayout
@@ -44,6 +45,7 @@ class ParallelGroups:
     gradient: ProcessGroup
     replica: ProcessGroup
     replica_host: ProcessGroup
+    world_host: ProcessGroup
 
 
 _AXES_OF = {
@@ -83,7 +85,10 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
                     by_ranks[key] = dist.new_group(ranks)
             if rank in ranks:
                 mine[name] = by_ranks[key]
-    mine["replica_host"] = mine["replica"]
+    mine["replica_host"], mine["world_host"] = mine["replica"], world
+    if dist.get_backend() != "gloo":
+        with noted_connections():
+            mine["world_host"] = dist.new_group(backend="gloo")
     if dist.get_backend() != "gloo" and layout.replica_size > 1:
         for ranks in layout.groups(_AXES_OF["replica"]):
             with noted_connections():

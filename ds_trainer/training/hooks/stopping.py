@@ -27,7 +27,8 @@ class StoppingHooks(BackgroundHooks):
         saves = args.enable_jit_checkpoint or (args.save_strategy != SaveStrategy.NO and not args.save_only_model)
         try:
             self._join_ranks()
-            self.stopper = Stopper(self._output_dir, saves, not args.save_only_model, args.time_limit_margin)
+            group = self.groups.world_host if distributed.world_size() > 1 else None
+            self.stopper = Stopper(self._output_dir, saves, not args.save_only_model, args.time_limit_margin, group)
             with ExitStack() as contexts:
                 contexts.enter_context(self.stopper)
                 if not saves:

@@ -7,23 +7,28 @@ apart: when the next one is, is voted on too, since clocks differ and steps do n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ds_trainer.training.stopping.request import StopRequest, decode, encode
-from ds_trainer.utils import distributed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SECONDS_BETWEEN = 0.25
-_groups: dict[int, Any] = {}  # of gloo, by the identity of the default group
 
 
 class StopVote:
-    """To be made by all ranks together."""
+    """One training's votes.
 
-    def __init__(self) -> None:
-        self._group = _gloo_group() if distributed.world_size() > 1 else None
+    Args:
+        group: all ranks, for tensors in host memory; None for one process.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._next = 0
 
@@ -34,7 +39,7 @@ class StopVote:
     def now(self, wish: StopRequest | None) -> StopRequest | None:
         """Vote and wait for the others. Collective."""
         votes = torch.tensor(encode(wish))
-        if distributed.world_size() > 1:
+        if self._group is not None:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return decode(votes.tolist())
 
@@ -46,7 +51,7 @@ class StopVote:
             wish: of this rank.
             step_seconds: what a step takes.
         """
-        if distributed.world_size() == 1:
+        if self._group is None:
             return wish
         if self._pending is not None:
             agreed = self.finish()
@@ -68,14 +73,3 @@ class StopVote:
         *request, wait = votes.tolist()
         self._next = self._asked_at + wait
         return decode(request)
-
-
-def _gloo_group() -> Any:
-    """A group of all ranks that needs no device; the default group where it is one. Collective at the first call."""
-    if dist.get_backend() == "gloo":
-        return None
-    world = dist.group.WORLD
-    if id(world) not in _groups:
-        _groups.clear()
-        _groups[id(world)] = dist.new_group(backend="gloo")
-    return _groups[id(world)]

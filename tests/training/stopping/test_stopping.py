@@ -54,10 +54,11 @@ class At(TrainerCallback):
 
 
 def send(*numbers: int) -> None:
-    """Signals to this process, apart from each other."""
-    for number in numbers:
+    """Signals to this process, too far apart to be one request."""
+    for place, number in enumerate(numbers):
+        time.sleep(2.5 if place else 0.0)
         os.kill(os.getpid(), number)
-        time.sleep(1.2)
+    time.sleep(0.5)  # a thread counts them
 
 
 def stopped(output_dir: str, at: int, action: Callable[[], None], rank: int = 1, **more: Any) -> tuple[Any, ...]:
@@ -288,7 +289,7 @@ def test_the_third_signal_ends_a_process_that_hangs(tmp_path: Path) -> None:
     process = start(tmp_path, 300.0)
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
-        time.sleep(1.3)
+        time.sleep(2.5)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
@@ -303,7 +304,7 @@ def test_ranks_vote_only_now_and_then() -> None:
 
 
 def votes_of_a_run() -> int:
-    ballot = vote.StopVote()
+    ballot = vote.StopVote(distributed.dist.group.WORLD)
     ballot.now(None)
     votes = 0
     for step in range(1, 1001):
