@@ -17,6 +17,7 @@ from tests.support.pool import close_pools
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("DS_TRAINER_SELF_TEST", "never")  # asked for where it is tested
 
 # Deadlines measure the machine, not the code.
 settings.register_profile("ds_trainer", deadline=None, max_examples=60)

@@ -15,6 +15,7 @@ BETTER: dict[str, str] = {
     "offload_param": "An addition: `cpu` or `nvme` without a file.",
     "nvme_path": "An addition.",
     "deepspeed": "Every value in the compiled JSON has an origin; contradictions are refused with both places.",
+    "self_test": "An addition: some versions of DeepSpeed computed wrong gradients without a word.",
     "ddp_timeout": "The timeout of every collective.",
     "logging_nan_inf_filter": "Filtered steps are counted, logged and warned of once.",
     "logging_steps": "The logged loss is the mean of the window over all ranks; the device is waited for only then.",

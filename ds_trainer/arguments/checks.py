@@ -24,6 +24,7 @@ from ds_trainer.arguments.enums import (
     SaveFailure,
     SaveStrategy,
     SchedulerType,
+    SelfTest,
     TokenCount,
     WorkerStart,
 )
@@ -53,6 +54,7 @@ CHOICES: dict[str, type[Enum]] = {
     "dataloader_multiprocessing_context": WorkerStart,
     "generation_gather": GenerationGather,
     "save_failure": SaveFailure,
+    "self_test": SelfTest,
 }
 _WHOLE = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"

@@ -69,6 +69,14 @@ class SaveFailure(NamedValue):
     CONTINUE = "continue"
 
 
+class SelfTest(NamedValue):
+    """When the engine's gradient is compared with plain PyTorch before a training."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class TokenCount(NamedValue):
     """Which tokens ``num_input_tokens_seen`` counts."""
 

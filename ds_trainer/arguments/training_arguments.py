@@ -24,6 +24,7 @@ from ds_trainer.arguments.enums import (
     SaveFailure,
     SaveStrategy,
     SchedulerType,
+    SelfTest,
 )
 from ds_trainer.arguments.generation import generation_problems, is_json
 from ds_trainer.arguments.places import Places
@@ -125,6 +126,11 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     offload_param: OffloadDevice | str = _engine("(own) Where ZeRO-3 keeps parameters.", "none")
     nvme_path: str | None = _engine("(own) Directory on a local NVMe disk, for offload to nvme.")
     deepspeed: _Json = _engine("DeepSpeed configuration: a JSON or hjson file, its text, or a mapping.")
+    self_test: SelfTest | str = _engine(
+        "(own) Compare the engine's gradient with plain PyTorch before training: always, never, or auto, which is "
+        "once for each installation, stage and precision.",
+        "auto",
+    )
     ddp_timeout: int = _engine("Seconds that a collective may take before the job is ended.", 1800)
 
     tensor_parallel_size: int = _parallel("(own) Ranks that share every layer.", 1)

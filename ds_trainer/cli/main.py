@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import arguments, checkpoint, config, reference, support, train
+from ds_trainer.cli import arguments, checkpoint, config, doctor, reference, support, train
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 SUBCOMMANDS = {
     "train": train,
     "config": config,
     "checkpoint": checkpoint,
+    "doctor": doctor,
     "arguments": arguments,
     "reference": reference,
     "support": support,

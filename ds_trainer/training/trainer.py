@@ -33,6 +33,7 @@ from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import is_overridden
+from ds_trainer.training.start import check_start
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -180,6 +181,7 @@ class Trainer(SearchHooks):
             raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
 
         with self._in_training():
+            check_start(self)
             # Whether anybody's callbacks could decide differently must not itself differ.
             self._own_callbacks = bool(distributed.agree(torch.tensor([int(self._own_callbacks)]))[0])
             self._take_output_dir()

@@ -29,6 +29,7 @@ OWN = {
     "save_async",
     "save_failure",
     "save_keep_every",
+    "self_test",
     "allow_changed",
     "start_from_weights",
     "trust_checkpoint",

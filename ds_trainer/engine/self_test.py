@@ -1,0 +1,237 @@
+"""The gradient self-test: on this installation, with these ranks, does the engine compute what plain PyTorch computes?
+
+Some versions of DeepSpeed did not, silently: ZeRO-2 in 0.17.6 to 0.18.2 lost micro-batches in accumulation (this test
+finds it: docs/doctor.md), and ZeRO-2 with bf16 was wrong on GPUs in 0.18.3 to 0.19.3 where a module is used more than
+once. So a tiny model is trained for two steps through the same engine as a real run:
+
+* A layer is used twice. Another one is below reentrant checkpointing, which runs a backward pass inside the outer one.
+* A step has two micro-batches. Each micro-batch of each rank has a token of its own, and with it a row of the embedding
+  whose gradient nobody else adds to: what is lost or counted twice is named.
+* Buckets are so small that the gradient needs several.
+* The first step has a learning rate of zero: gradients left over from it would show in the second one.
+* The learning rate of the second is so large that little of the old weights is left in the digits of the new ones:
+  these are minus the gradient, read in the same way at all stages and precisions.
+
+The reference is computed in float64 from the samples of all ranks, which every rank can make for itself: nothing is
+communicated besides what the engine communicates.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.training_engine import TrainingEngine, precision_of
+from ds_trainer.engine.weights import gathered
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils import distributed
+
+WIDTH = 16
+ACCUMULATION = 2
+MICRO_BATCH = 2
+TOKENS = 3
+STEPS = 2
+COMMON_TOKENS = 4
+LEARNING_RATE = 2.0**12  # with float16 in mind, which ends at 65504
+TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.08}
+"""Largest relative difference (2-norm) of a row or tensor; a lost or doubled contribution is a difference of 1."""
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What the self-test found.
+
+    Attributes:
+        stage, precision: what was tested: ZeRO stage, and fp32, bf16, fp16 or the type of autocast.
+        ranks: how many took part.
+        error: the largest relative difference between the engine and plain PyTorch.
+        tolerance: how large it may be.
+        wrong: a sentence for each difference that is larger, the largest first.
+    """
+
+    stage: int
+    precision: str
+    ranks: int
+    error: float
+    tolerance: float
+    wrong: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether the engine's gradient is right."""
+        return not self.wrong
+
+    @property
+    def title(self) -> str:
+        """``ZeRO-2 bf16``."""
+        return f"ZeRO-{self.stage} {self.precision}"
+
+
+class TinyModel(nn.Module):
+    """An embedding, a layer that is used twice, one that is recomputed, a head. The same weights on all ranks."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.embedding = nn.Embedding(tokens, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.recomputed = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                values = torch.randn(parameter.shape, generator=generator) / 4  # rounded: the same in 16 bits
+                parameter.copy_(values.bfloat16())
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Summed squared error. ``tokens`` (batch, length) to ``targets`` (batch,)."""
+        hidden = torch.tanh(self.first(self.embedding(tokens)))
+        hidden = torch.tanh(self.shared(hidden))
+        hidden = hidden + checkpoint(self._block, hidden, use_reentrant=True)
+        predicted = self.head(self.shared(hidden)).squeeze(-1).mean(dim=-1)
+        return (predicted.to(targets.dtype) - targets).square().sum()
+
+    def _block(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.recomputed(hidden))
+
+
+def own_token(rank: int, micro_batch: int) -> int:
+    """The token that only this micro-batch of this rank has."""
+    return COMMON_TOKENS + rank * ACCUMULATION + micro_batch
+
+
+def samples(rank: int, micro_batch: int, step: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of a rank: its own token and common ones."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * rank + micro_batch)
+    tokens = torch.randint(0, COMMON_TOKENS, (MICRO_BATCH, TOKENS), generator=generator)
+    tokens[:, 0] = own_token(rank, micro_batch)
+    return {"tokens": tokens, "targets": torch.randn(MICRO_BATCH, generator=generator) + 2}
+
+
+def expected_gradient(ranks: int, step: int) -> dict[str, torch.Tensor]:
+    """By plain PyTorch in float64: the gradient of the mean over the samples of all ranks, by parameter name."""
+    model = TinyModel(COMMON_TOKENS + ranks * ACCUMULATION).double()
+    for rank in range(ranks):
+        for micro_batch in range(ACCUMULATION):
+            batch = samples(rank, micro_batch, step)
+            loss = model(batch["tokens"], batch["targets"].double())
+            (loss / (ranks * ACCUMULATION * MICRO_BATCH)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def check_gradient(config: CompiledConfig, layout: ParallelLayout, device: torch.device) -> GradientReport:
+    """Run the test. Collective; needs a process group.
+
+    Args:
+        config: of :func:`ds_trainer.monitor.doctor.gradients.self_test_config`: two micro-batches of two samples, no
+            clipping, no optimizer.
+        layout: without tensor parallelism; every rank has samples of its own, also where sequences are cut.
+        device: where the model goes.
+
+    Random numbers are afterwards what they were, the engine's memory and what DeepSpeed noted of its layout are
+    given back.
+    """
+    ranks, rank = layout.world_size, distributed.rank()
+    with _undisturbed(device):
+        model = TinyModel(COMMON_TOKENS + ranks * ACCUMULATION).to(device)
+        before = {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = TrainingEngine(model, optimizer, config, layout)
+        try:
+            norms = []
+            for step in range(STEPS):
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = LEARNING_RATE if step == STEPS - 1 else 0.0
+                _take_step(engine, rank, step, device)
+                norms.append(engine.grad_norm())
+            after = _whole(engine.deepspeed.module)
+        finally:
+            engine.close()
+    found = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
+    kind = str(config.get("torch_autocast.dtype", "")).removeprefix("torch.") or precision_of(config)
+    low = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, kind)
+    precision = f"autocast {low}" if kind != low else low
+    return _compare(found, norms, ranks, engine.stage, precision, TOLERANCE[low])
+
+
+def _take_step(engine: TrainingEngine, rank: int, step: int, device: torch.device) -> None:
+    for micro_batch in range(ACCUMULATION):
+        batch = {name: value.to(device) for name, value in samples(rank, micro_batch, step).items()}
+        engine.begin_micro_batch(last=micro_batch == ACCUMULATION - 1)
+        loss = engine.deepspeed(**batch)
+        engine.backward(loss / (engine.layout.gradient_ranks * ACCUMULATION * MICRO_BATCH))
+    engine.step()
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    with gathered(list(model.parameters())):
+        return {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
+
+
+def _compare(
+    found: dict[str, torch.Tensor], norms: list[float], ranks: int, stage: int, precision: str, tolerance: float
+) -> GradientReport:
+    """Rows of the embedding one by one, other tensors as wholes, the norm of each step."""
+    parts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    for step, norm in enumerate(norms):
+        wanted = expected_gradient(ranks, step)
+        total = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+        if norm == norm:  # an engine that computes none says nan
+            parts.append((f"the norm of the gradient of step {step}", torch.tensor(norm).double(), total))
+    for name, gradient in wanted.items():  # of the last step, whose gradient was measured
+        if name != "embedding.weight":
+            parts.append((f"the gradient of {name}", found[name], gradient))
+            continue
+        parts.append((f"the gradient of {name}, common rows", found[name][:COMMON_TOKENS], gradient[:COMMON_TOKENS]))
+        for rank in range(ranks):
+            for micro_batch in range(ACCUMULATION):
+                row = own_token(rank, micro_batch)
+                title = f"what micro-batch {micro_batch} of rank {rank} adds to the gradient"
+                parts.append((title, found[name][row], gradient[row]))
+    differences = [(_difference(value, wanted), title, value, wanted) for title, value, wanted in parts]
+    # A number that is none is the worst of all.
+    differences.sort(key=lambda part: part[0] if part[0] == part[0] else float("inf"), reverse=True)
+    wrong = tuple(
+        f"{title} is {_ratio(value, wanted)} what it should be (relative difference {error:.2g})"
+        for error, title, value, wanted in differences
+        if not error <= tolerance
+    )
+    return GradientReport(stage, precision, ranks, differences[0][0], tolerance, wrong)
+
+
+def _difference(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((value - wanted).norm() / wanted.norm())
+
+
+def _ratio(value: torch.Tensor, wanted: torch.Tensor) -> str:
+    """How long the found gradient is along the right one."""
+    along = float((value * wanted).sum() / wanted.square().sum())
+    return "lost: 0 times" if abs(along) < 1e-3 else f"{along:.3g} times"
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Random numbers, the default type and torch's caches are afterwards what they were."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    gradients: Any = torch.is_grad_enabled()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_grad_enabled(gradients)
+        gc.collect()  # an engine is full of cycles, and each holds buffers
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,182 @@
+"""The gradient self-test of a run's own settings, once for each installation: :mod:`ds_trainer.engine.self_test`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_trainer.arguments.enums import SelfTest
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.engine.self_test import ACCUMULATION, MICRO_BATCH, WIDTH, GradientReport, check_gradient
+from ds_trainer.monitor.doctor.findings import Finding, Level
+from ds_trainer.monitor.doctor.versions import versions
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import write_json
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+ENVIRONMENT = "DS_TRAINER_SELF_TEST"
+"""Set to ``always`` or ``never``: what ``self_test=auto`` means."""
+
+# Of the run's own configuration: what decides how gradients are reduced.
+_DECISIVE = (
+    "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+    "data_types.grad_accum_dtype",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+)
+REMEDY = (
+    "Do not train with it: install another version of DeepSpeed (0.17.6 to 0.19.3 are known to be wrong with ZeRO-2), "
+    "choose another zero_stage, or report it."
+)
+
+
+def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> CompiledConfig:
+    """The configuration of the self-test: the run's stage, precision and way of reducing, for a tiny model.
+
+    Offload, compression and tensor parallelism are left out: the first two round, the last one needs a real model.
+    """
+    own: dict[str, Any] = {"zero_allow_untested_optimizer": True}  # plain SGD
+    for path in _DECISIVE:
+        value = compiled.get(path)
+        if value is not None:
+            section, _, key = path.rpartition(".")
+            (own.setdefault(section, {}) if section else own)[key] = value
+    stage = int(compiled.get("zero_optimization.stage"))
+    small = {"reduce_bucket_size": 2 * WIDTH * WIDTH}  # elements: a layer and a half
+    if stage == 3:
+        small |= {"stage3_prefetch_bucket_size": WIDTH * WIDTH, "stage3_param_persistence_threshold": 2 * WIDTH}
+    else:
+        small |= {"allgather_bucket_size": 2 * WIDTH * WIDTH}
+    if stage > 0:
+        own["zero_optimization"] = {**own.get("zero_optimization", {}), **small}
+    if args.fp16:
+        own["fp16"] = {"loss_scale": 128}  # a dynamic one begins with steps that are left out
+    asked = TrainingArguments(
+        "self_test",
+        zero_stage=stage,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=ACCUMULATION,
+        max_grad_norm=0.0,
+        deepspeed=own,
+        use_cpu=args.use_cpu,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        torch_autocast=args.torch_autocast,
+    )
+    return compile_config(asked, layout, device=args.device_type, client_optimizer="the self-test")
+
+
+def run_self_test(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport:
+    """Test what a run with ``args`` and its ``compiled`` configuration will use. Collective."""
+    layout = _without_tensor(layout)
+    return check_gradient(self_test_config(args, compiled, layout), layout, args.device)
+
+
+def finding_of(report: GradientReport, seconds: float) -> Finding:
+    """The report as a finding."""
+    name = f"gradient, {report.title}"
+    ranks = f"{report.ranks} rank{'s' if report.ranks > 1 else ''}"
+    if report.good:
+        said = f"as plain PyTorch on {ranks} (difference {report.error:.1e} of {report.tolerance:g}; {seconds:.1f} s)"
+        return Finding(Level.OK, name, said)
+    said = f"wrong on {ranks}: " + "; ".join(report.wrong[:3])
+    if len(report.wrong) > 3:
+        said += f"; and {len(report.wrong) - 3} more"
+    return Finding(Level.FAIL, name, said, REMEDY)
+
+
+# -- once for each installation --------------------------------------------------------------------------------------
+
+
+def stamp_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Where passed tests are noted: ``$XDG_CACHE_HOME/ds_trainer/self_test``."""
+    environment = os.environ if environment is None else environment
+    root = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "ds_trainer" / "self_test"
+
+
+def stamp_name(config: CompiledConfig, device: torch.device) -> str:
+    """Name of the note: the same where installation, device, stage, precision and way of reducing are."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    several = min(distributed.world_size(), 2)
+    key = json.dumps([versions(), name, several, config.to_dict()], sort_keys=True)
+    return hashlib.sha256(key.encode()).hexdigest()[:32] + ".json"
+
+
+def mode_of(args: TrainingArguments) -> SelfTest:
+    """``self_test``, where ``auto`` may be decided by the environment (:data:`ENVIRONMENT`).
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    asked = SelfTest(str(args.self_test))
+    said = os.environ.get(ENVIRONMENT, "auto")
+    if said not in [mode.value for mode in SelfTest]:
+        raise ConfigError(f"The environment variable {ENVIRONMENT}={said!r} must be auto, always or never.")
+    return SelfTest(said) if asked == SelfTest.AUTO else asked
+
+
+def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport | None:
+    """Run the self-test where ``args`` ask for it and no note says that it passed. Collective.
+
+    Returns:
+        The report; None where nothing was run.
+
+    Raises:
+        ConfigError: the gradient is wrong.
+    """
+    mode = mode_of(args)
+    flat = _without_tensor(layout)
+    config = None if mode == SelfTest.NEVER else self_test_config(args, compiled, flat)
+    wanted = config is not None and (mode == SelfTest.ALWAYS or not _stamp(config, args.device).is_file())
+    if not distributed.agree(torch.tensor([int(wanted)]))[0]:
+        return None
+    config = config or self_test_config(args, compiled, flat)
+    began = time.monotonic()
+    report = check_gradient(config, flat, args.device)
+    said = finding_of(report, time.monotonic() - began).said
+    if not report.good:
+        raise ConfigError(
+            f"The engine's gradient is wrong on this installation ({report.title}): {said}. {REMEDY} "
+            f"self_test=never trains nevertheless (now {args.self_test}, {args.where('self_test')})."
+        )
+    if args.process_index == 0:
+        logger.info("Self-test: the gradient (%s) is %s.", report.title, said)
+    if args.local_process_index == 0:
+        _write_stamp(_stamp(config, args.device), report)
+    return report
+
+
+def _without_tensor(layout: ParallelLayout) -> ParallelLayout:
+    return ParallelLayout(layout.world_size) if layout.tp > 1 else layout
+
+
+def _stamp(config: CompiledConfig, device: torch.device) -> Path:
+    return stamp_directory() / stamp_name(config, device)
+
+
+def _write_stamp(stamp: Path, report: GradientReport) -> None:
+    noted = {"tested": report.title, "ranks": report.ranks, "host": socket.gethostname(), "versions": versions()}
+    try:
+        write_json(stamp, noted)
+    except OSError as error:
+        logger.warning("The self-test cannot be noted in %s (%s): the next start repeats it.", stamp.parent, error)

@@ -1,0 +1,216 @@
+"""What a machine has for a training: room on its disks and in shared memory, limits, memory, cores."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ds_trainer.monitor.doctor.findings import Finding, Level
+from ds_trainer.monitor.doctor.processes import mapped_files
+
+GIB = 2**30
+FEW_INODES = 10_000
+SHARED_MEMORY = Path("/dev/shm")
+LITTLE_SHARED_MEMORY = GIB // 2
+"""Docker gives 64 MiB; NCCL and loading processes want more."""
+_BUFFERS = "deepspeed_allreduce_buffer_*"
+FEW_FILES, TOO_FEW_FILES = 4096, 512
+FEW_PROCESSES = 4096
+SMALL_STACK = 8 * 2**20
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """``path``, or the nearest directory above it that exists."""
+    found = Path(path).expanduser().absolute()
+    while not found.exists():
+        found = found.parent
+    return found
+
+
+def disk_findings(places: Mapping[str, str | os.PathLike[str]], needed: Mapping[str, int]) -> list[Finding]:
+    """Room and inodes of directories that may not exist yet.
+
+    Args:
+        places: path by what is kept there (``output_dir``, ...).
+        needed: bytes that will be written there, by the same names; half a GiB where nothing is known.
+    """
+    found = []
+    for name, path in places.items():
+        where, name = existing(path), f"disk of {name}"
+        if not os.access(where, os.W_OK):
+            remedy = "Choose another directory, or have it made writable."
+            found.append(Finding(Level.FAIL, name, f"{where} cannot be written", remedy))
+            continue
+        state = os.statvfs(where)
+        free, wanted = state.f_bavail * state.f_frsize, needed.get(name.removeprefix("disk of "), GIB // 2)
+        said = f"{size(free)} of {size(state.f_blocks * state.f_frsize)} free at {where}"
+        if free < wanted:
+            level = Level.FAIL if free < 2**20 else Level.WARN
+            remedy = f"At least {size(wanted)} are wanted: remove old files, or choose another disk."
+            found.append(Finding(level, name, said, remedy))
+        elif state.f_files > 0 and state.f_favail < FEW_INODES:
+            remedy = "Files cannot be made without them, however much room is free: remove many small files."
+            found.append(Finding(Level.WARN, name, f"{said}, but {state.f_favail} inodes", remedy))
+        else:
+            found.append(Finding(Level.OK, name, said))
+    return found
+
+
+def size(number: float) -> str:
+    """``1.5 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number /= 1024
+        del units[0]
+    unit = units[0]
+    return f"{number:.0f} {unit}" if number >= 99.5 or unit == "B" else f"{number:.1f} {unit}"
+
+
+def shared_memory_findings(directory: Path = SHARED_MEMORY) -> list[Finding]:
+    """Room in shared memory, and what DeepSpeed left there of processes that are gone."""
+    if not directory.is_dir():
+        return []
+    state = os.statvfs(directory)
+    free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    said = f"{size(free)} of {size(total)} free"
+    if free < LITTLE_SHARED_MEMORY:
+        remedy = "docker run --shm-size=16g (or --ipc=host); else `mount -o remount,size=16G /dev/shm`, or empty it."
+        found = [Finding(Level.WARN, str(directory), f"{said}: NCCL and data loading may fail", remedy)]
+    else:
+        found = [Finding(Level.OK, str(directory), said)]
+    left = left_buffers(directory)
+    if left:
+        room = sum(path.stat().st_size for path in left)
+        remedy = f"rm {directory}/{_BUFFERS} (when no training runs on this machine)."
+        said = f"{len(left)} buffers of dead runs of DeepSpeed, {size(room)}"
+        found.append(Finding(Level.WARN, "buffers left behind", said, remedy))
+    return found
+
+
+def left_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
+    """Buffers of DeepSpeed's shared-memory operator that no process has mapped, of those that this user may see."""
+    mine = [path for path in directory.glob(_BUFFERS) if path.stat().st_uid == os.getuid()]
+    used = mapped_files(directory) if mine else set()
+    return [path for path in mine if str(path) not in used]
+
+
+def limit_findings(fast_network: bool) -> list[Finding]:
+    """Limits of this process (``ulimit``). ``fast_network``: whether memory is locked for InfiniBand or GPUs."""
+    files, stack = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_STACK)
+    locked, processes = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NPROC)
+    found = []
+
+    def add(name: str, value: float, bad: bool, remedy: str, level: Level = Level.WARN) -> None:
+        said = "unlimited" if value == float("inf") else f"{value:.0f}"
+        found.append(Finding(level if bad else Level.OK, f"limit of {name}", said, remedy if bad else ""))
+
+    level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
+    advice = "ulimit -n 65536 in the batch script (LimitNOFILE= of slurmd, --ulimit nofile= of docker)."
+    add("open files", files, files < FEW_FILES, advice, level)
+    add("processes", processes, processes < FEW_PROCESSES, "ulimit -u 65536: threads count too.")
+    add("stack", stack, stack < SMALL_STACK, "ulimit -s 8192.")
+    few = fast_network and locked != float("inf")
+    add("locked memory", locked, few, "ulimit -l unlimited (LimitMEMLOCK=infinity of slurmd, --ulimit memlock=-1).")
+    return found
+
+
+def _limit(which: int) -> float:
+    soft, _ = resource.getrlimit(which)
+    return float("inf") if soft == resource.RLIM_INFINITY else float(soft)
+
+
+def memory_finding(local_ranks: int, cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Finding:
+    """Host memory that is left for this machine's ranks, with the limit of the cgroup (SLURM's, docker's)."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _available() or total
+    limit, used = cgroup_memory(cgroups, own)
+    said = f"{size(available)} of {size(total)} available"
+    if limit is not None and limit < total:
+        available = min(available, limit - used)
+        said += f"; this job may use {size(limit)} and uses {size(used)}"
+    if available / local_ranks < 2 * GIB:
+        each = f"{said}: {size(available / local_ranks)} for each of {local_ranks} ranks"
+        return Finding(Level.WARN, "host memory", each, "Ask for more (--mem of SLURM, --memory of docker).")
+    return Finding(Level.OK, "host memory", said)
+
+
+def cgroup_memory(cgroups: Path, own: Path) -> tuple[int | None, int]:
+    """Limit (None for none) and use in bytes: the tightest limit from this process's group up to the root."""
+    lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
+    tightest: tuple[int | None, int] = (None, 0)
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        here = root / group.strip("/")
+        for directory in [here, *here.parents]:
+            limit, used = (_number(directory / name) for name in names)
+            if limit is not None and (tightest[0] is None or limit < tightest[0]):
+                tightest = limit, used or 0
+            if directory == root:
+                break
+    return tightest
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _available() -> int | None:
+    path = Path("/proc/meminfo")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return int(match[1]) * 1024 if match else None
+
+
+def core_findings(affinities: Iterable[frozenset[int]], threads: str | None) -> list[Finding]:
+    """Cores against threads.
+
+    Args:
+        affinities: the cores that each rank of this machine may use.
+        threads: OMP_NUM_THREADS.
+    """
+    each = list(affinities)
+    cores = len(frozenset().union(*each))
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    ranks = f"{len(each)} rank{'s' if len(each) > 1 else ''}"
+    said = (
+        f"{cores} cores for {ranks}, {nodes} NUMA node{'s' if nodes > 1 else ''}, OMP_NUM_THREADS={threads or 'unset'}"
+    )
+    fair = max(1, cores // len(each))
+    if cores < len(each):
+        remedy = "Ask for more cores a task (--cpus-per-task of SLURM), or have ranks bound to cores of their own."
+        return [Finding(Level.WARN, "cores", said, remedy)]
+    if threads is None and len(each) > 1:
+        remedy = f"export OMP_NUM_THREADS={fair}: else every rank starts a thread for each core that it sees."
+        return [Finding(Level.WARN, "cores", said, remedy)]
+    if threads is not None and threads.isdigit() and int(threads) * len(each) > cores:
+        return [
+            Finding(Level.WARN, "cores", said, f"export OMP_NUM_THREADS={fair}: there are more threads than cores.")
+        ]
+    return [Finding(Level.OK, "cores", said)]
+
+
+def affinity() -> frozenset[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def usual_places(output_dir: str | None, extensions: Path) -> dict[str, str | os.PathLike[str]]:
+    """The directories that a training writes into."""
+    places: dict[str, str | os.PathLike[str]] = {} if output_dir is None else {"output_dir": output_dir}
+    return {**places, "temporary files": tempfile.gettempdir(), "torch extensions": extensions}

@@ -1,0 +1,118 @@
+"""Names, addresses and interfaces that ranks find each other by, and how fast they exchange gradients."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ds_trainer.monitor.doctor.findings import Finding, Level
+from ds_trainer.monitor.doctor.machine import size
+from ds_trainer.utils import distributed
+from ds_trainer.utils.ranks import RankInfo
+
+_INTERFACES = Path("/sys/class/net")
+_INFINIBAND = Path("/sys/class/infiniband")
+_NAMED_BY = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+MEGABYTES = {"cpu": 16, "cuda": 256}
+_REPEATS = 5
+
+
+def has_infiniband() -> bool:
+    """Whether this machine has InfiniBand or RoCE."""
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
+def addresses_of(name: str) -> list[str]:
+    """IP addresses of a host name; empty where it cannot be resolved."""
+    try:
+        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None)))
+    except OSError:
+        return []
+
+
+def name_findings(info: RankInfo, several_hosts: bool) -> list[Finding]:
+    """Whether this machine's own name and the main process's address mean something here."""
+    host, found = socket.gethostname(), []
+    own = addresses_of(host)
+    if not own:
+        remedy = f"Add {host} to /etc/hosts or to DNS, or name an interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
+        found.append(Finding(Level.WARN, "host name", f"{host} has no address", remedy))
+    elif several_hosts and all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in own):
+        remedy = "gloo would offer it to other machines: mend /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface."
+        found.append(
+            Finding(Level.WARN, "host name", f"{host} is {', '.join(own)}, which only this machine reaches", remedy)
+        )
+    else:
+        found.append(Finding(Level.OK, "host name", f"{host} is {', '.join(own)}"))
+    if not addresses_of(info.master_address):
+        remedy = "Set MASTER_ADDR to a name or an address of the first machine that all others know."
+        said = f"MASTER_ADDR={info.master_address} has no address here"
+        found.append(Finding(Level.FAIL, "main process", said, remedy))
+    return found
+
+
+def reach_finding(info: RankInfo) -> Finding:
+    """After ranks did not find each other: whether this one reaches the main process's port."""
+    where = f"{info.master_address}:{info.master_port}"
+    try:
+        socket.create_connection((info.master_address, info.master_port), timeout=5.0).close()
+    except OSError as error:
+        remedy = "Is the first rank up, MASTER_ADDR its machine's address, MASTER_PORT free there, no firewall between?"
+        return Finding(Level.FAIL, "main process", f"{where} cannot be reached: {error}", remedy)
+    return Finding(Level.OK, "main process", f"{where} answers")
+
+
+def interface_findings(environment: Mapping[str, str], directory: Path = _INTERFACES) -> list[Finding]:
+    """The interfaces of this machine, and whether those that variables name are there."""
+    if not directory.is_dir():
+        return []
+    states = {}
+    for entry in sorted(directory.iterdir()):
+        state = entry / "operstate"
+        states[entry.name] = state.read_text(encoding="utf-8").strip() if state.is_file() else "unknown"
+    shown = ", ".join(f"{name} {'up' if state in ('up', 'unknown') else state}" for name, state in states.items())
+    found = [Finding(Level.OK, "interfaces", shown + (", InfiniBand" if has_infiniband() else ""))]
+    for variable in _NAMED_BY:
+        missing = _missing(environment.get(variable, ""), list(states))
+        if missing:
+            remedy = f"Unset {variable}, or name one of {', '.join(states)}."
+            said = f"{variable}={environment[variable]}: there is no {', '.join(missing)}"
+            found.append(Finding(Level.FAIL, "interfaces", said, remedy))
+    return found
+
+
+def _missing(said: str, there: list[str]) -> list[str]:
+    """Names or beginnings of names in a variable of NCCL that no interface has."""
+    if not said or said.startswith("^"):
+        return []
+    exact = said.startswith("=")
+    names = [name for name in said.lstrip("=").split(",") if name]
+    return [n for n in names if not any(t == n or (not exact and t.startswith(n)) for t in there)]
+
+
+def bandwidth_finding(device: torch.device) -> Finding:
+    """How fast gradients are summed over all ranks. Collective; a second or less on a healthy network."""
+    ranks = distributed.world_size()
+    if ranks == 1:
+        return Finding(Level.OK, "all-reduce", "one rank")
+    amount = MEGABYTES[device.type] * 2**20
+    tensor = torch.ones(amount // 4, device=device)
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        dist.barrier()
+        began = time.monotonic()
+        dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.monotonic() - began)
+        tensor.fill_(1.0)
+    best = min(seconds[1:])  # the first one makes connections
+    bus = 2 * (ranks - 1) / ranks * amount / best
+    said = f"{bus / 1e9:.2f} GB/s on the bus ({size(amount)} over {ranks} ranks in {best * 1e3:.1f} ms)"
+    return Finding(Level.OK, "all-reduce", said)
