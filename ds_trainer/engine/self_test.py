@@ -141,22 +141,26 @@ def check_gradient(config: CompiledConfig, layout: ParallelLayout, device: torch
     Random numbers are afterwards what they were, the engine's memory and what DeepSpeed noted of its layout are
     given back.
     """
+    with _undisturbed(device):  # also what is computed without an engine: a new layer draws random numbers
+        return _checked(config, layout, device)
+
+
+def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.device) -> GradientReport:
     ranks, rank = layout.world_size, distributed.rank()
-    with _undisturbed(device):
-        model = TinyModel(COMMON_TOKENS + ranks * ACCUMULATION).to(device)
-        before = {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        engine = TrainingEngine(model, optimizer, config, layout)
-        try:
-            norms = []
-            for step in range(STEPS):
-                for group in engine.optimizer.param_groups:
-                    group["lr"] = LEARNING_RATE if step == STEPS - 1 else 0.0
-                _take_step(engine, rank, step, device)
-                norms.append(engine.grad_norm())
-            after = _whole(engine.deepspeed.module)
-        finally:
-            engine.close()
+    model = TinyModel(COMMON_TOKENS + ranks * ACCUMULATION).to(device)
+    before = {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = TrainingEngine(model, optimizer, config, layout)
+    try:
+        norms = []
+        for step in range(STEPS):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = LEARNING_RATE if step == STEPS - 1 else 0.0
+            _take_step(engine, rank, step, device)
+            norms.append(engine.grad_norm())
+        after = _whole(engine.deepspeed.module)
+    finally:
+        engine.close()
     found = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
     kind = str(config.get("torch_autocast.dtype", "")).removeprefix("torch.") or precision_of(config)
     low = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, kind)
@@ -221,7 +225,11 @@ def _ratio(value: torch.Tensor, wanted: torch.Tensor) -> str:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Random numbers, the default type and torch's caches are afterwards what they were."""
+    """Random numbers and torch's caches are afterwards what they were; DeepSpeed says nothing of plain SGD."""
+    from deepspeed.utils.logging import logger as deepspeed_logger
+
+    level = deepspeed_logger.level
+    deepspeed_logger.setLevel("ERROR")
     python, numpy_state = random.getstate(), np.random.get_state()
     gradients: Any = torch.is_grad_enabled()
     devices = [device] if device.type == "cuda" else []
@@ -229,6 +237,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
     finally:
+        deepspeed_logger.setLevel(level)
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_grad_enabled(gradients)

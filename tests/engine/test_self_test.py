@@ -1,0 +1,185 @@
+"""The self-test passes where the engine is right, and notices whatever is broken on purpose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.engine import self_test
+from ds_trainer.engine.self_test import GradientReport, TinyModel
+from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.monitor.doctor.gradients import run_self_test
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils import distributed
+from tests.support.pool import pool
+
+PRECISIONS: list[dict[str, Any]] = [{}, {"bf16": True}]
+
+
+def report(**arguments: Any) -> GradientReport:
+    args = TrainingArguments("unused", use_cpu=True, **arguments)
+    layout = ParallelLayout.of(args, distributed.world_size())
+    return run_self_test(args, compile_config(args, layout, client_optimizer="a test"), layout)
+
+
+def all_stages() -> list[GradientReport]:
+    return [report(zero_stage=stage, **precision) for stage in range(4) for precision in PRECISIONS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_stage_and_precision_is_right_here(ranks: int) -> None:
+    for reports in pool(ranks).run(all_stages):
+        assert [(one.stage, one.precision, one.wrong) for one in reports] == [
+            (stage, precision, ()) for stage in range(4) for precision in ("fp32", "bf16")
+        ]
+        assert max(one.error for one in reports if one.precision == "fp32") < 1e-5
+        assert max(one.error for one in reports if one.precision == "bf16") < 0.03
+
+
+def others() -> list[GradientReport]:
+    """Autocast; sliced layers are left out of the test; a user's own way of reducing."""
+    own = {"zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": False}}
+    return [
+        report(zero_stage=2, torch_autocast="bf16"),
+        report(zero_stage=1, tensor_parallel_size=2),
+        report(deepspeed=own),
+    ]
+
+
+def test_other_settings_are_right_too() -> None:
+    for reports in pool(2).run(others):
+        assert [one.title for one in reports] == ["ZeRO-2 autocast bf16", "ZeRO-1 fp32", "ZeRO-2 fp32"]
+        assert [one.wrong for one in reports] == [(), (), ()]
+
+
+# -- negative controls ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+Backward = Callable[[TrainingEngine, torch.Tensor], None]
+
+
+def twice(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:
+    backward(engine, loss * 2)
+
+
+def without_rank_1(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:
+    backward(engine, loss * float(distributed.rank() != 1))
+
+
+def without_the_first_micro_batch(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:
+    backward(engine, loss * float(engine.deepspeed.is_gradient_accumulation_boundary()))
+
+
+def infinite(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:
+    backward(engine, loss * float("nan"))
+
+
+def one_use_is_lost(self: TinyModel, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As the model's, but the gradient of the layer's second use does not arrive."""
+    hidden = torch.tanh(self.first(self.embedding(tokens)))
+    hidden = torch.tanh(self.shared(hidden))
+    hidden = hidden + self._block(hidden)
+    second = torch.nn.functional.linear(hidden, self.shared.weight.detach(), self.shared.bias.detach())
+    predicted = self.head(second).squeeze(-1).mean(dim=-1)
+    return (predicted.to(targets.dtype) - targets).square().sum()
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "twice": (twice, "2 times what it should be"),
+    "a rank": (without_rank_1, "of rank 1 adds to the gradient is lost"),
+    "a micro-batch": (without_the_first_micro_batch, "what micro-batch 0 of rank 0 adds to the gradient is lost"),
+    "not finite": (infinite, "the norm of the gradient of step 0"),
+}
+
+
+def broken(kind: str, stage: int, precision: dict[str, Any]) -> GradientReport:
+    original = TrainingEngine.backward
+
+    def changed(engine: TrainingEngine, loss: torch.Tensor) -> None:
+        BROKEN[kind][0](engine, loss, original)
+
+    with replaced(TrainingEngine, "backward", changed):
+        return report(zero_stage=stage, **precision)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_wrong_gradient_is_noticed_and_named(kind: str) -> None:
+    for stage, precision in ((0, {}), (2, {"bf16": True}), (3, {})):
+        for found in pool(2).run(partial(broken, kind, stage, precision)):
+            assert not found.good
+            assert any(BROKEN[kind][1] in sentence for sentence in found.wrong), found.wrong
+
+
+def lost_use(stage: int) -> GradientReport:
+    """The engine's model loses it; the reference has to be that of the whole model."""
+    expected = self_test.expected_gradient
+    whole = [expected(distributed.world_size(), step) for step in range(self_test.STEPS)]
+    with (
+        replaced(self_test, "expected_gradient", lambda ranks, step: whole[step]),
+        replaced(TinyModel, "forward", one_use_is_lost),
+    ):
+        return report(zero_stage=stage, bf16=True)
+
+
+def test_a_lost_use_of_a_layer_is_noticed() -> None:
+    for found in pool(2).run(partial(lost_use, 2)):
+        assert any("the gradient of shared.weight" in sentence for sentence in found.wrong), found.wrong
+
+
+def kept_gradients() -> GradientReport:
+    """What is left of the first step is added to the second, as where nobody clears it."""
+    original = self_test.samples
+
+    def both(rank: int, micro_batch: int, step: int) -> dict[str, torch.Tensor]:
+        first, second = original(rank, micro_batch, 0), original(rank, micro_batch, 1)
+        return first if step == 0 else {name: torch.cat([first[name], second[name]]) for name in first}
+
+    expected = self_test.expected_gradient
+    whole = [expected(distributed.world_size(), step) for step in range(self_test.STEPS)]
+    with (
+        replaced(self_test, "expected_gradient", lambda ranks, step: whole[step]),
+        replaced(self_test, "samples", both),
+    ):
+        return report(zero_stage=1)
+
+
+def test_gradients_of_the_step_before_are_noticed() -> None:
+    assert not pool(1).run(kept_gradients)[0].good
+
+
+# -- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+def random_numbers() -> tuple[Any, ...]:
+    state = np.random.get_state()
+    return random.getstate(), str(state), torch.get_rng_state().tolist(), torch.is_grad_enabled()
+
+
+def before_and_after() -> list[tuple[Any, ...]]:
+    states = [random_numbers()]
+    report(zero_stage=3, bf16=True)
+    return [*states, random_numbers()]
+
+
+def test_random_numbers_are_what_they_were() -> None:
+    for before, after in pool(2).run(before_and_after):
+        assert before == after

@@ -1,0 +1,130 @@
+"""Disks, shared memory, limits, memory and cores, each with a machine that is fine and one that is not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ds_trainer.monitor.doctor.findings import Level
+from ds_trainer.monitor.doctor.machine import (
+    cgroup_memory,
+    core_findings,
+    disk_findings,
+    left_buffers,
+    limit_findings,
+    shared_memory_findings,
+    size,
+)
+
+GIB = 2**30
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, free: int, inodes: int = 10**6) -> None:
+    state = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=10 * GIB, f_files=10**6, f_favail=inodes)
+    monkeypatch.setattr(os, "statvfs", lambda path: state)
+
+
+@pytest.mark.parametrize(
+    ("free", "inodes", "level", "said"),
+    [
+        (4 * GIB, 10**6, Level.OK, "4.0 GiB of 10.0 GiB free"),
+        (GIB // 4, 10**6, Level.WARN, "256 MiB of 10.0 GiB free"),
+        (4096, 10**6, Level.FAIL, "4.0 KiB of 10.0 GiB free"),
+        (4 * GIB, 12, Level.WARN, "but 12 inodes"),
+    ],
+)
+def test_room_on_a_disk(
+    free: int, inodes: int, level: Level, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk(monkeypatch, free, inodes)
+    (finding,) = disk_findings({"output_dir": tmp_path / "not" / "there"}, {})
+    assert finding.level == level
+    assert said in finding.said
+    assert (finding.remedy == "") == (level == Level.OK)
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk(monkeypatch, 4 * GIB)
+    (finding,) = disk_findings({"output_dir": tmp_path}, {"output_dir": 6 * GIB})
+    assert finding.level == Level.WARN
+    assert "At least 6.0 GiB are wanted" in finding.remedy
+
+
+def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk(monkeypatch, GIB)
+    assert [finding.level for finding in shared_memory_findings(tmp_path)] == [Level.OK]
+    disk(monkeypatch, 60 * 2**20)
+    (finding,) = shared_memory_findings(tmp_path)
+    assert finding.level == Level.WARN
+    assert "--shm-size" in finding.remedy
+
+
+def test_buffers_of_dead_runs_are_told_from_those_in_use(tmp_path: Path) -> None:
+    dead, used = (tmp_path / f"deepspeed_allreduce_buffer_0_127.0.0.1_29500_{rank}" for rank in range(2))
+    for path in (dead, used):
+        path.write_bytes(b"x" * 4096)
+    with used.open("r+b") as stream, mmap.mmap(stream.fileno(), 4096):
+        assert left_buffers(tmp_path) == [dead]
+    assert sorted(left_buffers(tmp_path)) == [dead, used]
+    finding = shared_memory_findings(tmp_path)[-1]
+    assert "2 buffers of dead runs of DeepSpeed, 8.0 KiB" in finding.said
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: 65536, resource.RLIMIT_NPROC: 65536, resource.RLIMIT_STACK: 2**23}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, 65536), -1))
+    assert {finding.level for finding in limit_findings(fast_network=False)} == {Level.OK}
+    bad = [finding.name for finding in limit_findings(fast_network=True) if finding.level != Level.OK]
+    assert bad == ["limit of locked memory"]
+    limits[resource.RLIMIT_NOFILE] = 256
+    worst = next(finding for finding in limit_findings(fast_network=False) if finding.level == Level.FAIL)
+    assert (worst.name, worst.said) == ("limit of open files", "256")
+    assert "ulimit -n" in worst.remedy
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_memory_limit_of_a_job_counts(version: int, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/slurm/job_7/step_0\n" if version == 2 else "9:cpu:/\n4:memory:/slurm/job_7/step_0\n")
+    root = tmp_path / "cgroup" / ("" if version == 2 else "memory")
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for directory, limit in (("slurm/job_7/step_0", "max"), ("slurm/job_7", str(8 * GIB)), ("slurm", str(64 * GIB))):
+        (root / directory).mkdir(parents=True, exist_ok=True)
+        (root / directory / names[0]).write_text(f"{limit}\n")
+        (root / directory / names[1]).write_text(f"{GIB}\n")
+    assert cgroup_memory(tmp_path / "cgroup", own) == (8 * GIB, GIB)
+
+
+def test_no_limit_of_memory(tmp_path: Path) -> None:
+    assert cgroup_memory(tmp_path, tmp_path / "none") == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "level", "remedy"),
+    [
+        (8, 4, "2", Level.OK, ""),
+        (8, 4, None, Level.WARN, "export OMP_NUM_THREADS=2"),
+        (8, 4, "8", Level.WARN, "more threads than cores"),
+        (1, 4, "1", Level.WARN, "--cpus-per-task"),
+        (8, 1, None, Level.OK, ""),
+    ],
+)
+def test_cores_and_threads(cores: int, ranks: int, threads: str | None, level: Level, remedy: str) -> None:
+    (finding,) = core_findings([frozenset(range(cores))] * ranks, threads)
+    assert finding.level == level
+    assert remedy in finding.remedy
+
+
+def test_sizes() -> None:
+    assert [size(number) for number in (12, 2048, 150 * 2**20, 2**30, 2**50)] == [
+        "12 B",
+        "2.0 KiB",
+        "150 MiB",
+        "1.0 GiB",
+        "1024 TiB",
+    ]
