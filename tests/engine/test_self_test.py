@@ -107,7 +107,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "twice": (twice, "2 times what it should be"),
     "a rank": (without_rank_1, "of rank 1 adds to the gradient is lost"),
     "a micro-batch": (without_the_first_micro_batch, "what micro-batch 0 of rank 0 adds to the gradient is lost"),
-    "not finite": (infinite, "the norm of the gradient of step 0"),
+    "not finite": (infinite, "times what it should be"),
 }
 
 

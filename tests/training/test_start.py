@@ -36,7 +36,9 @@ def train(output_dir: Path, **arguments: Any) -> str:
 
 def differing_arguments(output_dir: Path) -> tuple[str, str]:
     rank = distributed.rank()
-    may = train(output_dir, log_level="error" if rank else "info", dataloader_num_workers=rank, run_name=f"rank {rank}")
+    may = train(
+        output_dir, log_level="error" if rank else "info", dataloader_pin_memory=bool(rank), run_name=f"rank {rank}"
+    )
     must = train(output_dir, learning_rate=0.1 + rank, max_grad_norm=0.5 * rank)
     return may, must
 
