@@ -15,6 +15,7 @@ from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
     GenerationGather,
+    HangAction,
     HubStrategy,
     IntervalStrategy,
     LogLevel,
@@ -53,6 +54,7 @@ CHOICES: dict[str, type[Enum]] = {
     "dataloader_multiprocessing_context": WorkerStart,
     "generation_gather": GenerationGather,
     "save_failure": SaveFailure,
+    "hang_action": HangAction,
 }
 _WHOLE = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -87,6 +89,7 @@ _RANGES: dict[str, str] = {
             "dataloader_num_workers",
             "neftune_noise_alpha",
             "time_limit_margin",
+            *("hang_timeout", "hang_factor", "straggler_steps"),
         ),
         _NOT_NEGATIVE,
     ),

@@ -69,6 +69,13 @@ class SaveFailure(NamedValue):
     CONTINUE = "continue"
 
 
+class HangAction(NamedValue):
+    """What becomes of a job that does not get on."""
+
+    REPORT = "report"
+    ABORT = "abort"
+
+
 class TokenCount(NamedValue):
     """Which tokens ``num_input_tokens_seen`` counts."""
 
