@@ -120,8 +120,8 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
 def limit_collectives() -> None:
     """Give all process groups of this rank the time limit that the first one was started with.
 
-    A group that is made without one, as DeepSpeed makes its own, gets torch's default otherwise: 10 minutes with NCCL, 30
-    with gloo. To be called when groups have been made.
+    A group that is made without one, as DeepSpeed makes its own, gets torch's default otherwise: 10 minutes with NCCL,
+    30 with gloo. To be called when groups have been made.
     """
     import torch.distributed as dist
 

@@ -7,7 +7,9 @@ the store lies in one process, and where that one stands still, every call does.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +23,17 @@ _PREFIX = "ds_trainer/health"
 class Board:
     """Notes by name; values are plain data. To be made by all ranks together: collective. One thread may use it.
 
+    Attributes:
+        members: host and process number of every rank.
+
     All methods raise RuntimeError or OSError where the process that holds the store is gone.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
-        self._name = f"{_PREFIX}/{distributed.broadcast_object(secrets.token_hex(8))}"
+        met = distributed.gather_objects((secrets.token_hex(8), socket.gethostname(), os.getpid()))
+        self._name = f"{_PREFIX}/{met[0][0]}"
+        self.members: list[tuple[str, int]] = [(host, process) for _, host, process in met]
         self._store: Any = None
         self._notes: dict[str, str] = {}  # where there is one rank
         if self.world_size > 1:

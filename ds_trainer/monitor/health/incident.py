@@ -12,12 +12,12 @@ from ds_trainer.utils.files import write_text_atomic
 REPORT = "report.txt"
 
 
-def folder_for(directory: Path, step: int) -> Path:
+def folder_for(directory: Path, step: int, more: str = "") -> Path:
     """A new folder below ``directory`` for a hang after ``step``; one of an earlier attempt at this step is kept."""
-    number, found = 1, directory / f"hang-step-{step}"
+    number, found = 1, directory / f"hang-step-{step}{more}"
     while found.exists():
         number += 1
-        found = directory / f"hang-step-{step}-{number}"
+        found = directory / f"hang-step-{step}{more}-{number}"
     return found
 
 
@@ -33,11 +33,8 @@ def write_rank(folder: Path, report: RankReport, stacks: str | None) -> Path:
         lines.append(stacks)
         last = recorded()
         if last:
-            lines += [
-                "",
-                "Its last collectives (torch's flight recorder), oldest first:",
-                *(f"  {one}" for one in last),
-            ]
+            lines += ["", "Its last collectives (torch's flight recorder), oldest first:"]
+            lines += [f"  {one}" for one in last]
     if report.counts:
         lines += ["", "Collectives that it has begun, by process group:"]
         lines += [f"  {group}: {number}" for group, number in sorted(report.counts.items())]
@@ -62,8 +59,8 @@ def summary(reports: list[RankReport], verdict: Verdict, reason: str) -> str:
     return "\n".join(lines)
 
 
-def write_report(folder: Path, text: str, name: str = "") -> Path:
-    """Write :func:`summary`, to a file of that name."""
-    path = folder / (name or REPORT)
+def write_report(folder: Path, text: str) -> Path:
+    """Write :func:`summary`."""
+    path = folder / REPORT
     write_text_atomic(path, text + "\n")
     return path

@@ -25,7 +25,7 @@ def frame_of(thread: int) -> FrameType | None:
     return sys._current_frames().get(thread)
 
 
-def places(frame: FrameType | None, most: int = 30) -> list[str]:
+def places(frame: FrameType | None, most: int = 40) -> list[str]:
     """The innermost ``most`` frames as ``file:line in function``, outermost first. Reads no source file."""
     found: list[str] = []
     while frame is not None and len(found) < most:

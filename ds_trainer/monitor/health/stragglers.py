@@ -123,7 +123,8 @@ class StepTimes:
         sums[2] += communication
         self._steps += 1
         if step % self._every == 0:
-            self.finished.append((step, Window(*(value / self._steps for value in sums), self._host)))
+            step_seconds, data_seconds, waited = (value / self._steps for value in sums)
+            self.finished.append((step, Window(step_seconds, data_seconds, waited, self._host)))
             self._sums, self._steps = [0.0, 0.0, 0.0], 0
 
 
@@ -155,9 +156,10 @@ class StragglerReport:
             return
         for step in list(self._open):
             found = board.get_all([f"steps/{step}/{rank}" for rank in range(board.world_size)])
-            if found is not None:
-                self._open.remove(step)
-                self._report(step, [Window(*values) for values in found])
+            if found is None:
+                break  # in order; the oldest is dropped when too many wait
+            self._open.remove(step)
+            self._report(step, [Window(*values) for values in found])
 
     def finish(self, board: Board, seconds: float = 1.0) -> None:
         """The training is over: the same once more; the main process waits a moment for the others' last window."""
@@ -193,7 +195,7 @@ def said(step: int, slow: Straggler, windows: list[Window]) -> str:
     window = windows[slow.rank]
     return (
         f"Step {step}: slowest rank {slow.rank} ({window.host}): busy {slow.busy:.3f} s a step, "
-        f"{slow.busy / max(slow.usual, 1e-9):.2f} times the others' {slow.usual:.3f} s; they wait {slow.excess:.3f} s of "
-        f"{slow.step:.3f} s for it. It is {slow.cause}: {window.data:.3f} s for data, {window.work:.3f} s of work, "
+        f"{slow.busy / max(slow.usual, 1e-9):.2f} times the others' {slow.usual:.3f} s; they wait {slow.excess:.3f} s "
+        f"of {slow.step:.3f} s for it. It is {slow.cause}: {window.data:.3f} s for data, {window.work:.3f} s of work, "
         f"{window.communication:.3f} s for other ranks."
     )

@@ -32,6 +32,7 @@ class RankReport:
         debugged: whether somebody looks at it in a debugger.
         ended: whether its training is over.
         silent: its process does not answer; the rest is what it said last, ``said_at`` by its wall clock.
+        state: what the operating system says of a silent process, where somebody could ask.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankReport:
     ended: bool = False
     silent: bool = False
     said_at: float = 0.0
+    state: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data; ``RankReport(**data)`` is the way back."""
@@ -66,10 +68,8 @@ class RankReport:
         if self.ended:
             return f"{self.name} has ended its training"
         if self.silent:
-            return (
-                f"{self.name} does not answer (stopped, dead, or in a call that never lets Python go on); last heard of "
-                f"after step {self.step} in {self.phase}{where}"
-            )
+            why = self.state or "stopped, dead, or in a call that does not let Python go on"
+            return f"{self.name} does not answer ({why}); last heard of after step {self.step} in {self.phase}{where}"
         if self.debugged:
             return f"{self.name} is in a debugger"
         if self.waits_in is not None:

@@ -1,7 +1,7 @@
 """``WaitClock``: how long the training thread has waited in collectives, and which it waits in now.
 
-Collectives of torch come back as a ``Work`` that somebody waits for: DeepSpeed, torch itself, or we. So one method tells
-all, and is replaced while a training runs; it costs about a microsecond a collective. With gloo that is where a rank
+Collectives of torch come back as a ``Work`` that somebody waits for: DeepSpeed, torch itself, or we. So one method
+tells all, and is replaced while a training runs; it costs about a microsecond a collective. With gloo that is where a rank
 waits for the others. With NCCL it is not: there the device waits, and the host only where it reads a number. So what is
 measured here is about CPUs; what holds everywhere is how many collectives each group has begun (:func:`counts`).
 """
@@ -90,7 +90,8 @@ def counts() -> dict[str, int]:
     """
     found: dict[str, int] = {}
     if dist.is_available() and dist.is_initialized():
-        for group in list(dist.distributed_c10d._world.pg_map):
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        for group in groups:
             try:
                 number = int(group._get_sequence_number_for_group()) if dist.get_rank(group) >= 0 else 0
             except (RuntimeError, ValueError):  # its backend does not count, or it is being given up

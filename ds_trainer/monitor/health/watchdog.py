@@ -11,8 +11,8 @@ Two threads of each rank, neither of which ever enters a collective:
 Once a hang is called out, every rank that can writes the stacks of its threads to a file and says what it is doing; who
 has called puts that together, names the slow rank, and the job goes on waiting or is ended, as asked.
 
-A process in which C code holds the interpreter's lock runs no thread of Python. Python's ``faulthandler`` needs no lock:
-it writes that rank's stacks to its standard error.
+A process in which C code holds the interpreter's lock runs no thread of Python. Python's ``faulthandler`` needs no
+lock: it writes that rank's stacks to its standard error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ds_trainer.monitor.health.board import Board
 from ds_trainer.monitor.health.heartbeat import Heartbeat, Limit
 from ds_trainer.monitor.health.incident import folder_for, summary, write_rank, write_report
 from ds_trainer.monitor.health.lock_alarm import put_off, take_off
 from ds_trainer.monitor.health.stacks import OWN_THREADS, all_stacks, frame_of, in_debugger, meets_others, places
 from ds_trainer.monitor.health.stragglers import StragglerReport
-from ds_trainer.monitor.health.verdict import RankReport, judge
+from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
 from ds_trainer.monitor.health.waits import WaitClock, counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import get_logger
@@ -98,8 +100,10 @@ class Watchdog:
         self.rank, self.world_size = board.rank, board.world_size
         self._trained = threading.get_ident()
         self._stop = threading.Event()
+        self._keeper: dict[str, Any] | None = None  # last pulse of rank 0, which holds the store
         self._calls = 0  # hangs called out so far, by anybody
         self._fired_at: float | None = None  # heartbeat.progress_at of the last hang that this rank took part in
+        self._called = False  # by this rank, and nothing has got on since
         self._reason: str | None = None  # why this rank would call
         self._talked_at = time.monotonic()
         self._neighbour: tuple[Any, float] = (None, self._talked_at)
@@ -159,6 +163,9 @@ class Watchdog:
             before = now
             put_off(min(limit + 2 * rules.poll, _LONGEST_ALARM))
             stalled = self.heartbeat.stalled()
+            if self._called and self._fired_at != self.heartbeat.progress_at:
+                self._called = False
+                logger.warning("The job gets on again, after step %d.", self.heartbeat.step)
             if stalled <= limit or self._fired_at == self.heartbeat.progress_at:
                 self._reason = None
                 continue
@@ -181,14 +188,16 @@ class Watchdog:
         own = self.report()
         if own.debugged:
             return
-        folder = folder_for(self.directory, own.step)
-        others = [RankReport(rank, "?", 0) for rank in range(self.world_size) if rank != self.rank]
-        text = (
-            f"The job does not get on: {self._reason}.\nThe store of the process group does not answer: the process that "
-            f"holds it (rank 0 {os.environ.get('MASTER_ADDR', '')}, or torchrun's agent) is stopped, dead or cut off.\n"
-            f"- {own.sentence()}\n- nothing is known of the other {len(others)} ranks"
-        )
-        self._write(folder, own, text, f"report_of_rank_{self.rank}.txt")
+        reason = f"{self._reason}, and the store of the process group does not answer"
+        folder = folder_for(self.directory, own.step, f"-of-rank-{self.rank}")
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank == 0:
+            verdict = Verdict((), "the process that holds the store, torchrun's agent, is stopped, dead or cut off")
+            text = summary([own], verdict, reason)
+        else:
+            keeper = self._silent(0, self._keeper)
+            self._write(folder, keeper)
+            text = summary([keeper, own], Verdict((keeper.rank,), "it holds the store"), reason)
+        self._write(folder, own, text)
         self._say(text, folder)
         if self.rules.abort:
             self._end()
@@ -197,9 +206,11 @@ class Watchdog:
 
     def _talk(self) -> None:
         try:
-            while not self._stop.wait(self.rules.poll):
+            while True:
                 self._turn()
                 self._talked_at = time.monotonic()
+                if self._stop.wait(self.rules.poll):
+                    break
             self._board.put(f"pulse/{self.rank}", self.report(ended=True).to_dict())
             if self._stragglers is not None:
                 self._stragglers.finish(self._board)
@@ -225,6 +236,7 @@ class Watchdog:
         """Whether the next rank has shown no pulse for too long."""
         if self.world_size == 1:
             return None
+        self._keeper = self._board.get("pulse/0")
         neighbour = (self.rank + 1) % self.world_size
         pulse, now = self._board.get(f"pulse/{neighbour}"), time.monotonic()
         if pulse is None or pulse["ended"] or pulse != self._neighbour[0]:
@@ -245,6 +257,7 @@ class Watchdog:
         if not own.debugged:
             self._write(folder, own)
         if call["rank"] == self.rank:
+            self._called = True
             aborts = self._conclude(number, call["reason"], folder)
             board.put(f"done/{number}", aborts)
         else:
@@ -264,8 +277,7 @@ class Watchdog:
                     reports[rank] = RankReport(**said)
             time.sleep(0.05)
         for rank in set(range(self.world_size)) - reports.keys():
-            said = self._last_words(rank) or {"rank": rank, "host": "unknown host", "pid": 0}
-            reports[rank] = RankReport(**{**said, "silent": True})
+            reports[rank] = self._silent(rank, self._last_words(rank))
             self._write(folder, reports[rank])
         in_order = [reports[rank] for rank in sorted(reports)]
         if any(one.debugged for one in in_order):
@@ -275,6 +287,17 @@ class Watchdog:
         self._write(folder, None, text)
         self._say(text, folder)
         return self.rules.abort
+
+    def _silent(self, rank: int, said: dict[str, Any] | None) -> RankReport:
+        """A rank that does not answer, by what it said last. On this machine the operating system knows more."""
+        (host, process), state = self._board.members[rank], ""
+        if host == self._host:
+            try:
+                state = f"its process is {psutil.Process(process).status()}"
+            except psutil.Error:
+                state = "its process is gone"
+        known = said or {"rank": rank, "host": host, "pid": process}
+        return RankReport(**{**known, "silent": True, "state": state})
 
     def _last_words(self, rank: int, ended: bool = False) -> dict[str, Any] | None:
         """The last pulse of a rank; with ``ended`` only if its training is over."""
@@ -296,13 +319,13 @@ class Watchdog:
 
     # -- what becomes of it ----------------------------------------------------------------------------------------
 
-    def _write(self, folder: Path, report: RankReport | None, text: str | None = None, name: str = "") -> None:
+    def _write(self, folder: Path, report: RankReport | None, text: str | None = None) -> None:
         """Put files into the folder of a hang; a disk that refuses is a reason to say so, not to stop watching."""
         try:
             if report is not None:
                 write_rank(folder, report, None if report.rank != self.rank else all_stacks(self._trained))
             if text is not None:
-                write_report(folder, text, name)
+                write_report(folder, text)
         except OSError as error:
             logger.error("The report of a hang could not be written to %s: %s", folder, error)
 
