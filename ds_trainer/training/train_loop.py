@@ -167,8 +167,7 @@ class TrainLoop:
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
         weights_of_training(trainer.optimizer)
-        data = TimedIterator(iterator)
-        self.health.loads_data()
+        data = TimedIterator(self.health.loads_data(iterator))
         batches, items = trainer.begin_step(data, rounds)
         if len(batches) != rounds:
             raise ConfigError(

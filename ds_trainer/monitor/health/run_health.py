@@ -9,13 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 from ds_trainer.monitor.health.board import Board
 from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE, Heartbeat, Limit
 from ds_trainer.monitor.health.stragglers import StepTimes, StragglerReport
 from ds_trainer.monitor.health.waits import WaitClock
 from ds_trainer.monitor.health.watchdog import Rules, Watchdog
+from ds_trainer.monitor.throughput import TimedIterator
 from ds_trainer.utils import distributed
+
+T = TypeVar("T")
 
 FOLDER = "health"
 STRAGGLERS = "stragglers.jsonl"
@@ -56,7 +60,8 @@ class RunHealth:
         self._times = StepTimes(watch.straggler_steps, socket.gethostname()) if watch.straggler_steps else None
         self._report: StragglerReport | None = None
         self._watchdog: Watchdog | None = None
-        self._waited = self._waited_aside = self._waited_for_data = 0.0
+        self._waited = self._waited_aside = 0.0
+        self._data: TimedIterator[Any] | None = None
         self._asides = 0
 
     def __enter__(self) -> RunHealth:
@@ -89,16 +94,16 @@ class RunHealth:
 
     # -- called by the loop -----------------------------------------------------------------------------------------
 
-    def loads_data(self) -> None:
-        """A step begins: its data is fetched."""
+    def loads_data(self, iterator: Iterator[T]) -> Iterator[T]:
+        """A step begins, its data is fetched: from what this returns."""
         self._heartbeat.enter(DATA)
-        self._waited_for_data = self._waits.seconds
+        # Where one rank reads for several, the others wait for it in a collective: that is no slow data of theirs.
+        self._data = TimedIterator(iterator, lambda: self._waits.seconds)
+        return self._data
 
     def computes(self) -> None:
         """The data is there."""
         self._heartbeat.enter(COMPUTE)
-        # Where one rank reads for several, the others wait for it in a collective.
-        self._waited_for_data = self._waits.seconds - self._waited_for_data
 
     def updates(self) -> None:
         """All gradients are there."""
@@ -112,7 +117,8 @@ class RunHealth:
         communication, self._waited = waited - self._waited - self._waited_aside, waited
         self._waited_aside = 0.0
         if self._times is not None and not first:
-            self._times.add(step, seconds, max(0.0, data_seconds - self._waited_for_data), communication)
+            in_data = 0.0 if self._data is None else self._data.seconds
+            self._times.add(step, seconds, max(0.0, data_seconds - in_data), communication)
 
     @contextmanager
     def aside(self, what: str) -> Iterator[None]:

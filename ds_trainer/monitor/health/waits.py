@@ -1,9 +1,10 @@
 """``WaitClock``: how long the training thread has waited in collectives, and which it waits in now.
 
 Collectives of torch come back as a ``Work`` that somebody waits for: DeepSpeed, torch itself, or we. So one method
-tells all, and is replaced while a training runs; it costs about a microsecond a collective. With gloo that is where a rank
-waits for the others. With NCCL it is not: there the device waits, and the host only where it reads a number. So what is
-measured here is about CPUs; what holds everywhere is how many collectives each group has begun (:func:`counts`).
+tells all, and is replaced while a training runs; it costs about a microsecond a collective. With gloo that is where a
+rank waits for the others. With NCCL it is not: there the device waits, and the host only where it reads a number. So
+what is measured here is about CPUs; what holds everywhere is how many collectives each group has begun
+(:func:`counts`).
 """
 
 from __future__ import annotations

@@ -85,5 +85,5 @@ def test_ranks_that_are_alike_are_not_named(tmp_path: Path) -> None:
     """All wait for data and all work slowly: the same pauses as before, on both ranks."""
     pauses = [2 * PAUSE, 2 * PAUSE]
     records = last_windows(tmp_path, pauses, pauses, 1)
-    assert not all(record["notable"] for record in records)  # one window may meet a busy machine
-    assert min(typical(records[-1], "data")) > 2 * PAUSE and min(typical(records[-1], "work")) > 2 * PAUSE
+    assert min(record["slowest_excess"] / typical(record, "step")[0] for record in records) < 0.25
+    assert min(typical(records[-1], "data")) > 1.9 * PAUSE and min(typical(records[-1], "work")) > 1.9 * PAUSE
