@@ -192,7 +192,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         part = Path(directory) / "case.json"
         for ranks in options.ranks:
-            case = {"ranks": ranks, "rounds": 3 if options.quick else options.rounds, "block": 20, "model": options.model}
+            case = {
+                "ranks": ranks,
+                "rounds": 3 if options.quick else options.rounds,
+                "block": 20,
+                "model": options.model,
+            }
             launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
             command = [sys.executable, *launcher, __file__, "--case", json.dumps(case), "--out", str(part)]
             subprocess.run(command, check=True, env=environment)
