@@ -16,7 +16,7 @@ from tests.monitor.health.hung_runs import arguments
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
-PAUSE = 0.06  # of the slow rank, a step
+PAUSE = 0.15  # of the slow rank, a step
 
 
 class SlowData(RaggedTokens):
@@ -68,7 +68,7 @@ def typical(record: dict[str, Any], name: str) -> list[float]:
 def test_a_slow_rank_is_named(stage: int, tmp_path: Path) -> None:
     for record in last_windows(tmp_path, [0.0, 0.0], [0.0, PAUSE], stage):
         assert (record["slowest_rank"], record["slowest_cause"], record["notable"]) == (1, "its own work", True)
-        assert 0.5 * PAUSE < record["slowest_excess"] < 2 * PAUSE
+        assert 0.4 * PAUSE < record["slowest_excess"] < 2 * PAUSE
         assert typical(record, "communication")[0] > 0.5 * PAUSE  # the other one waits for it
         assert typical(record, "work")[1] > PAUSE and max(typical(record, "data")) < 0.5 * PAUSE
 
