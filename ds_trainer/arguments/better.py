@@ -28,6 +28,11 @@ BETTER: dict[str, str] = {
     "save_total_limit": "Never removes the last whole one, nor the best.",
     "save_keep_every": "An addition: some checkpoints stay for ever.",
     "trust_checkpoint": "An addition: files of strangers run no code unless you say so.",
+    "hang_timeout": "An addition: a hung job says which rank it waits for; first steps, evaluations and saves have "
+    "ddp_timeout.",
+    "hang_factor": "An addition.",
+    "hang_action": "An addition: a job that is ended can be started again.",
+    "straggler_steps": "An addition: a slow rank is named, with its cause.",
     "save_failure": "An addition: a full disk need not end the run.",
     "save_async": "An addition: a save stops training only for a copy in host memory.",
     "enable_jit_checkpoint": "A run that saves checkpoints does so without it, on SIGUSR1 and SIGINT too.",

@@ -15,6 +15,7 @@ from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
     GenerationGather,
+    HangAction,
     HubStrategy,
     IntervalStrategy,
     LogLevel,
@@ -55,6 +56,7 @@ CHOICES: dict[str, type[Enum]] = {
     "generation_gather": GenerationGather,
     "save_failure": SaveFailure,
     "self_test": SelfTest,
+    "hang_action": HangAction,
 }
 _WHOLE = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -89,6 +91,7 @@ _RANGES: dict[str, str] = {
             "dataloader_num_workers",
             "neftune_noise_alpha",
             "time_limit_margin",
+            *("hang_timeout", "hang_factor", "straggler_steps"),
         ),
         _NOT_NEGATIVE,
     ),

@@ -77,6 +77,13 @@ class SelfTest(NamedValue):
     NEVER = "never"
 
 
+class HangAction(NamedValue):
+    """What becomes of a job that does not get on."""
+
+    REPORT = "report"
+    ABORT = "abort"
+
+
 class TokenCount(NamedValue):
     """Which tokens ``num_input_tokens_seen`` counts."""
 

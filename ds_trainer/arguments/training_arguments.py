@@ -17,6 +17,7 @@ from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
     GenerationGather,
+    HangAction,
     HubStrategy,
     IntervalStrategy,
     OffloadDevice,
@@ -58,6 +59,7 @@ _engine = topic("DeepSpeed engine")
 _parallel = topic("Parallelism")
 _log = topic("Logging and trackers")
 _evaluate = topic("Evaluation and metrics")
+_health = topic("Health of the run")
 _save = topic("Saving and resuming")
 _hub = topic("Hub")
 _data = topic("Data loading")
@@ -153,6 +155,17 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     trackio_space_id: str | None = _log("Hugging Face Space of Trackio.")
     trackio_bucket_id: str | None = _log("Hugging Face bucket of Trackio.")
     trackio_static_space_id: str | None | Literal[False] = _log("Static Space of Trackio.")
+
+    hang_timeout: float = _health(
+        "(own) Seconds without a step, and no less than hang_factor median steps, after which the job counts as hung: "
+        "who it waits for and all stacks are reported. 0: no watchdog.",
+        300.0,
+    )
+    hang_factor: float = _health("(own) The same in median step times.", 20.0)
+    hang_action: HangAction | str = _health(
+        "(own) After the report of a hang: report goes on waiting, abort ends the job with exit code 76.", "report"
+    )
+    straggler_steps: int = _health("(own) Steps between reports on the times of all ranks; 0: none.", 50)
 
     eval_strategy: IntervalStrategy | str = _evaluate("When to evaluate during training.", "no")
     eval_steps: float | None = _evaluate("Steps between evaluations; default: logging_steps.")

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.parallelism import forget_layout, take_over, tell_deepspeed
+from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
@@ -73,6 +74,7 @@ class EvaluationEngine:
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
+        limit_collectives()
 
     def close(self) -> None:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""

@@ -30,14 +30,15 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SHM_BUFFER_PREFIX = "deepspeed_allreduce_buffer"
 _SHM_OP = "deepspeed_shm_comm"
 _started: RankInfo | None = None
+_timeout = timedelta(minutes=30)
 
 
 def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> RankInfo:
-    """Join (or make) the process group and choose this rank's device. Calling it again changes nothing.
+    """Join (or make) the process group and choose this rank's device. Calling it again changes the limit only.
 
     Args:
         device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
-        timeout: how long a collective may take before the job is ended.
+        timeout: how long a collective may take before the job is ended; that of groups which exist follows.
 
     Returns:
         The place of this process.
@@ -45,10 +46,12 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     Raises:
         ConfigError: the launcher's variables contradict each other.
     """
-    global _started
+    global _started, _timeout
     import torch.distributed as dist
 
+    _timeout = timeout
     if dist.is_initialized() and _started is not None:
+        limit_collectives()
         os.environ.update(_started.environment())  # DeepSpeed reads them for every engine
         return _started
     info = resolve_ranks(os.environ)
@@ -96,7 +99,8 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     import torch.distributed as dist
     from deepspeed.utils import groups
 
-    info = _started
+    global _timeout
+    info, _timeout = _started, timeout
     assert info is not None  # there was a process group
     failures.leave_group()
     forget_groups()
@@ -111,6 +115,21 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         else:
             dist.init_process_group("gloo", store=store, **place)
     failures.watch_peers()
+
+
+def limit_collectives() -> None:
+    """Give all process groups of this rank the time limit that the first one was started with.
+
+    A group that is made without one, as DeepSpeed makes its own, gets torch's default otherwise: 10 minutes with NCCL,
+    30 with gloo. To be called when groups have been made.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_rank(group) >= 0:
+            dist.distributed_c10d._set_pg_timeout(_timeout, group)
 
 
 def stop_process_group() -> None:

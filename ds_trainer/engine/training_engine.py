@@ -18,6 +18,7 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
+from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.agreement import GradientAgreement
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
@@ -92,6 +93,7 @@ class TrainingEngine:
         keep_empty_slices(self.deepspeed)
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
         check_beliefs(self.deepspeed, self.groups, *sizes)
+        limit_collectives()
         by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")
         self.before_step: Callable[[], None] | None = None
         self._compiled = bool(by_deepspeed) or compile_options is not None

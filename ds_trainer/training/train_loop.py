@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ class TrainLoop:
         self.ignore_keys = ignore_keys
         self.meter = ThroughputMeter()
         self.work = trainer.begin_work(self.meter)
+        self.health = trainer.begin_health()
         self._log_keywords = {"start_time": time.time()} if accepted_arguments(trainer.log, {"start_time"}) else {}
         # Kept on the device: reading them would make the host wait for it.
         self._losses = WindowLosses(trainer.device, trainer.args.logging_nan_inf_filter, trainer.gradient_group())
@@ -94,9 +96,13 @@ class TrainLoop:
 
     def run(self) -> TrainOutput:
         """Train until the plan is done or a callback stops it."""
+        with self.health:
+            return self._run()
+
+    def _run(self) -> TrainOutput:
         trainer, state, args = self.trainer, self.trainer.state, self.trainer.args
         handler = trainer.callback_handler
-        with self.meter.paused():  # a tracker may take its time to open a run
+        with self._aside("on_train_begin"):  # a tracker may take its time to open a run
             trainer.control = handler.on_train_begin(args, state, trainer.control)
         if args.eval_on_start:
             self._evaluate()
@@ -119,10 +125,11 @@ class TrainLoop:
                 break
         trainer.stopper.no_more_steps()
         self._settle_save(wait=True)
-        self._close_window()
-        output = self._output()
-        trainer.keep_best()
-        trainer.control = handler.on_train_end(args, state, trainer.control)
+        with self.health.aside("the end of training"):
+            self._close_window()
+            output = self._output()
+            trainer.keep_best()
+            trainer.control = handler.on_train_end(args, state, trainer.control)
         return output
 
     # -- one epoch, one step --------------------------------------------------------------------------------------
@@ -160,13 +167,14 @@ class TrainLoop:
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
         weights_of_training(trainer.optimizer)
-        data = TimedIterator(iterator)
+        data = TimedIterator(self.health.loads_data(iterator))
         batches, items = trainer.begin_step(data, rounds)
         if len(batches) != rounds:
             raise ConfigError(
                 f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {rounds} "
                 f"micro-batches of step {state.global_step + 1}, although its length is {self.plan.rounds_per_epoch}."
             )
+        self.health.computes()
         for index, batch in enumerate(batches):
             last = index == rounds - 1
             engine.begin_micro_batch(last)
@@ -176,6 +184,7 @@ class TrainLoop:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
         trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
         self._learning_rate = rate_of(trainer.optimizer)
+        self.health.updates()
         applied = engine.step()
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
         if applied and engine.own_schedule is None and not self._schedule_follows_metric:
@@ -183,6 +192,7 @@ class TrainLoop:
         self._losses.end_step()
         self._empty_cache(state.global_step + 1)
         self.meter.add(waited=data.seconds)
+        self.health.step_done(state.global_step + 1, data.seconds)
 
     # -- after a step ---------------------------------------------------------------------------------------------
 
@@ -202,7 +212,7 @@ class TrainLoop:
             self._compare(metrics)
         if trainer.control.should_save:
             trainer.store_flos()
-            with self.meter.paused():
+            with self._aside("saving"):
                 trainer.save_in_training()
             trainer.control.should_save = False
 
@@ -221,18 +231,25 @@ class TrainLoop:
         trainer, state = self.trainer, self.trainer.state
         if trainer.control.should_log and state.global_step > self._window_start:
             trainer.log(self._close_window(), **self._log_keywords)
-        trainer.save_and_stop()
-        trainer.control = trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
+        with self.health.aside("saving"):
+            trainer.save_and_stop()
+            trainer.control = trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
         trainer.raise_stopped()
+
+    @contextmanager
+    def _aside(self, what: str) -> Iterator[None]:
+        """For what is no training: it counts for no speed, and may take long."""
+        with self.meter.paused(), self.health.aside(what):
+            yield
 
     def _settle_save(self, wait: bool = False) -> None:
         """Tell of the checkpoint that was written meanwhile."""
         if self.trainer.saves_in_flight:
-            with self.meter.paused():
+            with self._aside("saving"):
                 self.trainer.settle_save(wait)
 
     def _evaluate(self) -> dict[str, float]:
-        with self.meter.paused():
+        with self._aside("evaluation"):
             metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
             self.trainer.report_evaluation(metrics)
             self.trainer.model_wrapped.train()

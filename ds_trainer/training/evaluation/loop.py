@@ -79,6 +79,7 @@ class EvalLoop:
         for index, (inputs, last) in enumerate(with_last_marked(rounds_in_step(self.loader, trainer.layout)), start=1):
             found = self._round(model, inputs, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+            trainer.health_beat()
             if found is None:
                 continue
             if self._batch_metrics and found["predictions"] is not None and found["label_ids"] is not None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from ds_trainer.arguments.enums import TokenCount
+from ds_trainer.arguments.enums import HangAction, TokenCount
 from ds_trainer.checkpoint.manager import STATE_FILE
+from ds_trainer.monitor.health.run_health import RunHealth, Watch
 from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.planner.flops import FlopRule
@@ -30,6 +31,7 @@ class RecordHooks(Parts):
 
     _own_callbacks: bool
     _work: WorkCounter | None = None
+    _health: RunHealth | None = None
     _tokens_at_start: int = 0
     _flop_rule: tuple[nn.Module, FlopRule | None] | None = None
 
@@ -64,6 +66,25 @@ class RecordHooks(Parts):
         self._flop_rule = None  # what is frozen may have changed
         self._work = WorkCounter(cast("Trainer", self), meter)
         return self._work
+
+    def begin_health(self) -> RunHealth:
+        """Watch over the training that begins; the loop tells what it does."""
+        args = self.args
+        watch = Watch(
+            hang_seconds=args.hang_timeout,
+            hang_factor=args.hang_factor,
+            patience=float(args.ddp_timeout),
+            abort=args.hang_action == HangAction.ABORT,
+            straggler_steps=args.straggler_steps,
+        )
+        trainer = cast("Trainer", self)
+        self._health = RunHealth(watch, self._output_dir, self.state.global_step, trainer._finish_save)
+        return self._health
+
+    def health_beat(self) -> None:
+        """An evaluation gets on. Called for every batch."""
+        if self._health is not None:
+            self._health.beat()
 
     def store_flos(self) -> None:
         """Add what all ranks have done since the last call to the state: ``total_flos``, ``num_input_tokens_seen``.

@@ -1,0 +1,76 @@
+"""``Board``: notes that threads of all ranks leave for each other, in the store of the process group.
+
+Not in its collectives: those belong to the training, and hang when it does. Nothing here waits for another rank; but
+the store lies in one process, and where that one stands still, every call does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_trainer.utils import distributed
+
+_PREFIX = "ds_trainer/health"
+
+
+class Board:
+    """Notes by name; values are plain data. To be made by all ranks together: collective. One thread may use it.
+
+    Attributes:
+        members: host and process number of every rank.
+
+    All methods raise RuntimeError or OSError where the process that holds the store is gone.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = distributed.rank(), distributed.world_size()
+        met = distributed.gather_objects((secrets.token_hex(8), socket.gethostname(), os.getpid()))
+        self._name = f"{_PREFIX}/{met[0][0]}"
+        self.members: list[tuple[str, int]] = [(host, process) for _, host, process in met]
+        self._store: Any = None
+        self._notes: dict[str, str] = {}  # where there is one rank
+        if self.world_size > 1:
+            default: Any = dist.distributed_c10d._get_default_store()
+            self._store = default.clone()  # a connection of its own
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave ``value`` under ``key``."""
+        if self._store is None:
+            self._notes[key] = json.dumps(value)
+        else:
+            self._store.set(f"{self._name}/{key}", json.dumps(value))
+
+    def get(self, key: str) -> Any:
+        """What is under ``key``; None where nothing is."""
+        found = self.get_all([key])
+        return None if found is None else found[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
+        """What is under ``keys``; None unless there is something under each of them."""
+        if self._store is None:
+            return [json.loads(self._notes[key]) for key in keys] if self._notes.keys() >= set(keys) else None
+        names = [f"{self._name}/{key}" for key in keys]
+        if not self._store.check(names):
+            return None
+        return [json.loads(value) for value in self._store.multi_get(names)]
+
+    def claim(self, key: str, value: Any) -> bool:
+        """Leave ``value`` under ``key`` unless another rank was first; whether it was this one."""
+        if self._store is None:
+            return self._notes.setdefault(key, text := json.dumps(value)) is text
+        text = json.dumps(value)
+        return bool(self._store.compare_set(f"{self._name}/{key}", "", text).decode() == text)
+
+    def drop(self, key: str) -> None:
+        """Remove what is under ``key``."""
+        if self._store is None:
+            self._notes.pop(key, None)
+        else:
+            self._store.delete_key(f"{self._name}/{key}")

@@ -1,0 +1,56 @@
+"""The arithmetic of slow ranks, and how windows come together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.monitor.health.board import Board
+from ds_trainer.monitor.health.stragglers import DATA, WORK, StepTimes, StragglerReport, Window, said, slowest
+from ds_trainer.monitor.records import read_records
+
+
+def test_the_rank_that_waits_least_is_the_slow_one() -> None:
+    windows = [Window(1.0, 0.1, 0.5), Window(1.0, 0.1, 0.1, "node7"), Window(1.0, 0.1, 0.5), Window(1.0, 0.1, 0.52)]
+    slow = slowest(windows)
+    assert slow is not None and slow.notable
+    assert (slow.rank, slow.cause, slow.usual) == (1, WORK, 0.5)
+    assert slow.excess == pytest.approx(0.4)
+    sentence = said(50, slow, windows)
+    assert "slowest rank 1 (node7): busy 0.900 s a step, 1.80 times the others' 0.500 s" in sentence
+
+
+def test_slow_data_is_told_from_slow_work() -> None:
+    slow = slowest([Window(1.0, 0.0, 0.5), Window(1.0, 0.4, 0.1)])
+    assert slow is not None and (slow.rank, slow.cause, slow.notable) == (1, DATA, True)
+
+
+def test_equal_ranks_have_no_notable_one() -> None:
+    slow = slowest([Window(1.0, 0.1, 0.20), Window(1.0, 0.1, 0.25), Window(1.0, 0.3, 0.2)])
+    assert slow is not None and not slow.notable  # all wait alike: slow data of all is nobody's fault
+    assert slowest([Window(1.0, 0.5, 0.0)]) is None
+
+
+def test_windows_end_at_multiples() -> None:
+    times = StepTimes(4, "here")
+    for step in range(3, 9):  # a resumed run: the first window is shorter
+        times.add(step, 2.0 if step < 5 else 4.0, 0.5, 1.0)
+    assert list(times.finished) == [(4, Window(2.0, 0.5, 1.0, "here")), (8, Window(4.0, 0.5, 1.0, "here"))]
+    assert times.finished[0][1].work == 0.5
+
+
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    times, board = StepTimes(1, "here"), Board()
+    report = StragglerReport(times, tmp_path / "file" / "stragglers.jsonl")
+    good = StragglerReport(other := StepTimes(1, "here"), tmp_path / "stragglers.jsonl")
+    for step in (1, 2):
+        for each in (times, other):
+            each.add(step, 1.0, 0.5, 0.0)
+        report.exchange(board)
+        good.exchange(board)
+    good.finish(board)
+    records = read_records(tmp_path / "stragglers.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[0]["work_seconds"] == [0.5]

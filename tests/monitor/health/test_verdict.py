@@ -1,0 +1,56 @@
+"""Who is to blame: each rule of the verdict, and that a rank which only waits is never blamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_trainer.monitor.health.stacks import in_debugger, meets_others, places
+from ds_trainer.monitor.health.verdict import RankReport, judge
+
+
+def report(rank: int, **more: Any) -> RankReport:
+    return RankReport(rank, "host", 10 + rank, **more)
+
+
+WAITS: dict[str, Any] = {"waits_in": "all_reduce", "waits_for": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "slow"),
+    [
+        ([WAITS, {}, WAITS], (1,)),
+        ([WAITS, {"silent": True}, {}], (1,)),  # who does not answer comes first
+        ([WAITS, {**WAITS, "silent": True, "ended": True}, {}], (2,)),
+        ([{}, {"ended": True}, {"ended": True}], (0,)),
+        # With NCCL nobody waits on the host.
+        ([{"counts": {"all": 9}}, {"counts": {"all": 9}}, {"counts": {"all": 8}}], (2,)),
+        # Entered in another order: of "tp" rank 0 is behind, though it waits like the other one.
+        ([{**WAITS, "counts": {"all": 9, "tp": 3}}, {**WAITS, "counts": {"all": 9, "tp": 4}}], (0,)),
+        # Ranks of different groups have different numbers.
+        ([{"counts": {"a": 3}}, {"counts": {"a": 3}}, {"counts": {"b": 9}}], ()),
+        ([{"step": 7}, {"step": 6}, {"step": 7}], (1,)),
+        ([{**WAITS, "step": 7}, {**WAITS, "step": 7}], ()),
+    ],
+)
+def test_the_slow_rank(said: list[dict[str, Any]], slow: tuple[int, ...]) -> None:
+    verdict = judge([report(rank, **more) for rank, more in enumerate(said)])
+    assert verdict.slow == slow
+    assert verdict.why
+
+
+def code_in(path: str) -> Any:
+    """A function that looks at its own frame, from a file of this name."""
+    names: dict[str, Any] = {"look": lambda f: (places(f), in_debugger(f))}
+    exec(compile("import sys\ndef ask(): return look(sys._getframe())", path, "exec"), names)
+    return names["ask"]
+
+
+def test_frames_tell_collectives_and_debuggers_apart() -> None:
+    stack, debugged = code_in("/somewhere/torch/distributed/distributed_c10d.py")()
+    assert meets_others(stack) == "ask" and not debugged
+    stack, debugged = code_in("/somewhere/train.py")()
+    assert meets_others(stack) is None and not debugged
+    assert stack[-1] == "/somewhere/train.py:2 in ask"
+    assert code_in("/somewhere/pdb.py")()[1] and code_in("/somewhere/debugpy/server/api.py")()[1]
