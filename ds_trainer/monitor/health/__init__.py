@@ -1,0 +1,1 @@
+"""Is the training all right: what is looked at while it runs."""
