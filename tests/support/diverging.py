@@ -147,11 +147,11 @@ def run(
     return told(trainer, batches), counted
 
 
-def ends(output_dir: str, data: Rows, trap: str = "nan", **more: Any) -> str:
+def ends(output_dir: str, data: Rows, trap: str = "nan", resume: Any = None, **more: Any) -> str:
     """The error with which a training on this rank ends; its weights are finite and those before the step."""
     trainer = make(output_dir, data, trap, **more)
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     except TrainingDiverged as error:
         assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
         trainer.engine.close()
