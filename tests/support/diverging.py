@@ -180,3 +180,21 @@ def nobody_looks() -> ExitStack:
     checker = unfused_optimizer.CheckOverflow
     stack.enter_context(mock.patch.object(checker, "has_overflow", lambda self, params, has_moe_params=None: False))
     return stack
+
+
+def run_in_fp16(output_dir: str, data: Rows, trap: str = "nan", scale_power: int = 6, **more: Any) -> Any:
+    """:func:`run` with a loss scale on the CPU, where fp16 is slow and DeepSpeed refuses it; and the last scale."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_trainer.config import rules
+
+    allowed = tuple(rule for rule in rules.RULES if rule.name != "fp16-needs-gpu")
+    file = {"fp16": {"enabled": True, "initial_scale_power": scale_power, "loss_scale_window": 1000, "hysteresis": 1}}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(rules, "RULES", allowed))
+        stack.enter_context(mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True))
+        trainer = make(output_dir, data, trap, fp16=True, deepspeed=file, **more)
+        trainer.train()
+        scale = float(trainer.engine.deepspeed.optimizer.loss_scale)
+    counted = {"history": trainer.state.log_history, **trainer.guard.incidents.to_json()}
+    return told(trainer, []), counted, scale

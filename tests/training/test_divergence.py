@@ -14,7 +14,7 @@ import torch
 from ds_trainer import ConfigError, TrainingArguments
 from ds_trainer.monitor.health.replay import replay
 from ds_trainer.monitor.records import read_records
-from tests.support.diverging import Rows, ends, run, trapped
+from tests.support.diverging import Rows, ends, run, run_in_fp16, trapped
 from tests.support.pool import pool
 from tests.support.resuming import Story, differences
 
@@ -256,3 +256,30 @@ def test_going_back_again_and_again_ends(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         TrainingArguments("out", **given)
+
+
+# -- float16 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 3])  # without ZeRO DeepSpeed 0.19.8 does not scale the loss
+def test_a_loss_scale_that_was_too_large_is_no_incident(stage: int, tmp_path: Path) -> None:
+    case = partial(run_in_fp16, str(tmp_path), Rows(STEPS, SIZE), scale_power=31, zero_stage=stage)
+    for story, counted, scale in pool(2).run(case):
+        assert counted["at"] == [] and counted["tried"] == story.step == STEPS
+        assert scale < 2**31
+        assert rates(story)[0] == rates(story)[1]  # nothing was updated in the first step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_in_fp16_a_loss_that_is_not_finite_is_one(stage: int, tmp_path: Path) -> None:
+    data = Rows(STEPS, SIZE, bad=(2,))
+    for _, counted, scale in pool(2).run(partial(run_in_fp16, str(tmp_path), data, zero_stage=stage)):
+        assert (counted["skipped"], counted["at"], scale) == (1, [3], 2**5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_spike_leaves_the_loss_scale_alone(stage: int, tmp_path: Path) -> None:
+    data = Rows(10, SIZE, bad=(7,))
+    more = {"max_steps": 10, "loss_spike_factor": 2.0, "loss_spike_window": 8, "zero_stage": stage}
+    for _, counted, scale in pool(2).run(partial(run_in_fp16, str(tmp_path), data, "9.0", **more)):
+        assert (counted["skipped"], counted["at"], scale) == (1, [8], 2**6)
