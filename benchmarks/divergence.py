@@ -157,7 +157,10 @@ def _ratios(times: Any) -> dict[str, list[float]]:
 
 def table(results: list[dict[str, Any]], clock: str) -> str:
     """The results as Markdown."""
-    lines = [f"| model | ranks | ZeRO | precision | off, ms | {' | '.join(LOOPS[1:])} |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        f"| model | ranks | ZeRO | precision | off, ms | {' | '.join(LOOPS[1:])} |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for one in results:
         cells = [one["model"], str(one["world"]), str(one["stage"]), "bf16" if one["bf16"] else "fp32"]
         cells.append(f"{one[clock]['off_ms']:.2f}")
@@ -185,7 +188,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         part = Path(directory) / "line.json"
         for index in options.lines:
-            launcher = ["torch.distributed.run", f"--nproc-per-node={LINES[index].world}", f"--master-port={free_port()}"]
+            launcher = [
+                "torch.distributed.run",
+                f"--nproc-per-node={LINES[index].world}",
+                f"--master-port={free_port()}",
+            ]
             command = [sys.executable, "-m", *launcher, __file__, "--line", str(index), "--out", str(part)]
             subprocess.run([*command, *(["--quick"] if options.quick else [])], check=True, env=environment)
             results.append(json.loads(part.read_text(encoding="utf-8")))
