@@ -1,6 +1,7 @@
 """``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
 
-Exit codes: 0 done, 1 failed (a training that diverged: a message, no traceback), 2 the request cannot work (a message on stderr, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 failed (a training that diverged: a message, no traceback), 2 the request cannot work (a message
+on stderr, no traceback), 130 interrupted.
 """
 
 from __future__ import annotations

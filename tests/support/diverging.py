@@ -84,7 +84,7 @@ def trapped(trap: str, seed: int = 0) -> Trapped:
 
 
 class Rows(Dataset[Any]):
-    """Random tokens, ``size`` rows a step; in the steps ``bad`` one row has the mark; the steps ``without`` are not there.
+    """Random tokens; a row of some steps has the mark, others are not there.
 
     Args:
         steps: of the whole.
