@@ -11,9 +11,11 @@ import typing
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.arguments.divergence import divergence_problems
 from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
+    DivergencePolicy,
     GenerationGather,
     HangAction,
     HubStrategy,
@@ -29,6 +31,7 @@ from ds_trainer.arguments.enums import (
     TokenCount,
     WorkerStart,
 )
+from ds_trainer.arguments.evaluation import evaluation_problems
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -57,6 +60,8 @@ CHOICES: dict[str, type[Enum]] = {
     "save_failure": SaveFailure,
     "self_test": SelfTest,
     "hang_action": HangAction,
+    "nonfinite_policy": DivergencePolicy,
+    "loss_spike_policy": DivergencePolicy,
 }
 _WHOLE = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -72,6 +77,8 @@ _RANGES: dict[str, str] = {
             "sequence_parallel_size",
             "torch_empty_cache_steps",
             "save_keep_every",
+            "loss_spike_window",
+            "divergence_window",
             "eval_accumulation_steps",
             "dataloader_prefetch_factor",
             "ddp_timeout",
@@ -92,6 +99,7 @@ _RANGES: dict[str, str] = {
             "neftune_noise_alpha",
             "time_limit_margin",
             *("hang_timeout", "hang_factor", "straggler_steps"),
+            "divergence_limit",
         ),
         _NOT_NEGATIVE,
     ),
@@ -167,7 +175,8 @@ def argument_problems(args: Any) -> list[str]:
     problems += _interval_problems(args)
     problems += _text_problems(args)
     problems += _combination_problems(args)
-    problems += _evaluation_problems(args)
+    problems += evaluation_problems(args)
+    problems += divergence_problems(args)
     return problems
 
 
@@ -188,66 +197,6 @@ def _choice_problems(name: str, value: Any, choices: type[Enum]) -> list[str]:
         return []
     listed = ", ".join(known) if len(known) <= 16 else f"the {len(known)} of {choices.__name__}"
     return [f"{name}={value!r} is not one of {listed}.{did_you_mean(str(value), known)}"]
-
-
-def _evaluation_problems(args: TrainingArguments) -> list[str]:
-    problems = [
-        f"include_for_metrics={args.include_for_metrics!r}: '{what}' is neither 'inputs' nor 'loss'."
-        for what in args.include_for_metrics
-        if what not in ("inputs", "loss")
-    ]
-    if args.bf16_full_eval and args.fp16_full_eval:
-        problems.append("bf16_full_eval and fp16_full_eval are different precisions; keep one of them.")
-    saving, evaluating = str(args.save_strategy), str(args.eval_strategy)
-    if saving == "best" and evaluating == "no":
-        problems.append(
-            "save_strategy=best saves after evaluations, but eval_strategy=no. Set eval_strategy to steps or epoch."
-        )
-    if saving == "best" and args.metric_for_best_model is None and not args.load_best_model_at_end:
-        problems.append(
-            "save_strategy=best needs to know the metric: set metric_for_best_model, to 'loss' for instance."
-        )
-    if args.metric_for_best_model is None and args.greater_is_better is not None and not _has_default_metric(args):
-        problems.append(
-            f"greater_is_better={args.greater_is_better!r} compares metrics, but metric_for_best_model is not set. Set "
-            "it, or leave greater_is_better out."
-        )
-    if args.load_best_model_at_end:
-        problems += _best_model_problems(args, saving, evaluating)
-    return problems
-
-
-def _has_default_metric(args: TrainingArguments) -> bool:
-    """Whether something asks for a metric, which is the loss then."""
-    plateau = str(args.lr_scheduler_type) in (SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value)
-    return args.load_best_model_at_end or plateau
-
-
-def _best_model_problems(args: TrainingArguments, saving: str, evaluating: str) -> list[str]:
-    """What ``load_best_model_at_end`` cannot work with: every saved model must have been evaluated just before."""
-    problems = []
-    if args.save_only_model:
-        problems.append(
-            "load_best_model_at_end=True loads the engine's state, but save_only_model=True keeps weights for users "
-            "only. Set one of them to False."
-        )
-    if saving == "best":
-        return problems
-    if saving != evaluating or evaluating == "no":
-        problems.append(
-            f"load_best_model_at_end=True needs an evaluation of every checkpoint, but eval_strategy={evaluating} and "
-            f"save_strategy={saving}. Set both to steps, both to epoch, or save_strategy to best."
-        )
-    elif evaluating == "steps":
-        every, save = args.eval_steps or args.logging_steps, args.save_steps
-        # Fractions are compared as millionths: 0.3 is no multiple of 0.1 in binary.
-        a, b = (round(save * 1_000_000), round(every * 1_000_000))
-        if every > 0 and save > 0 and ((every < 1) != (save < 1) or a % b != 0):
-            problems.append(
-                f"load_best_model_at_end=True needs an evaluation of every checkpoint: save_steps={save!r} must be a "
-                f"multiple of eval_steps={every!r}, both steps or both fractions."
-            )
-    return problems
 
 
 def _length_problems(args: TrainingArguments) -> list[str]:

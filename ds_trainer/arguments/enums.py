@@ -84,6 +84,14 @@ class HangAction(NamedValue):
     ABORT = "abort"
 
 
+class DivergencePolicy(NamedValue):
+    """What becomes of a step whose gradient is not finite, or whose loss is a spike."""
+
+    SKIP = "skip"
+    STOP = "stop"
+    ROLLBACK = "rollback"
+
+
 class TokenCount(NamedValue):
     """Which tokens ``num_input_tokens_seen`` counts."""
 

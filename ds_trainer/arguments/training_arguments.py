@@ -16,6 +16,7 @@ from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
 from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
+    DivergencePolicy,
     GenerationGather,
     HangAction,
     HubStrategy,
@@ -57,6 +58,7 @@ _precision = topic("Precision")
 _memory = topic("Memory and speed")
 _engine = topic("DeepSpeed engine")
 _parallel = topic("Parallelism")
+_diverge = topic("Divergence")
 _log = topic("Logging and trackers")
 _evaluate = topic("Evaluation and metrics")
 _health = topic("Health of the run")
@@ -139,6 +141,19 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     context_parallel_size: int = _parallel("(own) Ranks that share a sequence by ring attention.", 1)
     sequence_parallel_size: int = _parallel("(own) Ranks that share a sequence by Ulysses all-to-all.", 1)
     parallelism_config: Any = _parallel("accelerate's ParallelismConfig, or its fields as a mapping.")
+
+    nonfinite_policy: DivergencePolicy | str = _diverge(
+        "(own) A loss or gradient that is not finite: skip the step, stop, or rollback to the last checkpoint.", "skip"
+    )
+    loss_spike_factor: float | None = _diverge(
+        "(own) A loss above this times the median of the steps before is a spike; default: nobody looks."
+    )
+    loss_spike_window: int = _diverge("(own) Steps whose median a loss is compared with.", 100)
+    loss_spike_policy: DivergencePolicy | str = _diverge(
+        "(own) A spike of the loss: skip the step, stop, or rollback to the last checkpoint.", "skip"
+    )
+    divergence_limit: int = _diverge("(own) Skips and rollbacks in divergence_window steps; one more stops.", 3)
+    divergence_window: int = _diverge("(own) Steps in which divergence_limit counts.", 1000)
 
     logging_strategy: IntervalStrategy | str = _log("When to log.", "steps")
     logging_steps: float = _log("Steps between logs; below 1 a fraction of all steps.", 500)

@@ -37,6 +37,7 @@ class RecordsCallback(TrainerCallback):
         self._writer: MetricsWriter | None = None
         self._began = 0.0  # moment of time.monotonic() at which the whole run would have begun without a break
         self._in_training = False
+        self._last_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -51,6 +52,7 @@ class RecordsCallback(TrainerCallback):
         else:
             self._writer.start_anew()
         self._began = time.monotonic() - earlier
+        self._last_step = state.global_step
         self._in_training = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -59,6 +61,9 @@ class RecordsCallback(TrainerCallback):
         seconds = round(time.monotonic() - self._began, 3)
         place = {"step": state.global_step, "epoch": state.epoch, "time": seconds}
         try:
+            if state.global_step < self._last_step:  # the run went back: what was beyond is no part of it any more
+                self._writer.resume_at(state.global_step)
+            self._last_step = state.global_step
             self._writer.write({**place, **logs, **place})
         except OSError as error:
             logger.warning("%s cannot be written (%s); training goes on without records", self._writer.path, error)

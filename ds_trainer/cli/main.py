@@ -1,6 +1,7 @@
 """``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
 
-Exit codes: 0 done, 2 the request cannot work (a message on stderr, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 failed (a training that diverged: a message, no traceback), 2 the request cannot work (a message
+on stderr, no traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Callable, Sequence
 
 import ds_trainer
 from ds_trainer.cli import arguments, checkpoint, config, doctor, reference, support, train
+from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.exit_codes import FAILED
 
 SUBCOMMANDS = {
     "train": train,
@@ -37,6 +40,9 @@ def main(given: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print_error(str(error))
         return 2
+    except TrainingDiverged as error:
+        print_error(str(error))
+        return FAILED
     except KeyboardInterrupt:
         print_error("interrupted.")
         return 130

@@ -200,8 +200,12 @@ class BalancedShareSampler(ShareSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         for index in range(self.plan.rounds(self.rest)):
-            own = self._own(index) or self._step(self.epoch, self.first_sample, index // self.plan.accumulation)[0][:1]
-            yield Share(own, self.seed_of_round(index))
+            yield Share(self.share_of(index), self.seed_of_round(index))
+
+    def share_of(self, round_index: int) -> list[int]:
+        """What this replica holds in one round."""
+        step = round_index // self.plan.accumulation
+        return self._own(round_index) or self._step(self.epoch, self.first_sample, step)[0][:1]
 
     def _own(self, round_index: int) -> list[int]:
         step, slot = divmod(round_index, self.plan.accumulation)

@@ -76,6 +76,10 @@ class PlannedLoader(DataLoader[Any]):
         size = self._share.plan.round_size
         return self._share.positions[round_index * size : (round_index + 1) * size]
 
+    def positions(self, rounds: range) -> list[list[int]]:
+        """Positions in the dataset of this replica's micro-batches, of rounds of the iteration under way."""
+        return [list(self._share.share_of(index)) for index in rounds]
+
     def rounds_from(self, first_sample: int) -> int:
         """Rounds of an epoch from its sample ``first_sample`` on."""
         return self._share.plan.rounds(max(0, self.samples - first_sample))

@@ -83,16 +83,27 @@ class ShareSampler(Sampler[list[int]]):
         return not self.plan.share(round_index, self.dp_rank, self.rest)
 
     def __iter__(self) -> Iterator[list[int]]:
+        order = self._order_ahead()
+        for index in range(self.plan.rounds(self.rest)):
+            yield self._share_in(order, index)
+
+    def share_of(self, round_index: int) -> list[int]:
+        """What this replica holds in one round. The order is drawn for it: for a question now and then."""
+        return self._share_in(self._order_ahead(), round_index)
+
+    def _order_ahead(self) -> torch.Tensor:
+        """Positions in the dataset from the first sample on."""
         if self.order is None:
             order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
         else:
             order = self.order(self.epoch, self.ordered_for)
-        order = order[self.first_sample :]
-        for index in range(self.plan.rounds(self.rest)):
-            share = self.plan.share(index, self.dp_rank, self.rest)
-            first = index * self.plan.round_size
-            positions = share or range(first, first + 1)
-            yield Share(order[positions.start : positions.stop].tolist(), self.seed_of_round(index))
+        return order[self.first_sample :]
+
+    def _share_in(self, order: torch.Tensor, index: int) -> Share:
+        share = self.plan.share(index, self.dp_rank, self.rest)
+        first = index * self.plan.round_size
+        positions = share or range(first, first + 1)
+        return Share(order[positions.start : positions.stop].tolist(), self.seed_of_round(index))
 
 
 class Share(list[int]):

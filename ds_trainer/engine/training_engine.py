@@ -9,6 +9,7 @@ every loss is multiplied by the number of ranks that are averaged over, and by n
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,14 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.finite_step import complete_checks, factor_of, left_out, scales_loss
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.agreement import GradientAgreement
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
-from ds_trainer.engine.tensor.slices import clip_gradients, gradient_norm
+from ds_trainer.engine.tensor.slices import gradient_norm
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
@@ -57,6 +59,7 @@ class TrainingEngine:
 
     Attributes:
         before_step: called once before the next :meth:`step`: who copies masters and optimizer states has it wait.
+        guarded: gradients that are not finite are kept from the weights (:mod:`ds_trainer.engine.finite_step`).
 
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
@@ -94,6 +97,9 @@ class TrainingEngine:
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
         check_beliefs(self.deepspeed, self.groups, *sizes)
         limit_collectives()
+        self.guarded = True
+        complete_checks(self.deepspeed.optimizer)
+        self.scales_loss = scales_loss(self.deepspeed)
         by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")
         self.before_step: Callable[[], None] | None = None
         self._compiled = bool(by_deepspeed) or compile_options is not None
@@ -117,7 +123,8 @@ class TrainingEngine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate ``loss``, a scalar already divided by the item count of the global batch."""
-        self.deepspeed.backward(loss * self._averaged_over, scale_wrt_gas=False)
+        ranks = self._averaged_over
+        self.deepspeed.backward(loss * (factor_of(loss, ranks) if self.guarded else ranks), scale_wrt_gas=False)
 
     def backward_mean(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Back-propagate ``loss``, a scalar whose gradient is to be averaged over the ranks.
@@ -127,10 +134,18 @@ class TrainingEngine:
         """
         # DeepSpeed 0.19.8 divides the gradient of the very tensor that its forward pass returned by the accumulation
         # steps, whatever scale_wrt_gas says; of anything computed from it, it does not.
-        self.deepspeed.backward(loss * 1.0, retain_graph=retain_graph, scale_wrt_gas=False)
+        factor = factor_of(loss, 1) if self.guarded else 1.0
+        self.deepspeed.backward(loss * factor, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def step(self) -> bool:
-        """Update the weights and clear the gradients. False where fp16 overflowed and nothing was updated.
+    def step(self, leave_out: bool = False) -> bool:
+        """Update the weights and clear the gradients; alike on all ranks.
+
+        Args:
+            leave_out: clear the gradients only.
+
+        Returns:
+            False where nothing was updated: ``leave_out``, or the gradient was not finite (in fp16 it may have
+            overflowed; the loss scale is smaller then).
 
         Raises:
             ConfigError: in the first step, where tensor-parallel ranks disagree about what they all hold.
@@ -140,13 +155,20 @@ class TrainingEngine:
             self.before_step = None
         if self._agreement is not None and self._agreement.check(self.deepspeed.device):
             self._agreement = None
-        if self._own_norm and self._clipping == 0.0:
+        if self._own_norm:
             self._grad_norm = gradient_norm(self._parameters, self.groups)
-        self.deepspeed.step()
-        return self.deepspeed.was_step_applied()
+            leave_out = leave_out or (self.guarded and not self.scales_loss and not bool(self._grad_norm.isfinite()))
+        with left_out(self.deepspeed.optimizer) if leave_out else nullcontext():
+            self.deepspeed.step()
+        applied = self.deepspeed.was_step_applied()
+        if self._own_norm and self.scales_loss:  # the scaler of autocast leaves a step out and tells nobody
+            return applied and bool(self._grad_norm.isfinite())
+        return applied
 
     def _clip_and_keep_norm(self) -> None:
-        self._grad_norm = clip_gradients(self._parameters, self._clipping, self.groups)
+        if self.scales_loss:  # it has unscaled the gradients meanwhile
+            self._grad_norm = gradient_norm(self._parameters, self.groups)
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, self._grad_norm)
 
     def grad_norm(self) -> float:
         """2-norm of the gradient of the last step, before clipping, over all ranks. May wait for the device."""

@@ -150,6 +150,13 @@ class DataPlace:
         assert isinstance(batches, Lockstep)  # batches() made it
         return batches.ahead()
 
+    def samples_ahead(self, rounds: int) -> list[list[int]] | None:
+        """Positions in the dataset of this replica's next micro-batches; None where the data has none that is known."""
+        if not isinstance(self.loader, PlannedLoader):
+            return None
+        first = self.rounds - self._first_round
+        return self.loader.positions(range(first, first + rounds))
+
     @property
     def _is_read(self) -> bool:
         """Whether nothing more of the epoch is read, as far as is known without reading."""

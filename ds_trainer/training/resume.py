@@ -58,6 +58,7 @@ def shared_contents(trainer: Trainer) -> list[Held]:
         "epochs": trainer.run_plan.epochs,
         "data": trainer.data_place.position.to_json(),
         "evaluation_is_due": trainer.evaluation_is_due,
+        "divergence": trainer.guard.to_json(),
     }
     return [
         Held(RUN_FILE, (json.dumps(run, indent=2) + "\n").encode()),

@@ -27,6 +27,7 @@ from ds_trainer.optim.stepping import rate_of, step_on_metric, steps_on_metric
 from ds_trainer.optim.swapping import weights_of_training
 from ds_trainer.training.best_model import judge
 from ds_trainer.training.data_place import DataPlace
+from ds_trainer.training.divergence import Update
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.window_losses import WindowLosses
@@ -111,7 +112,7 @@ class TrainLoop:
             self._log_evaluate_save()
         if not self._is_done() and trainer.stopper.before_first_step():
             trainer.raise_stopped()
-        while self.place.epoch < self.plan.epochs:
+        while self.place.epoch < self.plan.epochs or self._lacks_steps():
             if self._is_done() and not self.place.is_inside:
                 break
             trainer.control = handler.on_epoch_begin(args, state, trainer.control)
@@ -143,15 +144,19 @@ class TrainLoop:
                 if place.steps == 0:
                     raise ConfigError(_NOTHING_IN_IT if place.epoch == 0 else _READ_ONCE.format(state.global_step))
                 break
-            self._run_step(batches, rounds)
-            state.global_step += 1
+            update = self._run_step(batches, rounds)
             state.epoch = place.advance(rounds)
+            if update is Update.ROLLED_BACK:
+                self._losses.forget()
+                self._window_start = state.global_step
+                continue
+            state.global_step += 1
             if state.global_step == self._first_step + 1:
                 trainer.prepare_saves()
             trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
             if trainer.control.should_epoch_stop:
                 place.leave()
-            if trainer.stopper.after_step(state.global_step) and self._can_stop():
+            if trainer.stopper.after_step() and self._can_stop():
                 self._stopped = True
                 break
             self._log_evaluate_save()
@@ -162,7 +167,11 @@ class TrainLoop:
         """Whether the run has done its steps."""
         return self.trainer.state.global_step >= self.plan.max_steps
 
-    def _run_step(self, iterator: Iterator[Any], rounds: int) -> None:
+    def _lacks_steps(self) -> bool:
+        """Whether ``max_steps`` are asked for and the run has passed over data: it reads on until they are done."""
+        return self.trainer.args.max_steps > 0 and self.trainer.guard.skipped_data and not self._is_done()
+
+    def _run_step(self, iterator: Iterator[Any], rounds: int) -> Update:
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         handler, engine = trainer.callback_handler, trainer.engine
         trainer.control = handler.on_step_begin(args, state, trainer.control)
@@ -175,24 +184,28 @@ class TrainLoop:
                 f"micro-batches of step {state.global_step + 1}, although its length is {self.plan.rounds_per_epoch}."
             )
         self.health.computes()
+        trainer.guard.begin_step()
+        shares = []
         for index, batch in enumerate(batches):
             last = index == rounds - 1
             engine.begin_micro_batch(last)
             self.work.add(batch)
-            self._losses.add(trainer.call_training_step(batch, items))
+            shares.append(trainer.call_training_step(batch, items))
+            self._losses.add(shares[-1])
             if not last:
                 trainer.control = handler.on_substep_end(args, state, trainer.control)
         trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
         self._learning_rate = rate_of(trainer.optimizer)
         self.health.updates()
-        applied = engine.step()
+        update = trainer.guard.update(batches, shares)
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
-        if applied and engine.own_schedule is None and not self._schedule_follows_metric:
+        if update is Update.APPLIED and engine.own_schedule is None and not self._schedule_follows_metric:
             trainer.lr_scheduler.step()
         self._losses.end_step()
         self._empty_cache(state.global_step + 1)
         self.meter.add(waited=data.seconds)
         self.health.step_done(state.global_step + 1, data.seconds)
+        return update
 
     # -- after a step ---------------------------------------------------------------------------------------------
 
@@ -284,6 +297,8 @@ class TrainLoop:
         }
         if counted < steps:
             logs["steps_with_nonfinite_loss"] = float(steps - counted)
+        if trainer.guard.incidents.skipped:
+            logs["skipped_steps"] = float(trainer.guard.incidents.skipped)  # of the whole run
         return logs
 
     def _empty_cache(self, step: int) -> None:

@@ -49,6 +49,10 @@ class WindowLosses:
         if len(self._steps) == _CHUNK:
             self._put_together()
 
+    def forget(self) -> None:
+        """Begin a new window: the run has gone back, and what was added is no part of it."""
+        self._steps, self._chunks, self._present = [], [], None
+
     def close(self) -> tuple[float, int]:
         """Mean loss of the window over all ranks and the number of steps in it; begins a new window. Collective.
 
@@ -63,8 +67,8 @@ class WindowLosses:
             if finite.numel() < losses.numel() and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "%d of %d steps had a loss that is not finite; the logged loss leaves them out (their number is "
-                    "logged, their gradient was not left out). logging_nan_inf_filter=False shows them.",
+                    "%d of %d steps had a loss that is not finite; the logged loss leaves them out and their number is "
+                    "logged. logging_nan_inf_filter=False shows them.",
                     losses.numel() - finite.numel(),
                     losses.numel(),
                 )

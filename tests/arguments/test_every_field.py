@@ -144,6 +144,7 @@ def printer(job: Trainer) -> bool:
 
 
 _RUN = "tests.training.test_argument_behaviour::"
+_DIVERGENCE = "tests.training.test_divergence::"
 _GENERATION = "tests.training.generation.test_seq2seq_trainer"
 _TRACKERS = "tests.callbacks.integrations."
 _STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
@@ -202,6 +203,12 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "logging_steps": Effect(2, switches),
     "logging_first_step": Effect(True, switches),
     "log_on_each_node": Shown("tests.arguments.test_places::test_who_speaks_and_writes"),
+    "nonfinite_policy": Shown(_DIVERGENCE + "test_stop_names_the_rank_and_keeps_the_batch"),
+    "loss_spike_factor": Shown(_DIVERGENCE + "test_a_spike_is_skipped"),
+    "loss_spike_window": Shown("tests.monitor.health.test_finite::test_a_short_window_forgets"),
+    "loss_spike_policy": Shown(_DIVERGENCE + "test_a_spike_can_stop"),
+    "divergence_limit": Shown(_DIVERGENCE + "test_after_too_many_it_stops"),
+    "divergence_window": Shown(_DIVERGENCE + "test_after_too_many_it_stops"),
     "logging_nan_inf_filter": Shown(_RUN + "test_logging_nan_inf_filter"),
     "include_num_input_tokens_seen": Shown(
         "tests.training.test_work::test_input_tokens_are_counted_as_transformers_does"

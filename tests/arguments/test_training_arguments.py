@@ -39,6 +39,12 @@ OWN = {
     "trust_checkpoint",
     "time_limit_margin",
     "auto_resume",
+    "nonfinite_policy",
+    "loss_spike_factor",
+    "loss_spike_window",
+    "loss_spike_policy",
+    "divergence_limit",
+    "divergence_window",
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import ds_trainer
 from ds_trainer.cli.main import main, split_overrides, without_local_rank
+from ds_trainer.monitor.health.finite import TrainingDiverged
 
 RECIPE = """\
 model: {architecture: {model_type: llama, hidden_size: 8}}
@@ -137,3 +138,14 @@ def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(ds_trainer.__file__).parents[1])}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
     assert done.stderr == ""
+
+
+def test_a_training_that_diverged_fails_with_its_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diverged(words: list[str]) -> int:
+        raise TrainingDiverged("Step 3: the loss is not finite on rank 1.")
+
+    monkeypatch.setattr("ds_trainer.cli.main._run", diverged)
+    assert main(["train", "recipe.yaml"]) == 1
+    assert capsys.readouterr().err == "ds-trainer: Step 3: the loss is not finite on rank 1.\n"

@@ -78,12 +78,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) ->
     sliced = [p.grad for p in parameters if p.grad is not None and is_sliced(p)]
     whole = [p.grad for p in parameters if p.grad is not None and not is_sliced(p)]
     square = torch.nn.utils.get_total_norm(sliced).square().to(parameters[0].device)
+    once = torch.nn.utils.get_total_norm(whole).square().to(square)
+    square += once * 0.0  # what is not finite on one rank is so for all of them
     torch.distributed.all_reduce(square, group=groups.tp)
-    return (square + torch.nn.utils.get_total_norm(whole).square().to(square)).sqrt()
-
-
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, groups: ParallelGroups) -> torch.Tensor:
-    """Scale the gradients down to ``max_norm`` where they are larger; returns :func:`gradient_norm` before that."""
-    norm = gradient_norm(parameters, groups)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return (square + once).sqrt()

@@ -26,6 +26,7 @@ from ds_trainer.data.position import DataPosition
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.data_place import DataPlace
+from ds_trainer.training.divergence import DivergenceGuard
 from ds_trainer.training.hooks.hub import HubHooks
 from ds_trainer.training.model.cache import cache_as_given
 from ds_trainer.training.resume import (
@@ -36,6 +37,7 @@ from ds_trainer.training.resume import (
     shared_contents,
     weights_directory,
 )
+from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.trajectory import Changes
 from ds_trainer.utils import distributed
@@ -61,6 +63,7 @@ class CheckpointHooks(HubHooks):
 
     run_plan: RunPlan
     data_place: DataPlace
+    guard: DivergenceGuard
     _resumption: Resumption | None
     _changes: Changes
     _sharing: Sharing
@@ -257,6 +260,7 @@ class CheckpointHooks(HubHooks):
                 read_weights(self.engine, directory)
                 self._say(f"Weights from {directory}; optimizer, schedule and data begin anew.")
             self.data_place = DataPlace(trainer, plan, loader)
+            self.guard = DivergenceGuard(trainer)
             return
         changes, path, checkpoints = self._changes, resumption.path, self._checkpoints
         saved = checkpoints.load(path, changes.settings(self.args), states=not changes.optimizer)
@@ -268,7 +272,16 @@ class CheckpointHooks(HubHooks):
         manifest = Manifest.read(path)
         kept = resumption.kept(loader, checkpoints.is_same_layout(manifest))
         self.data_place = DataPlace(trainer, plan, loader, resumption.position(plan), kept)
+        self.guard = DivergenceGuard(trainer, (resumption.run or {}).get("divergence"))
         self._say(report(trainer, resumption, changes, manifest, self.data_place))
+
+    def restore(self, resumption: Resumption) -> None:
+        """Put back a checkpoint of this very training, in the middle of it. The place in the data stays. Collective."""
+        state = self.state
+        saved = self._checkpoints.load(resumption.path)
+        self._restore_state(resumption.state, resumption.position(self.run_plan))
+        self.lr_scheduler.load_state_dict(saved)
+        self.state = in_place_of(state, self.state)
 
     def _restore_state(self, resumed: TrainerState, at: DataPosition) -> None:
         fresh, plan = self.state, self.run_plan

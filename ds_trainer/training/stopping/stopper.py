@@ -84,6 +84,7 @@ class Stopper:
         self._end = JobEnd() if self._rank == 0 and saves else None
         self._durations: deque[float] = deque(maxlen=16)
         self._last = time.perf_counter()
+        self._boundary = 0
 
     def __enter__(self) -> Stopper:
         if self.saves:
@@ -103,13 +104,14 @@ class Stopper:
         self._last = time.perf_counter()
         return self.agreed is not None
 
-    def after_step(self, step: int) -> bool:
-        """Whether to stop after ``step``. Collective, but nobody waits."""
+    def after_step(self) -> bool:
+        """Whether to stop after this step. Collective, but nobody waits."""
+        self._boundary += 1  # not the run's step, which a rollback takes back
         now = time.perf_counter()
         self._durations.append(now - self._last)
         self._last = now
-        if self._vote.is_due(step):
-            self.agreed = self._vote.at(step, self._wish(), statistics.median(self._durations))
+        if self._vote.is_due(self._boundary):
+            self.agreed = self._vote.at(self._boundary, self._wish(), statistics.median(self._durations))
         return self.agreed is not None
 
     def no_more_steps(self) -> None:

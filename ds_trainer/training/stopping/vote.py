@@ -44,10 +44,10 @@ class StopVote:
         return decode(votes.tolist())
 
     def at(self, step: int, wish: StopRequest | None, step_seconds: float) -> StopRequest | None:
-        """At the boundary after ``step``: what was agreed since the last one; begin another vote. Collective.
+        """At a step boundary: what was agreed since the last one; begin another vote. Collective.
 
         Args:
-            step: the same on all ranks.
+            step: how many there have been; the same on all ranks, and never less than before.
             wish: of this rank.
             step_seconds: what a step takes.
         """

@@ -1,0 +1,110 @@
+"""The micro-batches of a step that was left out: kept in a file, and run again to see where the numbers go wrong.
+
+::
+
+    from ds_trainer.monitor.health.replay import replay
+
+    model = AutoModelForCausalLM.from_pretrained("out/checkpoint-1000")  # the nearest weights before
+    print(replay("out/divergence/step-1012/rank_1.pt", model))
+
+A file is read with ``torch.load(weights_only=True)``: it holds tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Finding:
+    """What a micro-batch did.
+
+    Attributes:
+        loss: the model's own.
+        first: the module whose output was the first that is not finite; empty where all are.
+        gradients: parameters whose gradient is not finite.
+    """
+
+    loss: float
+    first: str = ""
+    gradients: list[str] = field(default_factory=list)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing went wrong."""
+        return math.isfinite(self.loss) and not self.first and not self.gradients
+
+
+def save_batches(path: Path, facts: Mapping[str, Any], batches: list[Any]) -> None:
+    """Write ``batches`` with ``facts`` (plain values and tensors) to ``path``.
+
+    What is neither tensor nor plain value in a batch is left out, so that reading the file runs no code.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [
+        {name: value.detach().cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        for batch in batches
+        if isinstance(batch, Mapping)
+    ]
+    try:
+        torch.save({**facts, "batches": kept}, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(str(error)) from error
+
+
+def replay(path: str | Path, model: nn.Module) -> list[Finding]:
+    """Run the micro-batches in the file at ``path`` through ``model``, forward and backward, one :class:`Finding` each.
+
+    Args:
+        path: of a ``rank_K.pt``.
+        model: with weights from before the step; whole, on any device. Its gradients are cleared.
+    """
+    saved = torch.load(path, weights_only=True, map_location="cpu")
+    if saved.get("random") is not None:
+        torch.set_rng_state(saved["random"])
+    device = next(model.parameters()).device
+    model.train()
+    return [_run(model, {name: value.to(device) for name, value in batch.items()}) for batch in saved["batches"]]
+
+
+def _run(model: nn.Module, batch: dict[str, torch.Tensor]) -> Finding:
+    seen: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not seen and any(not tensor.isfinite().all() for tensor in _floats(output)):
+                seen.append(name or type(module).__name__)
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        model.zero_grad(set_to_none=True)
+        output = model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    loss = output["loss"] if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+    loss.backward()
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    model.zero_grad(set_to_none=True)
+    return Finding(float(loss.detach()), seen[0] if seen else "", bad)
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    """Floating-point tensors in ``value``, as deep as modules return them."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _floats(item)] if isinstance(value, list | tuple) else []
