@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -43,6 +44,7 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("monitor.health")
 
+_NOT_OURS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}  # they belong to the training thread
 _LONGEST_ALARM = 1e6  # seconds; C knows no infinite one
 _LEAVING_SECONDS = 1.0  # between the end of the report and that of the process: others read it
 
@@ -154,6 +156,7 @@ class Watchdog:
     # -- the thread that looks at this rank ------------------------------------------------------------------------
 
     def _look(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
         rules, before = self.rules, time.monotonic()
         while not self._stop.wait(rules.poll):
             now = time.monotonic()
@@ -205,6 +208,7 @@ class Watchdog:
     # -- the thread that talks to the others ------------------------------------------------------------------------
 
     def _talk(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
         try:
             while True:
                 self._turn()
