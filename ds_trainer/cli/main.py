@@ -1,26 +1,29 @@
 """``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
 
-Exit codes: 0 done, 1 failed (a training that diverged: a message, no traceback), 2 the request cannot work (a message
-on stderr, no traceback), 130 interrupted.
+Exit codes: :mod:`ds_trainer.utils.exit_codes`, and 130 interrupted. What cannot work, and a training that
+diverged, give a message on stderr and no traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import arguments, checkpoint, config, doctor, reference, support, train
+from ds_trainer.cli import arguments, checkpoint, config, doctor, launch, reference, support, train
+from ds_trainer.cli.words import split_overrides, without_local_rank
 from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.exit_codes import FAILED
+from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED
+from ds_trainer.utils.outcomes import record_outcome
+from ds_trainer.utils.ranks import likely_rank
 
 SUBCOMMANDS = {
     "train": train,
+    "launch": launch,
     "config": config,
     "checkpoint": checkpoint,
     "doctor": doctor,
@@ -33,13 +36,29 @@ _PATIENCE_SECONDS = 3.0
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run ``ds-trainer`` with ``given`` words (default: those of the process); gives the exit code."""
-    words = without_local_rank(sys.argv[1:] if given is None else list(given))
+    """Run ``ds-trainer`` with ``given`` words (default: those of the process); gives the exit code.
+
+    A training also writes its exit code where ``DS_TRAINER_OUTCOME_DIR`` says: launchers lose it.
+    """
+    words = list(sys.argv[1:] if given is None else given)
+    code = FAILED
+    try:
+        code = _answer(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
+        raise
+    finally:
+        if "train" in words[:2]:  # deepspeed may put --local_rank=N before it
+            record_outcome(code)
+    return code
+
+
+def _answer(words: list[str]) -> int:
     try:
         return _run(words)
     except ConfigError as error:
         print_error(str(error))
-        return 2
+        return CANNOT_WORK
     except TrainingDiverged as error:
         print_error(str(error))
         return FAILED
@@ -48,31 +67,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
-        return 0
-
-
-def without_local_rank(words: Sequence[str]) -> list[str]:
-    """``words`` without ``--local_rank=N``, which the ``deepspeed`` launcher puts before them.
-
-    The launcher says the same through LOCAL_RANK in the environment, where the engine reads it.
-    """
-    return [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
-
-
-def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``words`` without, and the words of, overrides of the recipe: ``--a.b value`` and ``--a.b=value``."""
-    others: list[str] = []
-    overrides: list[str] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
-        is_override = word.startswith("--") and "." in word.partition("=")[0]
-        takes_next = is_override and "=" not in word and position + 1 < len(words)
-        takes_next = takes_next and not words[position + 1].startswith("--")
-        size = 2 if takes_next else 1
-        (overrides if is_override else others).extend(words[position : position + size])
-        position += size
-    return others, overrides
+        return DONE
 
 
 def print_error(message: str) -> None:
@@ -80,7 +75,7 @@ def print_error(message: str) -> None:
 
     A rank whose error nobody else has is still heard, with its number.
     """
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rank = likely_rank(os.environ)
     if rank == 0:
         print(f"ds-trainer: {message}", file=sys.stderr, flush=True)
         return
@@ -89,7 +84,9 @@ def print_error(message: str) -> None:
 
 
 def _run(words: list[str]) -> int:
-    words, overrides = split_overrides(words)
+    overrides: list[str] = []
+    if not getattr(SUBCOMMANDS.get(words[0] if words else ""), "TAKES_ALL_WORDS", False):
+        words, overrides = split_overrides(without_local_rank(words))
     parser = argparse.ArgumentParser(
         prog="ds-trainer",
         allow_abbrev=False,
