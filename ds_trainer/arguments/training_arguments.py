@@ -125,7 +125,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     torch_empty_cache_steps: int | None = _memory("Steps between calls that empty the GPU's allocator cache.")
     auto_find_batch_size: bool = _memory("Halve the micro batch when memory runs out.", False)
 
-    zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several.")
+    zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several and in fp16.")
     offload_optimizer: OffloadDevice | str = _engine("(own) Where ZeRO keeps optimizer states.", "none")
     offload_param: OffloadDevice | str = _engine("(own) Where ZeRO-3 keeps parameters.", "none")
     nvme_path: str | None = _engine("(own) Directory on a local NVMe disk, for offload to nvme.")

@@ -237,6 +237,8 @@ def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, whole: str) ->
         return 0, f"optim={whole} needs weights that ZeRO has not cut"
     if layout.tp > 1 and (config.get("bf16.enabled") or config.get("fp16.enabled")):
         return 1, "16 bits with tensor parallelism: stage 0 leaves slices out of the gradient norm"
+    if config.get("fp16.enabled"):
+        return 1, "fp16: without ZeRO DeepSpeed does not scale the loss"
     if layout.gradient_ranks == 1:
         return 0, "one gradient rank, nothing to shard"
     return 1, f"{layout.gradient_ranks} gradient ranks: the same numbers as stage 0 in less memory"

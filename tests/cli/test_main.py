@@ -52,7 +52,7 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
         "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
-        "There are: train, launch, config, checkpoint, arguments, reference, support.\n"
+        "There are: train, launch, config, checkpoint, doctor, arguments, reference, support.\n"
     )
 
 

@@ -101,6 +101,11 @@ EXAMPLES: dict[str, Example] = {
         },
         {"offload_optimizer": "cpu"},
     ),
+    "fp16-needs-zero": Example(
+        {"fp16": True, "device": "cuda", "zero_stage": 0},
+        {"zero_stage": None},
+        ("fp16=True (argument)", "zero_stage=0 (argument)"),
+    ),
     "bf16-states-need-bf16-master-weights": Example(
         {"bf16": True, "zero_stage": 1, "deepspeed": {"bf16": {"enabled": True, "bf16_optimizer_states": True}}},
         {"deepspeed": {"bf16": _STATES}},
@@ -216,15 +221,7 @@ EXAMPLES: dict[str, Example] = {
     "optimizer-needs-package": Example(
         {"deepspeed": {"optimizer": {"type": "MuAdamW"}}, "environment": machine("mup")}, {"environment": machine()}
     ),
-    "lamb-needs-dynamic-loss-scale": Example(
-        {
-            "optim": "lamb",
-            "device": "cuda",
-            "fp16": True,
-            "deepspeed": {"fp16": {"enabled": True, "loss_scale": 128}},
-        },
-        {"deepspeed": {"fp16": {"enabled": True, "loss_scale": 0}}},
-    ),
+    "lamb-in-fp16": Example({"optim": "lamb", "device": "cuda", "fp16": True}, {"fp16": False, "bf16": True}),
     "muon-stage-3-reduce-scatter": Example({"optim": "muon", "zero_stage": 3}, {"zero_stage": 2}),
     "muon-bf16-stage-1-accumulation": Example(
         {

@@ -274,7 +274,7 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], said: str) -> None:
 # -- float16 ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 3])  # without ZeRO DeepSpeed 0.19.8 does not scale the loss
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_scale_that_was_too_large_is_no_incident(stage: int, tmp_path: Path) -> None:
     case = partial(run_in_fp16, str(tmp_path), Rows(STEPS, SIZE), scale_power=31, zero_stage=stage)
     for story, counted, scale in pool(2).run(case):
@@ -283,14 +283,14 @@ def test_a_loss_scale_that_was_too_large_is_no_incident(stage: int, tmp_path: Pa
         assert rates(story)[0] == rates(story)[1]  # nothing was updated in the first step
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_in_fp16_a_loss_that_is_not_finite_is_one(stage: int, tmp_path: Path) -> None:
     data = Rows(STEPS, SIZE, bad=(2,))
     for _, counted, scale in pool(2).run(partial(run_in_fp16, str(tmp_path), data, zero_stage=stage)):
         assert (counted["skipped"], counted["at"], scale) == (1, [3], 2**5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_spike_leaves_the_loss_scale_alone(stage: int, tmp_path: Path) -> None:
     data = Rows(10, SIZE, bad=(7,))
     more = {"max_steps": 10, "loss_spike_factor": 2.0, "loss_spike_window": 8, "zero_stage": stage}

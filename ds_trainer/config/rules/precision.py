@@ -93,6 +93,14 @@ PRECISION = (
         "Set zero_stage to 1 or more.",
     ),
     Rule(
+        "fp16-needs-zero",
+        "Precision",
+        ("fp16.enabled", _STAGE),
+        lambda c: c.stage == 0 and c.on("fp16.enabled") and c.optimizer != "lamb",
+        "without ZeRO, DeepSpeed 0.19.8 divides the gradient by a loss scale that the loss was never multiplied by",
+        "Set zero_stage to 1 or more, or use bf16=True.",
+    ),
+    Rule(
         "param-dtype-agrees",
         "Precision",
         ("data_types.param_dtype", "bf16.enabled", "fp16.enabled"),
