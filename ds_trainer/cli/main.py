@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import arguments, checkpoint, config, doctor, reference, support, train
+from ds_trainer.cli import arguments, checkpoint, config, doctor, launch, reference, support, train
 from ds_trainer.monitor.health.finite import TrainingDiverged
+from ds_trainer.cli.words import split_overrides, without_local_rank
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.exit_codes import FAILED
 
 SUBCOMMANDS = {
     "train": train,
+    "launch": launch,
     "config": config,
     "checkpoint": checkpoint,
     "doctor": doctor,
@@ -34,7 +35,7 @@ _PATIENCE_SECONDS = 3.0
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run ``ds-trainer`` with ``given`` words (default: those of the process); gives the exit code."""
-    words = without_local_rank(sys.argv[1:] if given is None else list(given))
+    words = list(sys.argv[1:] if given is None else given)
     try:
         return _run(words)
     except ConfigError as error:
@@ -51,30 +52,6 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
 
 
-def without_local_rank(words: Sequence[str]) -> list[str]:
-    """``words`` without ``--local_rank=N``, which the ``deepspeed`` launcher puts before them.
-
-    The launcher says the same through LOCAL_RANK in the environment, where the engine reads it.
-    """
-    return [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
-
-
-def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``words`` without, and the words of, overrides of the recipe: ``--a.b value`` and ``--a.b=value``."""
-    others: list[str] = []
-    overrides: list[str] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
-        is_override = word.startswith("--") and "." in word.partition("=")[0]
-        takes_next = is_override and "=" not in word and position + 1 < len(words)
-        takes_next = takes_next and not words[position + 1].startswith("--")
-        size = 2 if takes_next else 1
-        (overrides if is_override else others).extend(words[position : position + size])
-        position += size
-    return others, overrides
-
-
 def print_error(message: str) -> None:
     """One message on stderr for the whole job: other ranks wait a moment, so that rank 0 can speak for all.
 
@@ -89,7 +66,9 @@ def print_error(message: str) -> None:
 
 
 def _run(words: list[str]) -> int:
-    words, overrides = split_overrides(words)
+    overrides: list[str] = []
+    if not getattr(SUBCOMMANDS.get(words[0] if words else ""), "TAKES_ALL_WORDS", False):
+        words, overrides = split_overrides(without_local_rank(words))
     parser = argparse.ArgumentParser(
         prog="ds-trainer",
         allow_abbrev=False,

@@ -1,0 +1,1 @@
+"""Starting a training: which launcher, with which words, and what became of it. Imports no torch."""
