@@ -18,6 +18,7 @@ from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.cli.words import split_overrides, without_local_rank
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.exit_codes import FAILED
+from ds_trainer.utils.ranks import likely_rank
 
 SUBCOMMANDS = {
     "train": train,
@@ -57,7 +58,7 @@ def print_error(message: str) -> None:
 
     A rank whose error nobody else has is still heard, with its number.
     """
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rank = likely_rank(os.environ)
     if rank == 0:
         print(f"ds-trainer: {message}", file=sys.stderr, flush=True)
         return

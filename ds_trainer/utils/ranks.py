@@ -1,26 +1,65 @@
 """Which rank this process is, under any launcher: one pure function of the environment.
 
-``deepspeed`` and ``torchrun`` set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``;
-``srun`` sets ``SLURM_*``; plain ``python`` sets nothing and is a world of one.
+``deepspeed`` and ``torchrun`` set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+``srun`` sets ``SLURM_*`` (also under ``deepspeed --launcher slurm``, which adds nothing), Open MPI's ``mpirun`` sets
+``OMPI_COMM_WORLD_*``, the Hydra of MPICH and Intel MPI ``PMI_*`` and ``MPI_LOCAL*``, MVAPICH ``MV2_COMM_WORLD_*``.
+Plain ``python`` sets nothing and is a world of one.
+
+Several of them may be there at once. What describes this process must agree. What describes the program around it is
+left alone: under ``torchrun`` inside of ``srun``, SLURM's task is the agent of a machine; under ``mpirun`` inside of an
+allocation, it is a daemon of MPI.
 """
 
 from __future__ import annotations
 
 import re
 import socket
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_trainer.utils.errors import ConfigError
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# A SLURM job has no free port to announce, but its id is known to all its ranks.
-_SLURM_FIRST_PORT, _SLURM_PORTS = 20000, 20000
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun, deepspeed
+# Set by torchrun and by deepspeed's launcher of a machine: they start several ranks, and may be a task themselves.
+_MACHINE_LAUNCHER_NAMES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
+# A SLURM job has no free port to announce, but its id is known to all its ranks; likewise with Open MPI.
+_FIRST_PORT, _PORTS = 20000, 20000
+_USUAL_PORT = 29500  # torch's own default
+_MPI_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Variables of one launcher: its name, and what rank, world, local rank and local size are called."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+
+
+_MPI = (
+    _Names("openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    _Names("mvapich", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_SLURM_NAMES = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID")
+_ALL_NAMES = (
+    *_LAUNCHER_NAMES,
+    *_LOCAL_SIZES,
+    *_MACHINE_LAUNCHER_NAMES,
+    *(name for names in _MPI for name in (names.rank, names.world_size, names.local_rank, names.local_size)),
+    *_SLURM_NAMES,
+)
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process in the job. ``launcher`` is ``"environment"``, ``"srun"`` or ``"python"``.
+    """Place of this process in the job. ``launcher`` is ``"environment"`` (deepspeed, torchrun, by hand), ``"srun"``,
+    ``"openmpi"``, ``"mvapich"``, ``"mpich"`` (Intel MPI as well) or ``"python"``.
 
     A port of 0 says that any free one will do: a world of one has nobody to meet.
     """
@@ -49,11 +88,34 @@ def resolve_ranks(environment: Mapping[str, str]) -> RankInfo:
     Raises:
         ConfigError: some, but not all, of the launcher's variables are set, or they contradict each other.
     """
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _from_launcher(environment)
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-        return _from_slurm_step(environment)
-    return RankInfo(0, 1, 0, "127.0.0.1", 0, "python")
+    mpi = [names for names in _MPI if names.rank in environment]
+    in_step = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
+    if "RANK" in environment:
+        info = _from_launcher(environment)
+    elif mpi and not (mpi[0].local_rank not in environment and in_step):
+        info = _from_mpi(environment, mpi[0])
+    elif in_step:
+        info = _from_slurm_step(environment)
+    elif "WORLD_SIZE" in environment:
+        info = _from_launcher(environment)  # refuses it
+    else:
+        return RankInfo(0, 1, 0, "127.0.0.1", 0, "python")
+    _check_sizes(info, environment)
+    if "RANK" not in environment or not any(name in environment for name in _MACHINE_LAUNCHER_NAMES):
+        _check_against_mpi(info, environment, mpi)
+        if in_step and not mpi:  # SLURM's task may be a daemon of MPI
+            _check_against_step(info, environment)
+    return info
+
+
+def likely_rank(environment: Mapping[str, str]) -> int:
+    """The rank of this process as far as anything says it, also where :func:`resolve_ranks` would refuse; else 0."""
+    try:
+        return resolve_ranks(environment).rank
+    except ConfigError:
+        candidates = ["RANK", *(names.rank for names in _MPI), "SLURM_PROCID"]
+        given = [environment[name] for name in candidates if environment.get(name, "").isdigit()]
+        return int(given[0]) if given else 0
 
 
 def free_port() -> int:
@@ -68,8 +130,8 @@ def _from_launcher(environment: Mapping[str, str]) -> RankInfo:
     if missing:
         found = ", ".join(f"{name}={environment[name]}" for name in _LAUNCHER_NAMES if environment.get(name))
         raise ConfigError(
-            f"The environment says {found}, but not {', '.join(missing)}. Start with `deepspeed`, `torchrun` or "
-            "`srun`, or unset these variables to train in one process."
+            f"The environment says {found}, but not {', '.join(missing)}. Start with `ds-trainer launch`, `deepspeed`, "
+            "`torchrun`, `srun` or `mpirun`, or unset these variables to train in one process."
         )
     numbers = {name: _integer(environment, name) for name in _LAUNCHER_NAMES if name != "MASTER_ADDR"}
     _check_rank(numbers["RANK"], numbers["WORLD_SIZE"], "RANK", "WORLD_SIZE")
@@ -85,10 +147,8 @@ def _from_launcher(environment: Mapping[str, str]) -> RankInfo:
 
 def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
     rank = _integer(environment, "SLURM_PROCID")
-    world_size = _integer(
-        environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    )
-    _check_rank(rank, world_size, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    world_size = _integer(environment, _step_size_name(environment))
+    _check_rank(rank, world_size, "SLURM_PROCID", _step_size_name(environment))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
     address = environment.get("MASTER_ADDR") or first_host(nodes)
     if world_size > 1 and not address:
@@ -100,8 +160,100 @@ def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
     else:
         step = environment["SLURM_STEP_ID"]
         offset = int(environment.get("SLURM_JOB_ID", "0")) * 7 + (int(step) if step.isdigit() else 0)
-        port = _SLURM_FIRST_PORT + offset % _SLURM_PORTS
+        port = _FIRST_PORT + offset % _PORTS
     return RankInfo(rank, world_size, _integer(environment, "SLURM_LOCALID"), address or "127.0.0.1", port, "srun")
+
+
+def _from_mpi(environment: Mapping[str, str], names: _Names) -> RankInfo:
+    rank, world_size = _integer(environment, names.rank), _integer(environment, names.world_size)
+    _check_rank(rank, world_size, names.rank, names.world_size)
+    if world_size == 1 and names.local_rank not in environment:
+        return RankInfo(rank, 1, 0, "127.0.0.1", 0, names.launcher)
+    local_rank = _integer(environment, names.local_rank)
+    address = environment.get("MASTER_ADDR", "")
+    if not address and environment.get(names.local_size) == str(world_size):
+        address = "127.0.0.1"  # all of them are on this machine
+    if not address:
+        local_size = environment.get(names.local_size, "an unknown number")
+        raise ConfigError(
+            f"mpirun does not say where the ranks meet: {names.world_size}={world_size}, of which {local_size} are on "
+            f"this machine ({names.local_size}), and MASTER_ADDR is not set. Start with `ds-trainer launch --launcher "
+            "openmpi`, or pass the first host: mpirun -x MASTER_ADDR=HOST (Open MPI), -genv MASTER_ADDR HOST (Hydra)."
+        )
+    return RankInfo(rank, world_size, local_rank, address, _mpi_port(environment), names.launcher)
+
+
+def _mpi_port(environment: Mapping[str, str]) -> int:
+    if environment.get("MASTER_PORT"):
+        return _integer(environment, "MASTER_PORT")
+    job = next((environment[name] for name in _MPI_JOB_NAMES if environment.get(name)), None)
+    return _USUAL_PORT if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+
+
+def _check_sizes(info: RankInfo, environment: Mapping[str, str]) -> None:
+    """That local numbers fit into the whole; ``info`` is the choice made."""
+    if info.local_rank >= info.world_size:
+        raise _contradiction(f"A local rank of {info.local_rank} in a world of {info.world_size}", environment)
+    sizes = list(_LOCAL_SIZES) if info.launcher == "environment" else []
+    sizes += [names.local_size for names in _MPI if names.launcher == info.launcher]
+    for name in sizes:
+        if not environment.get(name):
+            continue
+        size = _integer(environment, name)
+        if info.local_rank >= size:
+            raise _contradiction(f"A local rank of {info.local_rank} with {name}={size}", environment)
+        if size > info.world_size:
+            raise _contradiction(f"{name}={size} in a world of {info.world_size}", environment)
+    if info.master_port > 65535 or (info.master_port == 0 and info.world_size > 1):
+        raise ConfigError(f"The environment says MASTER_PORT={info.master_port}, which is no port to meet at.")
+    if info.launcher != "environment" and environment.get("WORLD_SIZE", str(info.world_size)) != str(info.world_size):
+        raise _contradiction(f"{info.launcher} says a world of {info.world_size}", environment)
+
+
+def _check_against_mpi(info: RankInfo, environment: Mapping[str, str], mpi: list[_Names]) -> None:
+    """What MPI says of this process must be what was chosen."""
+    for names in mpi:
+        for name, chosen in (
+            (names.rank, info.rank),
+            (names.world_size, info.world_size),
+            (names.local_rank, info.local_rank),
+        ):
+            if name not in environment:
+                continue
+            said = _integer(environment, name)
+            # A rank that is shown one device only may be told to use the first.
+            if said != chosen and not (name == names.local_rank and chosen == 0):
+                raise _contradiction(f"{name}={said} and {_described(info)}", environment)
+
+
+def _check_against_step(info: RankInfo, environment: Mapping[str, str]) -> None:
+    """SLURM's task is this process, or something around it that started more ranks than there are tasks."""
+    name = _step_size_name(environment)
+    if name not in environment:
+        return
+    tasks = _integer(environment, name)
+    if tasks > info.world_size:
+        raise _contradiction(f"A step of {name}={tasks} and {_described(info)}", environment)
+    task = _integer(environment, "SLURM_PROCID")
+    if tasks == info.world_size and task != info.rank:
+        raise _contradiction(f"SLURM_PROCID={task} of {tasks} tasks and {_described(info)}", environment)
+
+
+def _described(info: RankInfo) -> str:
+    names = "RANK={} WORLD_SIZE={} LOCAL_RANK={}" if info.launcher == "environment" else "rank {} of {}, local rank {}"
+    return names.format(info.rank, info.world_size, info.local_rank)
+
+
+def _contradiction(what: str, environment: Mapping[str, str]) -> ConfigError:
+    values = ", ".join(f"{name}={environment[name]}" for name in _ALL_NAMES if name in environment)
+    return ConfigError(
+        f"{what} contradict each other: which rank is this? The environment says {values}. Unset those that another "
+        "launcher has left behind (in a job script, or in the shell's start-up files)."
+    )
+
+
+def _step_size_name(environment: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
 
 
 def first_host(node_list: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.ranks import RankInfo, first_host, resolve_ranks
+from ds_trainer.utils.ranks import RankInfo, first_host, likely_rank, resolve_ranks
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 STEP = {
@@ -79,3 +79,118 @@ def test_contradictions_are_refused(change: dict[str, str], message: str) -> Non
 )
 def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
+
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "2283732993",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+def test_mpi_on_one_machine_meets_on_it() -> None:
+    info = resolve_ranks(OMPI)
+    assert (info.rank, info.world_size, info.local_rank, info.launcher) == (3, 4, 3, "openmpi")
+    assert info.master_address == "127.0.0.1"
+    other = resolve_ranks({**OMPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    assert other.master_port == info.master_port != resolve_ranks({**OMPI, "PMIX_NAMESPACE": "7"}).master_port
+    assert resolve_ranks({**HYDRA, "MPI_LOCALNRANKS": "4"}).master_port == 29500
+
+
+def test_mpi_over_several_machines_needs_an_address() -> None:
+    assert resolve_ranks({**HYDRA, **MEETING}) == RankInfo(2, 4, 0, "node1", 29500, "mpich")
+    with pytest.raises(ConfigError, match=r"PMI_SIZE=4, of which 2 are on this machine .* MASTER_ADDR is not set"):
+        resolve_ranks(HYDRA)
+    with pytest.raises(ConfigError, match="an unknown number are on this machine"):
+        resolve_ranks({name: value for name, value in HYDRA.items() if name != "MPI_LOCALNRANKS"})
+
+
+def test_mvapich_is_mapped() -> None:
+    mv2 = {name.replace("OMPI", "MV2"): value for name, value in OMPI.items() if name.startswith("OMPI")}
+    assert resolve_ranks(mv2) == RankInfo(3, 4, 3, "127.0.0.1", 29500, "mvapich")
+
+
+def test_one_process_of_mpi_needs_nothing_more() -> None:
+    assert resolve_ranks({"PMI_RANK": "0", "PMI_SIZE": "1"}) == RankInfo(0, 1, 0, "127.0.0.1", 0, "mpich")
+
+
+def test_srun_with_pmi_is_srun() -> None:
+    """``srun --mpi=pmi2`` gives the rank twice and the local rank once."""
+    info = resolve_ranks({**STEP, "PMI_RANK": "5", "PMI_SIZE": "8"})
+    assert (info.rank, info.launcher, info.master_address) == (5, "srun", "gpu007")
+    with pytest.raises(ConfigError, match="PMI_RANK=4"):
+        resolve_ranks({**STEP, "PMI_RANK": "4", "PMI_SIZE": "8"})
+
+
+def test_a_launcher_of_a_machine_may_be_a_task_itself() -> None:
+    """torchrun and deepspeed, started once on each of two machines by srun or mpirun: SLURM counts the launchers."""
+    task = {**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0"}
+    mpi = {**OMPI, "OMPI_COMM_WORLD_RANK": "1"}
+    for outer in (task, mpi):
+        for mark in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
+            assert resolve_ranks({**outer, **LAUNCHED, mark: "1"}).rank == 3
+        with pytest.raises(ConfigError, match="contradict"):
+            resolve_ranks({**outer, **LAUNCHED})
+
+
+def test_a_task_may_start_ranks_by_hand() -> None:
+    """One task a machine, which starts ranks itself (torch.multiprocessing.spawn, a shell): fewer tasks than ranks."""
+    assert resolve_ranks({**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}).rank == 3
+
+
+def test_a_daemon_of_mpi_is_no_rank() -> None:
+    """mpirun inside an allocation starts its daemons with srun: their task is not this process."""
+    info = resolve_ranks({**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", **OMPI})
+    assert (info.rank, info.launcher) == (3, "openmpi")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**LAUNCHED, "OMPI_COMM_WORLD_RANK": "0"},
+        {**LAUNCHED, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"},
+        {**LAUNCHED, "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2"},
+        {**OMPI, "PMI_RANK": "1"},
+        {**STEP, **LAUNCHED},  # the same eight, but 5 there and 3 here
+        {**STEP, **LAUNCHED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},  # eight worlds of one
+        {**STEP, "WORLD_SIZE": "4"},
+        {**OMPI, "WORLD_SIZE": "8"},
+        {**LAUNCHED, "LOCAL_RANK": "8"},
+        {**LAUNCHED, "LOCAL_WORLD_SIZE": "1"},
+        {**LAUNCHED, "LOCAL_SIZE": "1"},
+        {**LAUNCHED, "LOCAL_WORLD_SIZE": "16"},
+        {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **MEETING},
+    ],
+)
+def test_what_contradicts_is_refused_with_all_values(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="contradict each other") as caught:
+        resolve_ranks(environment)
+    told = {name: value for name, value in environment.items() if not name.startswith(("PMIX", "SLURM_JOB"))}
+    told.pop("SLURM_STEP_NODELIST", None)
+    for name, value in told.items():
+        assert f"{name}={value}" in str(caught.value)
+
+
+@pytest.mark.parametrize("environment", [{**STEP, "WORLD_SIZE": "8"}, {**STEP, **MEETING}])
+def test_what_a_job_script_exports_besides_may_agree(environment: dict[str, str]) -> None:
+    assert resolve_ranks(environment).rank == 5
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port}"):
+        resolve_ranks({**LAUNCHED, "MASTER_PORT": port})
+
+
+def test_the_rank_that_speaks_is_known_even_where_the_environment_is_broken() -> None:
+    assert likely_rank(STEP) == 5
+    assert likely_rank(OMPI) == 3
+    assert likely_rank({"RANK": "1", "WORLD_SIZE": "2"}) == 1
+    assert likely_rank({**LAUNCHED, "OMPI_COMM_WORLD_RANK": "0"}) == 3
+    assert likely_rank({"RANK": "one", "PMI_RANK": "2"}) == 2
+    assert likely_rank({}) == likely_rank({"SLURM_PROCID": "0"}) == 0
