@@ -7,8 +7,11 @@ import os
 from collections.abc import Sequence
 
 from ds_trainer.cli.words import split_overrides
+from ds_trainer.launching.launch import print_command
+from ds_trainer.launching.launch import run as launch
 from ds_trainer.launching.request import LAUNCHERS, LaunchRequest, is_recipe, read_exports, read_target
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import DONE
 
 HELP = "start a recipe or a script on one or many machines"
 DESCRIPTION = """Start a recipe, or any Python script, with the launcher that fits the place: srun inside a SLURM
@@ -36,7 +39,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options, unknown = parser.parse_known_args(others, options)
         words += unknown  # the recipe knows what an unknown word may have been meant to be
     request = launch_request(options, words)
-    raise ConfigError(f"launch: not built yet: {request}")
+    if options.print_only:
+        print_command(request)
+        return DONE
+    return launch(request)
 
 
 def launch_request(options: argparse.Namespace, words: Sequence[str]) -> LaunchRequest:

@@ -1,7 +1,7 @@
 """``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
 
-Exit codes: 0 done, 1 failed (a training that diverged: a message, no traceback), 2 the request cannot work (a message
-on stderr, no traceback), 130 interrupted.
+Exit codes: :mod:`ds_trainer.utils.exit_codes`, and 130 interrupted. What cannot work, and a training that diverged, give a
+message on stderr and no traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ds_trainer.cli import arguments, checkpoint, config, doctor, launch, refere
 from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.cli.words import split_overrides, without_local_rank
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.exit_codes import FAILED
+from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED
+from ds_trainer.utils.outcomes import record_outcome
 from ds_trainer.utils.ranks import likely_rank
 
 SUBCOMMANDS = {
@@ -35,13 +36,29 @@ _PATIENCE_SECONDS = 3.0
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run ``ds-trainer`` with ``given`` words (default: those of the process); gives the exit code."""
+    """Run ``ds-trainer`` with ``given`` words (default: those of the process); gives the exit code.
+
+    A training also writes its exit code where ``DS_TRAINER_OUTCOME_DIR`` says: launchers lose it.
+    """
     words = list(sys.argv[1:] if given is None else given)
+    code = FAILED
+    try:
+        code = _answer(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
+        raise
+    finally:
+        if "train" in words[:2]:  # deepspeed may put --local_rank=N before it
+            record_outcome(code)
+    return code
+
+
+def _answer(words: list[str]) -> int:
     try:
         return _run(words)
     except ConfigError as error:
         print_error(str(error))
-        return 2
+        return CANNOT_WORK
     except TrainingDiverged as error:
         print_error(str(error))
         return FAILED
@@ -50,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
-        return 0
+        return DONE
 
 
 def print_error(message: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from ds_trainer.utils.ranks import likely_rank
+
 _ROOT = "ds_trainer"
 
 
@@ -18,6 +20,6 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         root.addHandler(handler)
-        root.setLevel(logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
+        root.setLevel(logging.INFO if likely_rank(os.environ) == 0 else logging.WARNING)
         root.propagate = False
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")

@@ -1,0 +1,180 @@
+"""The command line of each launcher, and the files that it reads.
+
+Every rank is started through :mod:`ds_trainer.launching.rank`. Sources: ``deepspeed/launcher/runner.py`` and
+``multinode_runner.py`` of DeepSpeed 0.19.8, srun(1), mpirun(1) of Open MPI 4, ``torch.distributed.run``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_trainer.launching.choosing import Plan, count_gpus
+from ds_trainer.launching.exports import ENV_FILE_VARIABLE, env_file_text, users_env_files, usual_exports
+from ds_trainer.launching.hosts import write_hostfile
+from ds_trainer.launching.job import CONNECTION
+from ds_trainer.launching.rank import encoded
+from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.ranks import free_port
+
+_RANK_MODULE = "ds_trainer.launching.rank"
+_RANK_FILE = str(Path(__file__).with_name("start_rank.py"))
+_RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
+_PLAIN = r"[\w@+=:,./-]+"  # what the remote shell and pdsh leave as it is
+_REMOTE_PORTS = (20000, 32000)  # below those that Linux gives to outgoing connections
+_USUAL_PORT = 29500
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """What is run: ``words``, with ``environment`` added to ours."""
+
+    words: list[str]
+    environment: dict[str, str]
+
+    def text(self) -> str:
+        """For a shell."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join([*(["env", *variables] if variables else []), *self.words])
+
+
+def build(plan: Plan, directory: Path, told: Mapping[str, str], environment: Mapping[str, str]) -> LaunchCommand:
+    """The command for ``plan``.
+
+    Args:
+        plan: the launcher and the machines.
+        directory: where files for the launcher are written, if it needs any.
+        told: variables for all ranks.
+        environment: that of this process.
+    """
+    address, port = _meeting_place(plan)
+    ranks = {**told, **plan.request.environment}
+    if plan.launcher == "torchrun":
+        return _torchrun(plan, address, port, _changed(ranks, environment), environment)
+    if plan.launcher == "srun":
+        words = [*_srun(plan, plan.hosts[0].slots, environment), sys.executable, "-u", "-m", _RANK_MODULE]
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        return LaunchCommand([*words, *plan.request.target.command()], _changed(meeting | ranks, environment))
+    if plan.launcher == "deepspeed":
+        return _deepspeed(plan, directory, address, port, _changed(ranks, environment), environment)
+    return _deepspeed_on_many(plan, directory, address, port, ranks, environment)
+
+
+def _meeting_place(plan: Plan) -> tuple[str, int]:
+    request = plan.request
+    by_hand = request.node_rank is not None
+    one = len(plan.hosts) == 1 and plan.is_local
+    address = request.master_addr or ("127.0.0.1" if one else plan.hosts[0].name)
+    if request.master_port:
+        return address, request.master_port
+    if by_hand:
+        return address, _USUAL_PORT
+    return address, free_port() if one else random.SystemRandom().randrange(*_REMOTE_PORTS)
+
+
+def _changed(variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if environment.get(name) != value}
+
+
+def _torchrun(
+    plan: Plan, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
+) -> LaunchCommand:
+    request = plan.request
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(plan.hosts))]
+    start += ["--nproc-per-node", str(plan.hosts[request.node_rank or 0].slots), "--max-restarts", "0"]
+    if len(plan.hosts) == 1 or request.node_rank is not None:
+        start += ["--node-rank", str(request.node_rank or 0), "--master-addr", address, "--master-port", str(port)]
+    else:
+        # Agents find out by themselves who is the first: no shell is needed to give each its number.
+        start = [*_srun(plan, 1, environment), *start, "--rdzv-backend", "c10d"]
+        start += ["--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", environment["SLURM_JOB_ID"]]
+    return LaunchCommand([*start, "-m", _RANK_MODULE, *request.target.command()], ranks)
+
+
+def _srun(plan: Plan, tasks: int, environment: Mapping[str, str]) -> list[str]:
+    """``srun`` with ``tasks`` a machine, up to the program."""
+    words = ["srun", "--nodes", str(len(plan.hosts)), "--ntasks", str(tasks * len(plan.hosts))]
+    words += ["--ntasks-per-node", str(tasks), *_srun_options(tasks, environment)]
+    return [*words, *plan.request.launcher_args]
+
+
+def _srun_options(tasks: int, environment: Mapping[str, str]) -> list[str]:
+    words = ["--kill-on-bad-exit=1", "--mpi=none", "--export=ALL"]
+    # srun gives a task one core if it is not told otherwise, whatever the job has.
+    cores = re.match(r"\d+", environment.get("SLURM_CPUS_ON_NODE") or "")
+    if cores:
+        words += ["--cpus-per-task", str(max(1, int(cores.group()) // tasks))]
+        if tasks > int(cores.group()):
+            words.append("--overcommit")
+    if environment.get("SLURM_STEP_ID"):
+        words.append("--overlap")  # an interactive shell holds the resources that it waits with
+    return words
+
+
+def _deepspeed(
+    plan: Plan, directory: Path, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
+) -> LaunchCommand:
+    """DeepSpeed's launcher of one machine, which may be one of several that are started by hand."""
+    request = plan.request
+    words = list(_RUNNER)
+    if request.node_rank is not None:
+        hostfile = write_hostfile(directory / "hostfile", plan.hosts)
+        words += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(request.node_rank)]
+        words += ["--master_addr", address]
+    else:
+        slots = plan.hosts[0].slots
+        visible = [device.strip() for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        words += ["--hostfile", ""]
+        if 0 < slots <= count_gpus(environment) and all(device.isdigit() for device in visible):
+            words += ["--include", f"localhost:{','.join(visible[:slots])}"]
+        else:
+            words += ["--num_gpus", str(slots)]
+    words += ["--master_port", str(port), "--no_local_rank", "--module", _RANK_MODULE]
+    return LaunchCommand([*words, *request.target.command()], ranks)
+
+
+def _deepspeed_on_many(
+    plan: Plan, directory: Path, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
+) -> LaunchCommand:
+    """``deepspeed --launcher pdsh|slurm|openmpi``."""
+    request = plan.request
+    exports = {**users_env_files(environment, [Path("~"), Path()]), **ranks}
+    env_file = directory / "deepspeed_env"
+    changes = {ENV_FILE_VARIABLE: str(env_file)}
+    options = list(request.launcher_args)
+    program = request.target.command()
+    module = ["--module", _RANK_MODULE]
+    if plan.launcher == "pdsh":
+        exports = {**usual_exports(environment), **exports, CONNECTION: "1"}
+        write_text_atomic(env_file, env_file_text(exports))
+        # Nobody is behind us to type a password, and nobody reads a question about a new host key.
+        changes.setdefault(
+            "PDSH_SSH_ARGS_APPEND", f"{environment.get('PDSH_SSH_ARGS_APPEND', '')} -o BatchMode=yes".strip()
+        )
+        if not all(re.fullmatch(_PLAIN, word) for word in program):
+            program = [encoded(program)]
+    else:  # these hand on what is in their own environment, without a shell in between that would misread it
+        write_text_atomic(env_file, "")
+        changes |= _changed({"MASTER_ADDR": address, "MASTER_PORT": str(port), **exports}, environment)
+        if plan.launcher == "slurm":
+            tasks = plan.hosts[0].slots
+            options = ["--nodes", str(len(plan.hosts)), "--ntasks-per-node", str(tasks), *options]
+            options += [word for word in _srun_options(tasks, environment) if word != "--export=ALL"]
+            module = [_RANK_FILE]
+        else:
+            names = ["MASTER_ADDR", "MASTER_PORT", *usual_exports(environment), *exports]
+            options = ["--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), *options]
+            options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
+    hostfile = request.hostfile
+    if hostfile is None or request.nodes is not None or request.nproc_per_node is not None:
+        hostfile = str(write_hostfile(directory / "hostfile", plan.hosts))
+    words = [*_RUNNER, "--hostfile", hostfile, "--launcher", plan.launcher, "--force_multi", "--no_ssh_check"]
+    words += ["--master_addr", address, "--master_port", str(port), "--no_local_rank"]
+    words += [f"--launcher_args={shlex.join(options)}"] if options else []
+    return LaunchCommand([*words, *module, *program], changes)

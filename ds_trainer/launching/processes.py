@@ -1,0 +1,77 @@
+"""Families of processes: who dies with whom, and how to leave nobody behind. Not all of it works outside of Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+import psutil
+
+GRACE_SECONDS = 5.0
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send signal ``number`` to this process when its parent dies. For the moment before an exec."""
+    if _libc is not None:
+        _libc.prctl(_SET_DEATH_SIGNAL, int(number))
+
+
+def keep_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be found and waited for."""
+    if _libc is not None:
+        _libc.prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def ignore_user_signal() -> None:
+    """Ignore SIGUSR1 from now on, also after an exec: launchers and young Pythons would die of it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def end_descendants(grace: float = GRACE_SECONDS) -> int:
+    """End all descendants of this process; gives how many had to be ended."""
+    return end_processes(psutil.Process().children(recursive=True), grace)
+
+
+def processes_of_job(variable: str, job: str) -> list[psutil.Process]:
+    """Processes of this user on this machine, but this one, with ``variable`` = ``job`` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            if process.environ().get(variable) == job:
+                found.append(process)
+        except (psutil.Error, OSError):  # it has ended, or is not ours
+            continue
+    return found
+
+
+def end_processes(processes: Iterable[psutil.Process], grace: float = GRACE_SECONDS) -> int:
+    """SIGTERM, after ``grace`` seconds SIGKILL; returns when they are gone. Gives how many were alive."""
+    alive = [process for process in processes if _is_running(process)]
+    for process in alive:
+        _send(process, signal.SIGTERM)
+    _, stubborn = psutil.wait_procs(alive, timeout=grace)
+    for process in stubborn:
+        _send(process, signal.SIGKILL)
+    psutil.wait_procs(stubborn, timeout=grace)
+    return len(alive)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
