@@ -119,11 +119,13 @@ def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _reason_to_end(parent: int) -> str:
+    directory = os.environ.get(ATTEMPT_DIR)
     if os.getppid() != parent:
         return "its launcher has died"
     if not is_alive(os.environ.get(LAUNCHED_BY, "")):
+        if directory and os.path.isdir(directory):
+            Path(directory, ABORT_NAME).touch()  # ranks on other machines cannot see it
         return "ds-trainer launch has died"
-    directory = os.environ.get(ATTEMPT_DIR)
     if directory and os.path.exists(os.path.join(directory, ABORT_NAME)):
         return "the job was given up"
     return ""
