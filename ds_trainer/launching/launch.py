@@ -76,7 +76,7 @@ def _run_once(plan: Plan, job: Job, number: int, requests: Requests) -> int:
     command = build(plan, attempt.directory, attempt.environment(), os.environ)
     say(shlex.join(command.words))
     clean_up = (lambda: _clean_up_over_pdsh(plan, job)) if plan.launcher == "pdsh" else None
-    return Supervisor(command, attempt, plan.ranks_started, requests, clean_up).run()
+    return Supervisor(command, attempt, plan.ranks_started, requests, not plan.is_local, clean_up).run()
 
 
 def _job_directory(plan: Plan) -> Path:

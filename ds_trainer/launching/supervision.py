@@ -81,6 +81,7 @@ class Supervisor:
         attempt: where the ranks write their ends.
         expected: the ranks that are started from here.
         requests: signals, which count on from one attempt to the next.
+        elsewhere: whether some of the ranks are on other machines.
         clean_up: ends what this job may have left on other machines; called when not all ranks came to an end.
     """
 
@@ -90,10 +91,11 @@ class Supervisor:
         attempt: Attempt,
         expected: Sequence[int],
         requests: Requests,
+        elsewhere: bool = False,
         clean_up: Callable[[], None] | None = None,
     ) -> None:
         self.command, self.attempt, self.expected = command, attempt, expected
-        self.requests, self.clean_up = requests, clean_up
+        self.requests, self.elsewhere, self.clean_up = requests, elsewhere, clean_up
         self._answered_end = 0
         self._asked_to_stop = False
         self._deadline: float | None = None
@@ -173,7 +175,8 @@ class Supervisor:
             self._tell(launcher, signal.SIGTERM)
             if self.clean_up is not None:
                 self.clean_up()
-            _wait(self._is_complete, REMOTE_SECONDS if self._someone_began() else 0.0)
+            if self.elsewhere and self._someone_began():
+                _wait(self._is_complete, REMOTE_SECONDS)
         end_processes(processes_of_job(JOB_ID, self.attempt.job.id))
         end_descendants()
         launcher.wait()

@@ -1,0 +1,152 @@
+"""``ds-trainer launch`` over two machines, by every launcher: the ranks meet, the exit code is true, nobody is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import environment
+from tests.cluster.machines import Cluster
+
+pytestmark = pytest.mark.slurm
+
+# Says who it is, meets the others, and ends as it is told.
+PROGRAM = """\
+import os, signal, sys, time
+from torch import distributed, ones
+distributed.init_process_group("gloo")
+total = ones(1)
+distributed.all_reduce(total)
+rank = os.environ["RANK"]
+open(f"said{rank}", "w").write(f"{os.uname().nodename} {total.item()} {os.environ.get('SAID')} {sys.argv[1:]}")
+if sys.argv[1:] == ["killed"] and rank == "3":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1:] == ["requeue"]:
+    sys.exit(75)
+if sys.argv[1:] in (["killed"], ["sleeps"]):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"asleep{rank}", "w").close()
+    time.sleep(600)
+"""
+TRICKY = 'a,b "c" $HOME `x` 100%h \\'
+BY_SSH = ("pdsh", "openmpi")
+IN_SLURM = ("srun", "slurm", "torchrun")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    return tmp_path
+
+
+def words_of(launcher: str, *words: str) -> list[str]:
+    """``ds-trainer launch`` with 2 x 2 ranks, as it is typed on node1 or in an allocation."""
+    launch = [sys.executable, "-m", "ds_trainer", "launch", "--launcher", launcher]
+    if launcher in BY_SSH:
+        return [*launch, "--hostfile", "hosts", *words]
+    allocation = ["salloc", "-Q", "-N2", "--ntasks-per-node=2", "--mem=1000"]
+    return [*allocation, *launch, "--nproc-per-node", "2", *words]
+
+
+def run(
+    cluster: Cluster, folder: Path, launcher: str, *words: str, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    machine = "node1" if launcher in BY_SSH else "hub"
+    own = environment(DS_ACCELERATOR="cpu", SAID=TRICKY)
+    return cluster.run(machine, *words_of(launcher, *words), cwd=folder, env=own, check=False, timeout=timeout)
+
+
+def ranks_left(cluster: Cluster, program: Path) -> list[str]:
+    """Processes of the nodes that run ``program``, or a launcher of it."""
+    code = 'for p in /proc/[0-9]*; do tr "\\0" " " <$p/cmdline; echo; done 2>/dev/null'
+    lines = [line for node in cluster.nodes for line in cluster.run(node, "bash", "-c", code).stdout.splitlines()]
+    return [line for line in lines if str(program) in line]
+
+
+@pytest.mark.parametrize("launcher", [*BY_SSH, *IN_SLURM])
+def test_four_ranks_meet_and_hear_what_they_were_told(cluster: Cluster, folder: Path, launcher: str) -> None:
+    done = run(cluster, folder, launcher, "--env", "SAID", "program.py", "it's", "$HOME %n;")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(4):
+        wanted = f"""node{1 + rank // 2} 4.0 {TRICKY} {["it's", "$HOME %n;"]}"""
+        assert (folder / f"said{rank}").read_text() == wanted
+    assert not (folder / ".ds_trainer_launch").exists()
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "slurm", "srun"])
+def test_a_killed_rank_ends_the_job_and_its_code_is_true(cluster: Cluster, folder: Path, launcher: str) -> None:
+    program = folder / "program.py"
+    done = run(cluster, folder, launcher, str(program), "killed")
+    assert done.returncode == 137, done.stdout + done.stderr
+    assert "rank 3 on node2 was killed by SIGKILL" in done.stderr
+    assert ranks_left(cluster, program) == []
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "slurm"])
+def test_requeue_comes_through(cluster: Cluster, folder: Path, launcher: str) -> None:
+    assert run(cluster, folder, launcher, "program.py", "requeue").returncode == 75
+
+
+def test_the_command_for_many_machines_can_be_pasted(cluster: Cluster, folder: Path) -> None:
+    printed = run(cluster, folder, "pdsh", "--print-only", "--env", "SAID", "program.py", "x y")
+    assert printed.returncode == 0, printed.stderr
+    pasted = environment(DS_ACCELERATOR="cpu")
+    cluster.run("node1", "bash", "-c", printed.stdout, cwd=folder, env=pasted, timeout=300)
+    assert (folder / "said3").read_text() == f"node2 4.0 {TRICKY} ['x y']"
+
+
+def test_machines_started_by_hand(cluster: Cluster, folder: Path) -> None:
+    """``deepspeed --no_ssh`` on each of them."""
+    launch = [sys.executable, "-m", "ds_trainer", "launch", "--hostfile", "hosts", "--master-addr", "node1"]
+    own = {"PATH": "/usr/bin:/bin", **environment(DS_ACCELERATOR="cpu")}
+    started = [
+        subprocess.Popen(
+            cluster.command(node, [*launch, "--node-rank", str(number), "program.py"], folder),
+            env=own,
+            stdin=subprocess.DEVNULL,
+        )
+        for number, node in enumerate(cluster.nodes)
+    ]
+    assert [one.wait(timeout=300) for one in started] == [0, 0]
+    assert (folder / "said3").read_text() == "node2 4.0 None []"
+
+
+def start_sleepers(cluster: Cluster, folder: Path, launcher: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Ranks that ignore SIGTERM, on both machines, once all of them sleep."""
+    program = folder / "program.py"
+    words: Sequence[str] = words_of(launcher, str(program), "sleeps")
+    own = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(folder), **environment(DS_ACCELERATOR="cpu")}
+    machine = "node1" if launcher in BY_SSH else "hub"
+    process = subprocess.Popen(
+        cluster.command(machine, words, folder), env=own, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    cluster.wait_until(lambda: len(list(folder.glob("asleep*"))) == 4 or process.poll() is not None, 200)
+    assert process.poll() is None
+    assert len(ranks_left(cluster, program)) >= 4
+    return process, program
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "srun"])
+def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Path, launcher: str) -> None:
+    process, program = start_sleepers(cluster, folder, launcher)
+    machine = "node1" if launcher in BY_SSH else "hub"
+    for _ in range(3):
+        cluster.run(machine, "pkill", "-INT", "-f", "^[^ ]*python[^ ]* -m ds_trainer launch")
+        time.sleep(0.5)
+    assert process.wait(timeout=100) not in (0, 75)
+    cluster.wait_until(lambda: not ranks_left(cluster, program), 30, lambda: str(ranks_left(cluster, program)))
+
+
+@pytest.mark.parametrize("victims", ["ds_trainer launch", "pdsh", "ds_trainer launch|deepspeed.launcher.runner|pdsh"])
+def test_ranks_elsewhere_end_when_what_started_them_is_killed(cluster: Cluster, folder: Path, victims: str) -> None:
+    """A pdsh that is killed leaves its commands running on other machines; ours notice that the connection is gone."""
+    process, program = start_sleepers(cluster, folder, "pdsh")
+    cluster.run("node1", "pkill", "-KILL", "-f", f"^([^ ]*python[^ ]* -m )?({victims})( |$)")
+    process.wait(timeout=120)
+    cluster.wait_until(lambda: not ranks_left(cluster, program), 60, lambda: str(ranks_left(cluster, program)))

@@ -1,0 +1,190 @@
+"""What ``ds-trainer launch`` makes of the end of its ranks: the exit code is true, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ds_trainer
+from ds_trainer.launching.processes import end_processes, processes_of_job
+from ds_trainer.launching.supervision import job_code
+from ds_trainer.utils.outcomes import Outcome
+from tests.launching import fake_launcher
+
+# A rank: rank 1 does what the first word says, rank 0 waits for its end (or, with "all", does the same).
+PROGRAM = """\
+import os, signal, subprocess, sys, time
+what, rank = sys.argv[1], int(os.environ["RANK"])
+open(os.environ["SEEN"], "a").write(f"{rank} {os.environ.get('DS_TRAINER_AUTO_RESUME')}\\n")
+if what == "stop":
+    while not os.path.exists(os.environ["DS_TRAINER_STOP_FILE"]):
+        time.sleep(0.05)
+    time.sleep(0.3 * rank)
+    sys.exit(75)
+if what == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(os.environ["SEEN"] + ".ready", "a").write(f"{rank}")
+    time.sleep(120)
+if what == "forgets":
+    subprocess.Popen(["sleep", "120"], start_new_session=True)
+if what == "crash once" and os.environ.get("DS_TRAINER_AUTO_RESUME") != "1" and rank == 1:
+    os.abort()
+if rank == 1:
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "unseen":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(120)
+    if what.isdigit():
+        sys.exit(int(what))
+"""
+
+
+class Launch:
+    """``ds-trainer launch`` with the fake launcher, two ranks of PROGRAM and a mark to find its processes by."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark, self.seen = folder, uuid.uuid4().hex, folder / "seen"
+        (folder / "program.py").write_text(PROGRAM)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("DS_TRAINER_", "SLURM_"))}
+        paths = os.pathsep.join([str(Path(ds_trainer.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        self.environment = clean | {"MARK": self.mark, "SEEN": str(self.seen), "PYTHONPATH": paths}
+        self.environment["TMPDIR"] = str(folder)
+
+    def start(self, what: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+        words = [sys.executable, fake_launcher.__file__, "cli", "--nproc-per-node", "2", *options, "program.py", what]
+        return subprocess.Popen(
+            words, cwd=self.folder, env=self.environment | environment, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, what: str, *options: str, **environment: str) -> tuple[int, str]:
+        process = self.start(what, *options, **environment)
+        _, errors = process.communicate(timeout=60)
+        assert self.left() == [], errors
+        assert not list(self.folder.glob("ds_trainer_launch-*")), errors
+        return process.returncode, errors
+
+    def left(self) -> list[psutil.Process]:
+        return [one for one in processes_of_job("MARK", self.mark) if one.status() != psutil.STATUS_ZOMBIE]
+
+    def wait_for(self, path: Path, text: int) -> None:
+        deadline = time.monotonic() + 40
+        while not path.exists() or len(path.read_text()) < text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Launch:
+    return Launch(tmp_path)
+
+
+def test_success(job: Launch) -> None:
+    code, errors = job.run("fine")
+    assert code == 0, errors
+
+
+def test_a_killed_rank_is_a_failure_though_the_launcher_gives_0(job: Launch) -> None:
+    code, errors = job.run("killed", FAULT="lies")
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 on" in errors and "was killed by SIGKILL" in errors
+
+
+def test_a_rank_of_which_nothing_is_known_is_a_failure_though_the_launcher_gives_0(job: Launch) -> None:
+    """Not even what stands beside the rank is left to say how it ended; the rank itself has gone with it."""
+    code, errors = job.run("unseen", FAULT="lies")
+    assert code == 1
+    assert "the launcher ended with exit code 0, and of 1 of 2 ranks nothing is known (1)" in errors
+
+
+@pytest.mark.parametrize("given", [2, 3, 75, 76, 77])
+def test_codes_come_through_a_launcher_that_flattens_them(job: Launch, given: int) -> None:
+    assert job.run(str(given))[0] == given
+
+
+def test_what_a_rank_has_started_ends_with_it(job: Launch) -> None:
+    assert job.run("forgets")[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_the_ranks_to_stop_and_is_no_reason_to_start_again(job: Launch, number: signal.Signals) -> None:
+    process = job.start("stop", "--max-restarts", "3", "--restart-preempted")
+    job.wait_for(job.seen, 4)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert job.left() == []
+    assert job.seen.read_text().count("\n") == 2
+
+
+def test_ctrl_c_leaves_no_process_though_a_rank_ignores_it_and_the_launcher_just_dies(job: Launch) -> None:
+    process = job.start("stubborn")
+    job.wait_for(Path(f"{job.seen}.ready"), 2)
+    assert len(job.left()) >= 6  # ours, the launcher, two ranks and what stands beside them
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode not in (0, 75), errors
+    assert job.left() == []
+
+
+def test_ranks_end_when_launch_itself_is_killed(job: Launch) -> None:
+    process = job.start("stubborn")
+    job.wait_for(Path(f"{job.seen}.ready"), 2)
+    process.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(job.left(), timeout=40)
+    end_processes(alive)
+    assert alive == []
+
+
+def test_a_crash_is_restarted_and_resumes(job: Launch) -> None:
+    code, errors = job.run("crash once", "--max-restarts", "1")
+    assert code == 0, errors
+    assert sorted(job.seen.read_text().splitlines()) == ["0 1", "0 None", "1 1", "1 None"]
+    assert "restart 1 of 1" in errors
+    assert job.run("crash once")[0] == 128 + signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "starts"),
+    [(2, [], 1), (77, [], 1), (75, [], 1), (75, ["--restart-preempted"], 2), (76, [], 2), (3, [], 2)],
+)
+def test_which_codes_are_restarted(job: Launch, given: int, options: list[str], starts: int) -> None:
+    code, errors = job.run(str(given), "--max-restarts", "1", *options)
+    assert code == given, errors
+    assert sum(line.startswith("1 ") for line in job.seen.read_text().splitlines()) == starts
+    assert errors.count("restart 1 of 1") == starts - 1
+
+
+def outcomes(*codes: int) -> dict[int, Outcome]:
+    """Ranks that ended one after the other."""
+    return {rank: Outcome(rank, code, "host", float(rank)) for rank, code in enumerate(codes)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "codes", "says"),
+    [
+        (0, (0, 0), 0),
+        (0, (0,), 1),  # nothing is known of rank 1
+        (0, (), 1),
+        (1, (0, 0), 1),
+        (-9, (), 137),
+        (1, (137, 143), 137),  # the first that failed, not the others that were ended for it
+        (1, (143, 75), 75),
+        (1, (1, 1, 2), 2),
+        (1, (75, 77), 77),
+        (0, (0, 3), 3),
+    ],
+)
+def test_the_code_of_a_job(launcher: int, codes: tuple[int, ...], says: int) -> None:
+    assert job_code(launcher, outcomes(*codes), range(max(2, len(codes)))) == says
