@@ -1,8 +1,8 @@
 """``ds-trainer launch`` with a launcher that takes no seconds to start and has the faults of real ones.
 
 ``python fake_launcher.py cli WORDS`` is ``ds-trainer launch WORDS``; it starts ``python fake_launcher.py N PROGRAM``,
-which starts N ranks. Like the real ones it ends the other ranks when one fails, and gives 1 whatever the rank gave. With
-``FAULT=lies`` it gives 0 always. It dies of SIGTERM and leaves its ranks behind.
+which starts N ranks. Like the real ones it ends the other ranks when one fails, and gives 1 whatever the rank gave.
+With ``FAULT=lies`` it gives 0 always. It dies of SIGTERM and leaves its ranks behind.
 """
 
 from __future__ import annotations
