@@ -1,7 +1,7 @@
 """``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
 
-Exit codes: :mod:`ds_trainer.utils.exit_codes`, and 130 interrupted. What cannot work, and a training that diverged, give a
-message on stderr and no traceback.
+Exit codes: :mod:`ds_trainer.utils.exit_codes`, and 130 interrupted. What cannot work, and a training that diverged, give
+a message on stderr and no traceback.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import ds_trainer
 from ds_trainer.cli import arguments, checkpoint, config, doctor, launch, reference, support, train
-from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.cli.words import split_overrides, without_local_rank
+from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED
 from ds_trainer.utils.outcomes import record_outcome

@@ -63,7 +63,9 @@ def choose(request: LaunchRequest, environment: Mapping[str, str]) -> Plan:
     launcher = request.launcher
     if launcher == "auto":
         if request.node_rank is not None or (len(hosts) == 1 and _is_here(hosts[0])):
-            launcher = "deepspeed"
+            # DeepSpeed's launcher knows GPUs by number only, and shows those again that were hidden.
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+            launcher = "deepspeed" if all(device.strip().isdigit() for device in visible) else "torchrun"
         elif in_slurm and request.hostfile is None:
             launcher = "srun"
         else:
@@ -79,7 +81,7 @@ def count_gpus(environment: Mapping[str, str]) -> int:
     """GPUs of this machine that a process started here would see."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip()])
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     smi = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if smi is None:
         return 0

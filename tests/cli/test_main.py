@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import ds_trainer
-from ds_trainer.monitor.health.finite import TrainingDiverged
 from ds_trainer.cli.main import main
 from ds_trainer.cli.words import split_overrides, without_local_rank
+from ds_trainer.monitor.health.finite import TrainingDiverged
 
 RECIPE = """\
 model: {architecture: {model_type: llama, hidden_size: 8}}
@@ -52,7 +52,7 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
         "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
-        "There are: train, launch, config, checkpoint, arguments, reference, support.\n"
+        "There are: train, launch, config, checkpoint, doctor, arguments, reference, support.\n"
     )
 
 

@@ -18,20 +18,19 @@ pytestmark = pytest.mark.slurm
 # Says who it is, meets the others, and ends as it is told.
 PROGRAM = """\
 import os, signal, sys, time
-from torch import distributed, ones
-distributed.init_process_group("gloo")
-total = ones(1)
-distributed.all_reduce(total)
 rank = os.environ["RANK"]
-open(f"said{rank}", "w").write(f"{os.uname().nodename} {total.item()} {os.environ.get('SAID')} {sys.argv[1:]}")
+if sys.argv[1] not in ("killed", "sleeps"):
+    from torch import distributed, ones
+    distributed.init_process_group("gloo")
+    total = ones(1)
+    distributed.all_reduce(total)
+    open(f"said{rank}", "w").write(f"{os.uname().nodename} {total.item()} {os.environ.get('SAID')} {sys.argv[1:]}")
+    sys.exit(75 if sys.argv[1] == "requeue" else 0)
 if sys.argv[1:] == ["killed"] and rank == "3":
     os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[1:] == ["requeue"]:
-    sys.exit(75)
-if sys.argv[1:] in (["killed"], ["sleeps"]):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    open(f"asleep{rank}", "w").close()
-    time.sleep(600)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"asleep{rank}", "w").close()
+time.sleep(600)
 """
 TRICKY = 'a,b "c" $HOME `x` 100%h \\'
 BY_SSH = ("pdsh", "openmpi")
@@ -71,26 +70,22 @@ def ranks_left(cluster: Cluster, program: Path) -> list[str]:
 
 @pytest.mark.parametrize("launcher", [*BY_SSH, *IN_SLURM])
 def test_four_ranks_meet_and_hear_what_they_were_told(cluster: Cluster, folder: Path, launcher: str) -> None:
-    done = run(cluster, folder, launcher, "--env", "SAID", "program.py", "it's", "$HOME %n;")
-    assert done.returncode == 0, done.stdout + done.stderr
+    word = "requeue" if launcher in ("pdsh", "slurm") else "it's"
+    done = run(cluster, folder, launcher, "--env", "SAID", "program.py", word, "$HOME %n;")
+    assert done.returncode == (75 if word == "requeue" else 0), done.stdout + done.stderr
     for rank in range(4):
-        wanted = f"""node{1 + rank // 2} 4.0 {TRICKY} {["it's", "$HOME %n;"]}"""
+        wanted = f"""node{1 + rank // 2} 4.0 {TRICKY} {[word, "$HOME %n;"]}"""
         assert (folder / f"said{rank}").read_text() == wanted
     assert not (folder / ".ds_trainer_launch").exists()
 
 
-@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "slurm", "srun"])
+@pytest.mark.parametrize("launcher", ["pdsh", "srun"])
 def test_a_killed_rank_ends_the_job_and_its_code_is_true(cluster: Cluster, folder: Path, launcher: str) -> None:
     program = folder / "program.py"
     done = run(cluster, folder, launcher, str(program), "killed")
     assert done.returncode == 137, done.stdout + done.stderr
     assert "rank 3 on node2 was killed by SIGKILL" in done.stderr
     assert ranks_left(cluster, program) == []
-
-
-@pytest.mark.parametrize("launcher", ["pdsh", "slurm"])
-def test_requeue_comes_through(cluster: Cluster, folder: Path, launcher: str) -> None:
-    assert run(cluster, folder, launcher, "program.py", "requeue").returncode == 75
 
 
 def test_the_command_for_many_machines_can_be_pasted(cluster: Cluster, folder: Path) -> None:
@@ -107,14 +102,14 @@ def test_machines_started_by_hand(cluster: Cluster, folder: Path) -> None:
     own = {"PATH": "/usr/bin:/bin", **environment(DS_ACCELERATOR="cpu")}
     started = [
         subprocess.Popen(
-            cluster.command(node, [*launch, "--node-rank", str(number), "program.py"], folder),
+            cluster.command(node, [*launch, "--node-rank", str(number), "program.py", "x"], folder),
             env=own,
             stdin=subprocess.DEVNULL,
         )
         for number, node in enumerate(cluster.nodes)
     ]
     assert [one.wait(timeout=300) for one in started] == [0, 0]
-    assert (folder / "said3").read_text() == "node2 4.0 None []"
+    assert (folder / "said3").read_text() == "node2 4.0 None ['x']"
 
 
 def start_sleepers(cluster: Cluster, folder: Path, launcher: str) -> tuple[subprocess.Popen[bytes], Path]:
@@ -132,7 +127,7 @@ def start_sleepers(cluster: Cluster, folder: Path, launcher: str) -> tuple[subpr
     return process, program
 
 
-@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "srun"])
+@pytest.mark.parametrize("launcher", ["pdsh", "srun"])
 def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Path, launcher: str) -> None:
     process, program = start_sleepers(cluster, folder, launcher)
     machine = "node1" if launcher in BY_SSH else "hub"
@@ -143,7 +138,7 @@ def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Pat
     cluster.wait_until(lambda: not ranks_left(cluster, program), 30, lambda: str(ranks_left(cluster, program)))
 
 
-@pytest.mark.parametrize("victims", ["ds_trainer launch", "pdsh", "ds_trainer launch|deepspeed.launcher.runner|pdsh"])
+@pytest.mark.parametrize("victims", ["pdsh", "ds_trainer launch|deepspeed.launcher.runner"])
 def test_ranks_elsewhere_end_when_what_started_them_is_killed(cluster: Cluster, folder: Path, victims: str) -> None:
     """A pdsh that is killed leaves its commands running on other machines; ours notice that the connection is gone."""
     process, program = start_sleepers(cluster, folder, "pdsh")

@@ -116,7 +116,8 @@ def test_torchrun_under_srun_starts_one_agent_a_node(tmp_path: Path) -> None:
 def test_chosen_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
     assert "localhost:2,3" in command({"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path)
     assert "localhost:2" in command({"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path, nproc_per_node=1)
-    assert "--num_gpus" in command({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, tmp_path)
+    for hidden, ranks in (("GPU-1f,GPU-2e", 2), ("", 1), ("-1", 1)):
+        assert chosen({"CUDA_VISIBLE_DEVICES": hidden}) == ("torchrun", ranks)
 
 
 def test_machines_started_by_hand(tmp_path: Path) -> None:

@@ -49,7 +49,17 @@ def test_a_rank_killed_by_a_signal_is_not_a_success(launcher: str, tmp_path: Pat
 
 
 def test_the_printed_command_works_when_it_is_pasted(tmp_path: Path) -> None:
-    printed = launch(tmp_path, "--print-only", "--env", "SAID=a b", "program.py", "--words", "are $HOME 'kept'")
+    printed = launch(
+        tmp_path,
+        "--print-only",
+        "--launcher",
+        "deepspeed",
+        "--env",
+        "SAID=a b",
+        "program.py",
+        "--words",
+        "are $HOME 'kept'",
+    )
     assert printed.returncode == 0, printed.stderr
     assert not (tmp_path / "rank0").exists()
     assert printed.stdout.startswith("env 'SAID=a b' ") and printed.stdout.count("\n") == 1
@@ -60,12 +70,13 @@ def test_the_printed_command_works_when_it_is_pasted(tmp_path: Path) -> None:
 
 def test_options_may_stand_among_the_overrides_of_a_recipe_but_not_after_a_script(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").touch()
-    done = launch(tmp_path, "--print-only", "r.yaml", "--arguments.max_steps", "3", "--launcher", "torchrun")
+    done = launch(tmp_path, "--print-only", "r.yaml", "--arguments.max_steps", "3", "--launcher", "deepspeed")
     assert done.stdout.strip().endswith(
         "-m ds_trainer.launching.rank -m ds_trainer train r.yaml --arguments.max_steps 3"
     )
-    done = launch(tmp_path, "--print-only", "program.py", "--launcher", "torchrun")
-    assert done.stdout.strip().endswith("program.py --launcher torchrun") and "deepspeed" in done.stdout
+    assert "deepspeed.launcher.runner" in done.stdout
+    done = launch(tmp_path, "--print-only", "program.py", "--launcher", "deepspeed")
+    assert done.stdout.strip().endswith("program.py --launcher deepspeed") and "torch.distributed.run" in done.stdout
 
 
 def test_a_contradiction_is_refused_with_all_values_before_anything_starts(tmp_path: Path) -> None:

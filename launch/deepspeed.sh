@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Starts a recipe or a script with `ds-trainer launch`, in the virtual environment of this clone, which is made when it
+# is missing or stale. On several machines the clone must lie where all of them see it.
+#
+#   launch/deepspeed.sh ds_configs/recipes/quickstart.yaml             # all GPUs of this machine; inside salloc: all nodes
+#   launch/deepspeed.sh --hostfile hosts train.py --my-option 3        # over ssh; hosts has lines such as: node1 slots=8
+#   launch/deepspeed.sh --help
+set -euo pipefail
+from="$PWD"
+# shellcheck source=launch/_venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+ensure_venv run
+cd "$from"
+exec "$VENV/bin/python" -m ds_trainer launch "$@"
