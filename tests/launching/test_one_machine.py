@@ -71,9 +71,7 @@ def test_the_printed_command_works_when_it_is_pasted(tmp_path: Path) -> None:
 def test_options_may_stand_among_the_overrides_of_a_recipe_but_not_after_a_script(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").touch()
     done = launch(tmp_path, "--print-only", "r.yaml", "--arguments.max_steps", "3", "--launcher", "deepspeed")
-    assert done.stdout.strip().endswith(
-        "-m ds_trainer.launching.rank -m ds_trainer train r.yaml --arguments.max_steps 3"
-    )
+    assert done.stdout.strip().endswith("ds_trainer.launching.rank -m ds_trainer train r.yaml --arguments.max_steps 3")
     assert "deepspeed.launcher.runner" in done.stdout
     done = launch(tmp_path, "--print-only", "program.py", "--launcher", "deepspeed")
     assert done.stdout.strip().endswith("program.py --launcher deepspeed") and "torch.distributed.run" in done.stdout
