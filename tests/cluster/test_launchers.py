@@ -24,6 +24,7 @@ if sys.argv[1] not in ("killed", "sleeps"):
     distributed.init_process_group("gloo")
     total = ones(1)
     distributed.all_reduce(total)
+    distributed.destroy_process_group()
     open(f"said{rank}", "w").write(f"{os.uname().nodename} {total.item()} {os.environ.get('SAID')} {sys.argv[1:]}")
     sys.exit(75 if sys.argv[1] == "requeue" else 0)
 if sys.argv[1:] == ["killed"] and rank == "3":
