@@ -1,7 +1,7 @@
 """``ds-trainer``: finds the subcommand, and turns errors into one message and an exit code.
 
-Exit codes: :mod:`ds_trainer.utils.exit_codes`, and 130 interrupted. What cannot work, and a training that diverged, give
-a message on stderr and no traceback.
+Exit codes: :mod:`ds_trainer.utils.exit_codes`, and 130 interrupted. What cannot work, and a training that diverged,
+give a message on stderr and no traceback.
 """
 
 from __future__ import annotations
