@@ -36,7 +36,7 @@ from ds_trainer.utils.ranks import RankInfo, likely_rank, resolve_ranks
 ENCODED = "--encoded="
 LOOK_SECONDS = 1.0
 END_SECONDS = 10.0  # between SIGTERM and SIGKILL
-TOGETHER_SECONDS = 15.0
+TOGETHER_SECONDS = 30.0
 
 
 def main(words: Sequence[str]) -> int:

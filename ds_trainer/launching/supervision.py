@@ -26,7 +26,7 @@ from ds_trainer.utils.outcomes import Outcome, read_outcomes
 
 LOOK_SECONDS = 0.2
 # A rank has failed and the launcher goes on: how long its other ranks may take to notice.
-FAILURE_SECONDS = 60.0
+FAILURE_SECONDS = 30.0
 TERMINATION_SECONDS = 45.0  # torchrun and deepspeed give their ranks 30
 REMOTE_SECONDS = 15.0
 # A rank gives one of these when all ranks have agreed on it (2: when nothing can be done about it), so one will do; the

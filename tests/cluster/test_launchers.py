@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from tests.cluster.jobs import environment
 from tests.cluster.machines import Cluster
 
@@ -132,7 +133,8 @@ def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Pat
     process, program = start_sleepers(cluster, folder, launcher)
     machine = "node1" if launcher in BY_SSH else "hub"
     for _ in range(3):
-        cluster.run(machine, "pkill", "-INT", "-f", "^[^ ]*python[^ ]* -m ds_trainer launch")
+        # It may have ended before the last of them.
+        cluster.run(machine, "pkill", "-INT", "-f", "^[^ ]*python[^ ]* -m ds_trainer launch", check=False)
         time.sleep(0.5)
     assert process.wait(timeout=100) not in (0, 75)
     cluster.wait_until(lambda: not ranks_left(cluster, program), 30, lambda: str(ranks_left(cluster, program)))
