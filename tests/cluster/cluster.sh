@@ -79,7 +79,7 @@ slurm_conf() {
     printf 'AutoDetect=off\nName=gpu File=/run/dev/gpu[0-%d]\n' $((gpus - 1)) >/etc/slurm/gres.conf
     # Only to skip autodetection, which is fatal where /sys/fs/cgroup is not mounted.
     printf 'CgroupPlugin=cgroup/v1\n' >/etc/slurm/cgroup.conf
-    # cred_expire: a requeued job waits that long and a second more. SlurmdTimeout: how soon a dead node is noticed.
+    # cred_expire: a requeued job waits that long and a second more; 5 is the least. SlurmdTimeout: how soon a dead node is noticed.
     cat >/etc/slurm/slurm.conf <<CONF
 ClusterName=toy
 SlurmctldHost=hub
@@ -87,7 +87,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -44,6 +44,13 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+def users_folder(folder: Path) -> Path:
+    """A folder to submit jobs from that looks like the clone; what jobs leave there is not in the clone."""
+    for name in ("launch", "ds_configs", "docs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
 def small_words(output: Path, ranks: int) -> list[str]:
     """Overrides of the quickstart: the same global batch of four sequences for any number of ranks."""
     batch = ["--arguments.per_device_train_batch_size", str(4 // ranks)]

@@ -10,8 +10,8 @@
 #   MAX_RESTARTS          how often one job may be started again, by whomever (default 50)
 #   DS_TRAINER_AUTO_RESUME=0   begin anew after a restart instead of going on from the latest checkpoint
 #
-# The ranks' exit codes decide the end: 75 (stopped at a checkpoint, start me again) and 76 (hung) requeue the job; every
-# other end is final. docs/slurm.md tells the whole chain.
+# The ranks' exit codes decide the end: 75 (stopped at a checkpoint, start me again) and 76 (hung) requeue the job, and so
+# does the loss of a node; every other end is final. docs/slurm.md tells the whole chain.
 
 say() { printf '[slurm] %s\n' "$*"; }
 
@@ -119,22 +119,35 @@ stop_ranks() {
     scancel --signal=USR1 "$SLURM_JOB_ID" || true
 }
 
-# Ends the script with the code of the ranks; requeues the job first if they ask for it.
+# Whether each node of the job still starts something. Ranks notice the death of a node in seconds, SLURM in minutes.
+nodes_answer() {
+    timeout 120 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
+}
+
+# Ends the script with the code of the ranks; requeues the job first where that is for.
 finish() {
-    local code="$1" said now
+    local code="$1" said again=0 now
     said=" $(cat "$DS_TRAINER_RANK_CODES"/* 2>/dev/null | sort -nu | tr '\n' ' ')"
+    # The failure of one rank has srun end the others by a signal (128 and more): the smallest code is the cause.
+    if [[ "$said" =~ ' '([1-9][0-9]*) ]]; then code="${BASH_REMATCH[1]}"; fi
     case "$said" in
         *" 2 "*) code=2 ;;
         *" 77 "*) code=77 ;;
-        *" 75 "*) code=75 ;;
-        *" 76 "*) code=76 ;;
+        *" 75 "*) code=75 again=1 ;;
+        *" 76 "*) code=76 again=1 ;;
     esac
-    say "the ranks ended with$said(srun: $1)"
+    say "the ranks ended with${said% }, srun with $1"
     now="$(date +%s)"
-    if [ "$code" != 75 ] && [ "$code" != 76 ]; then
+    if [ "$by_slurm" = 1 ] && [ "$now" -lt "$((${DS_TRAINER_JOB_END:-$now + 60} - 10))" ]; then
+        say "SLURM ends the job (scancel, preemption, a dead node): whether it starts again is SLURM's to say"
+        exit "$code"
+    fi
+    case "$code" in
+        0 | 2 | 75 | 76 | 77) ;;
+        *) nodes_answer || { say "a node does not answer" && again=1; } ;;
+    esac
+    if [ "$again" = 0 ]; then
         rm -rf "$state"
-    elif [ "$by_slurm" = 1 ] && [ "$now" -lt "$((${DS_TRAINER_JOB_END:-$now + 1} - 5))" ]; then
-        say "SLURM ends the job (scancel, preemption): whether it starts again is SLURM's to say"
     elif [ "$restarts" -ge "$max_restarts" ]; then
         say "not requeued: MAX_RESTARTS=$max_restarts are used up"
     else
