@@ -47,9 +47,10 @@ prepare() {
     export DS_TRAINER_RANK_CODES="$state/codes.$restarts" DS_TRAINER_STOP_FILE="$state/stop"
     mkdir -p "$DS_TRAINER_RANK_CODES"
     export DS_TRAINER_AUTO_RESUME="${DS_TRAINER_AUTO_RESUME:-1}"
-    local end
-    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)"
-    if end="$(date -d "$end" +%s 2>/dev/null)"; then export DS_TRAINER_JOB_END="$end"; else unset DS_TRAINER_JOB_END; fi
+    # The trainer asks squeue, which knows of later changes, too; inside a container it cannot.
+    unset DS_TRAINER_JOB_END
+    job_end="$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)" || job_end=""
+    if [ ${#container[@]} -gt 0 ] && [ -n "$job_end" ]; then export DS_TRAINER_JOB_END="$job_end"; fi
 
     # sbatch passes the environment of its caller on: nothing of another launcher may come with it.
     unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK
@@ -112,8 +113,10 @@ run_job() {
     finish "$code"
 }
 
-# The file is for ranks that are too young to have a handler, the signal for those that would look at the file late.
+# The file is for ranks that are too young to have a handler, the signal for plain scripts that handle nothing else. Once
+# only: the trainer takes a second signal for haste.
 stop_ranks() {
+    if [ -e "$DS_TRAINER_STOP_FILE" ]; then return; fi
     say "asking the ranks to stop at a checkpoint"
     touch "$DS_TRAINER_STOP_FILE"
     scancel --signal=USR1 "$SLURM_JOB_ID" || true
@@ -138,7 +141,7 @@ finish() {
     esac
     say "the ranks ended with${said% }, srun with $1"
     now="$(date +%s)"
-    if [ "$by_slurm" = 1 ] && [ "$now" -lt "$((${DS_TRAINER_JOB_END:-$now + 60} - 10))" ]; then
+    if [ "$by_slurm" = 1 ] && [ "$now" -lt "$((${job_end:-$now + 60} - 10))" ]; then
         say "SLURM ends the job (scancel, preemption, a dead node): whether it starts again is SLURM's to say"
         exit "$code"
     fi
