@@ -116,7 +116,7 @@ SlurmdSpoolDir=/run/slurm/spool.%n
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd.%n.log
 NodeName=node[1-${#nodes[@]}] CPUs=$cpus RealMemory=500000 Gres=gpu:$gpus State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES PriorityTier=10 MaxTime=INFINITE GraceTime=20 State=UP
+PartitionName=main Nodes=ALL Default=YES PriorityTier=10 MaxTime=INFINITE GraceTime=60 State=UP
 PartitionName=high Nodes=ALL PriorityTier=20 PreemptMode=OFF MaxTime=INFINITE State=UP
 CONF
 }

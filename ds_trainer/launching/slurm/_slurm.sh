@@ -155,7 +155,8 @@ finish() {
         say "not requeued: MAX_RESTARTS=$max_restarts are used up"
     else
         say "requeueing"
-        scontrol requeue "$SLURM_JOB_ID" || die "the job cannot be requeued: was it submitted with --no-requeue?"
+        scontrol requeue "$SLURM_JOB_ID" ||
+            say "not by this script: SLURM has done it already, or the job was submitted with --no-requeue"
     fi
     exit "$code"
 }
