@@ -3,7 +3,7 @@
 # Sourced by the batch scripts beside it: what one start of a job does before its ranks, while they run, and at their end.
 #
 #   DS_TRAINER_ACTIVATE   a file to source first: module load ..., conda activate ...
-#   DS_TRAINER_VENV       a virtual environment to activate (default: .venv in the folder of sbatch, where there is one)
+#   DS_TRAINER_VENV       a virtual environment to activate (default: .venv in the job's folder, where there is one)
 #   DS_TRAINER_CONTAINER  words before python, as in "apptainer exec --nv image.sif"
 #   DS_TRAINER_SRUN_ARGS  more words for srun, as in "--container-image=image.sqsh --mpi=none"
 #   NPROC                 processes of each node under torchrun (default: the GPUs of the node, else 1)
@@ -42,7 +42,7 @@ prepare() {
 
     # What this start of the job leaves on the shared disk, beside its log: the request to stop, the ranks' exit codes.
     # Emptied first, so that a request of an earlier start does not stop this one.
-    state="$SLURM_SUBMIT_DIR/slurm-$SLURM_JOB_ID.state"
+    state="$PWD/slurm-$SLURM_JOB_ID.state"
     rm -rf "$state"
     export DS_TRAINER_RANK_CODES="$state/codes.$restarts" DS_TRAINER_STOP_FILE="$state/stop"
     mkdir -p "$DS_TRAINER_RANK_CODES"
@@ -61,7 +61,7 @@ prepare() {
 }
 
 activate() {
-    local venv="${DS_TRAINER_VENV:-$SLURM_SUBMIT_DIR/.venv}"
+    local venv="${DS_TRAINER_VENV:-$PWD/.venv}"
     # Other people's scripts need not be written for these.
     set +eu
     if [ -n "${DS_TRAINER_ACTIVATE:-}" ]; then
