@@ -79,7 +79,8 @@ slurm_conf() {
     printf 'AutoDetect=off\nName=gpu File=/run/dev/gpu[0-%d]\n' $((gpus - 1)) >/etc/slurm/gres.conf
     # Only to skip autodetection, which is fatal where /sys/fs/cgroup is not mounted.
     printf 'CgroupPlugin=cgroup/v1\n' >/etc/slurm/cgroup.conf
-    # cred_expire: a requeued job waits that long and a second more; 5 is the least. SlurmdTimeout: how soon a dead node is noticed.
+    # cred_expire: a requeued job waits that long and a second more; 5 is the least. SlurmdTimeout: when
+    # a dead node is given up, on real clusters after minutes.
     cat >/etc/slurm/slurm.conf <<CONF
 ClusterName=toy
 SlurmctldHost=hub
@@ -121,7 +122,7 @@ PartitionName=high Nodes=ALL PriorityTier=20 PreemptMode=OFF MaxTime=INFINITE St
 CONF
 }
 
-run() {
+run() { # NODES
     mapfile -t nodes < <(seq -f 'node%.0f' "$1")
     mount -t tmpfs -o mode=755 none /run
     hostname hub

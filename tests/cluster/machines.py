@@ -47,6 +47,10 @@ def why_not() -> str | None:
 class Cluster:
     """A running cluster; ``close`` ends it.
 
+    Args:
+        folder: for what its daemons write.
+        nodes: how many.
+
     Attributes:
         folder: what its daemons write; shared by all machines.
         nodes: names of the nodes, ``node1`` and on. The login node is ``hub``.

@@ -36,10 +36,9 @@ def test_preemption_by_a_partition_of_higher_priority(stories: dict[str, Story])
 
 @pytest.mark.parametrize("name", ["crash", "first_crash"])
 def test_a_node_dies(stories: dict[str, Story], name: str) -> None:
-    """With the batch script on another node, and with it: then SLURM has to notice."""
+    """With the batch script on another node, and with it."""
     story = stories[name]
     assert story.end()["Restarts"] == "1", story.text()
-    assert ("a node does not answer" in story.text()) == (name == "crash")
     steps = {start: [step for by, step in story.trace() if by == start] for start in (1, 2)}
     again = steps[2][0]
     assert again > 1 and again % 5 == 1  # from the last checkpoint

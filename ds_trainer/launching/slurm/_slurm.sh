@@ -10,8 +10,8 @@
 #   MAX_RESTARTS          how often one job may be started again, by whomever (default 50)
 #   DS_TRAINER_AUTO_RESUME=0   begin anew after a restart instead of going on from the latest checkpoint
 #
-# The ranks' exit codes decide the end: 75 (stopped at a checkpoint, start me again) and 76 (hung) requeue the job, and so
-# does the loss of a node; every other end is final. docs/slurm.md tells the whole chain.
+# The ranks' exit codes decide the end: 75 (stopped at a checkpoint, start me again) and 76 (hung) requeue the job, every
+# other end is final. After a preemption or the loss of a node SLURM requeues it. docs/slurm.md tells the whole chain.
 
 say() { printf '[slurm] %s\n' "$*"; }
 
@@ -116,15 +116,12 @@ run_job() {
 # The file is for ranks that are too young to have a handler, the signal for plain scripts that handle nothing else. Once
 # only: the trainer takes a second signal for haste.
 stop_ranks() {
-    if [ -e "$DS_TRAINER_STOP_FILE" ]; then return; fi
-    say "asking the ranks to stop at a checkpoint"
-    touch "$DS_TRAINER_STOP_FILE"
-    scancel --signal=USR1 "$SLURM_JOB_ID" || true
-}
-
-# Whether each node of the job still starts something. Ranks notice the death of a node in seconds, SLURM in minutes.
-nodes_answer() {
-    timeout 120 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
+    # No bare `return`: in a trap it gives the status of what was interrupted, 138, which ends the script.
+    if [ ! -e "$DS_TRAINER_STOP_FILE" ]; then
+        say "asking the ranks to stop at a checkpoint"
+        touch "$DS_TRAINER_STOP_FILE"
+        scancel --signal=USR1 "$SLURM_JOB_ID" || true
+    fi
 }
 
 # Ends the script with the code of the ranks; requeues the job first where that is for.
@@ -145,10 +142,6 @@ finish() {
         say "SLURM ends the job (scancel, preemption, a dead node): whether it starts again is SLURM's to say"
         exit "$code"
     fi
-    case "$code" in
-        0 | 2 | 75 | 76 | 77) ;;
-        *) nodes_answer || { say "a node does not answer" && again=1; } ;;
-    esac
     if [ "$again" = 0 ]; then
         rm -rf "$state"
     elif [ "$restarts" -ge "$max_restarts" ]; then
