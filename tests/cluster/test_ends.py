@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.cli.main import main
 from tests.cluster.jobs import environment, sbatch_words, users_folder
 from tests.cluster.machines import Cluster
 
@@ -167,3 +168,36 @@ def test_restarts_are_counted(jobs: dict[str, Job]) -> None:
     job = jobs["hung"]
     assert job.end() == ("FAILED", "76", "1"), job.text()
     assert "not requeued: MAX_RESTARTS=1 are used up" in job.text()
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_written_script_holds_all_it_needs(cluster: Cluster, tmp_path: Path, capsys, launcher: str) -> None:
+    """In a folder without launch/, with the script's own words and one more of sbatch's caller."""
+    script = tmp_path / "which_rank.py"
+    line = "import os, sys; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['BOX'], sys.argv[1:])"
+    script.write_text(line, encoding="utf-8")
+    words = [
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--launcher",
+        launcher,
+        "--cpus-per-rank",
+        "1",
+        "--env",
+        "BOX=a b",
+    ]
+    assert (
+        main(["launch", "--slurm", *words, "--sbatch=--mem=1000", "--cpus-per-rank=1", str(script), "its", "own words"])
+        == 0
+    )
+    (tmp_path / "job.sbatch").write_text(capsys.readouterr().out, encoding="utf-8")
+    log = tmp_path / "log"
+    sent = [f"--output={log}", f"--chdir={tmp_path}", "job.sbatch", "more"]
+    job = cluster.submit(*sent, cwd=tmp_path, env=environment())
+    told = cluster.wait_for(job, 120, log)
+    text = log.read_text(encoding="utf-8")
+    assert (told["JobState"], told["NumNodes"]) == ("COMPLETED", "2"), text
+    for rank in range(4):
+        assert f"{rank} of 4 a b ['its', 'own words', 'more']" in text
