@@ -49,7 +49,8 @@ boot() { # NODE: its switch, then the cable from the hub to it
     done
     printf '%s\n' "$inner" >"/run/node/$1"
     ip link del "v$1" 2>/dev/null || true
-    ip link add "v$1" type veth peer name eth0 netns "$inner"
+    # After a crash the others still know its address by the same hardware.
+    ip link add "v$1" type veth peer name eth0 address "$(printf '02:00:00:00:00:%02x' "${1#node}")" netns "$inner"
     ip link set "v$1" master br0 up
 }
 
@@ -79,7 +80,7 @@ slurm_conf() {
     printf 'AutoDetect=off\nName=gpu File=/run/dev/gpu[0-%d]\n' $((gpus - 1)) >/etc/slurm/gres.conf
     # Only to skip autodetection, which is fatal where /sys/fs/cgroup is not mounted.
     printf 'CgroupPlugin=cgroup/v1\n' >/etc/slurm/cgroup.conf
-    # cred_expire: a requeued job waits that long and a second more; 5 is the least. SlurmdTimeout: when
+    # cred_expire: a requeued job waits that long and a second more; starts that take longer on a busy machine fail. SlurmdTimeout: when
     # a dead node is given up, on real clusters after minutes.
     cat >/etc/slurm/slurm.conf <<CONF
 ClusterName=toy
@@ -88,7 +89,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=10
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
