@@ -80,8 +80,8 @@ slurm_conf() {
     printf 'AutoDetect=off\nName=gpu File=/run/dev/gpu[0-%d]\n' $((gpus - 1)) >/etc/slurm/gres.conf
     # Only to skip autodetection, which is fatal where /sys/fs/cgroup is not mounted.
     printf 'CgroupPlugin=cgroup/v1\n' >/etc/slurm/cgroup.conf
-    # cred_expire: a requeued job waits that long and a second more; starts that take longer on a busy machine fail. SlurmdTimeout: when
-    # a dead node is given up, on real clusters after minutes.
+    # cred_expire: a requeued job waits that long and a second more; starts that take longer on a busy machine fail.
+    # SlurmdTimeout: when a dead node is given up, on real clusters after minutes.
     cat >/etc/slurm/slurm.conf <<CONF
 ClusterName=toy
 SlurmctldHost=hub
