@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from tests.cluster.jobs import environment
 from tests.cluster.machines import Cluster
 
