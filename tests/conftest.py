@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from ds_trainer.config.environment import Environment
+from tests.cluster.machines import Cluster, why_not
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
 
@@ -59,6 +60,17 @@ def _close_worker_pools() -> Iterator[None]:
     """Ranks started for this session end with it."""
     yield
     close_pools()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A SLURM cluster of two nodes inside this machine, with sshd on each; see ``tests/cluster/machines.py``."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"no cluster inside this machine: {reason}")
+    running = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield running
+    running.close()
 
 
 # What a process group writes into the environment: a process that a later test starts must not take it for its own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -193,3 +194,15 @@ def test_environment_refuses_what_cannot_serve(tmp_path: Path) -> None:
     (tmp_path / "fresh" / "thesis.tex").touch()
     assert "is no virtual environment" in error(DS_TRAINER_VENV=fresh)
     assert (tmp_path / "fresh" / "thesis.tex").exists()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shell_files_pass_shellcheck(tmp_path: Path) -> None:
+    scripts = [*(ROOT / "launch").glob("*.s*"), ROOT / ".ci" / "run", *(ROOT / "tests").rglob("*.sh")]
+    assert {"_slurm.sh", "_venv.sh", "run", "nodes_srun.sbatch", "cluster.sh"} <= {path.name for path in scripts}
+    command = ["shellcheck", "--external-sources"]
+    done = subprocess.run([*command, *map(str, scripts)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "wrong.sh"
+    wrong.write_text("#!/bin/sh\nrm $1\n", encoding="utf-8")
+    assert subprocess.run([*command, str(wrong)], capture_output=True, check=False).returncode == 1

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from ds_trainer.cli import launch_slurm
 from ds_trainer.cli.words import split_overrides
 from ds_trainer.launching.launch import print_command
 from ds_trainer.launching.launch import run as launch
@@ -39,6 +40,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options, unknown = parser.parse_known_args(others, options)
         words += unknown  # the recipe knows what an unknown word may have been meant to be
     request = launch_request(options, words)
+    if options.slurm:
+        launch_slurm.print_batch_script(options, request)
+        return DONE
+    launch_slurm.refuse_without_slurm(options)
     if options.print_only:
         print_command(request)
         return DONE
@@ -83,6 +88,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--restart-preempted", action="store_true", help="count a stop at a signal (exit code 75) among those")
     add("--job-dir", metavar="DIR", help="folder that all machines see, for what launch and ranks tell each other")
     add("--print-only", action="store_true", help="print the command, and start nothing")
+    launch_slurm.add_options(parser)
 
 
 def _positive(text: str) -> int:

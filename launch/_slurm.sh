@@ -1,0 +1,1 @@
+../ds_trainer/launching/slurm/_slurm.sh

@@ -1,0 +1,121 @@
+"""Jobs of two ranks that something stops in the middle, each with its accident in a thread of its own.
+
+They mostly wait, so they run side by side, on machines of their own, while other tests of this folder go on.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.jobs import environment, sbatch_words, users_folder
+from tests.cluster.long_training import FREE_STEPS
+from tests.cluster.machines import Cluster
+
+PATIENCE = 240  # seconds; all of them start at once, on two cores
+NODES = 8
+
+
+class Story:
+    """One job of two ranks: ``tests/cluster/long_training.py`` by one of the scripts."""
+
+    def __init__(self, cluster: Cluster, folder: Path, name: str, script: str, nodes: str, starts: int) -> None:
+        self.cluster, self.script, self.nodes, self.starts = cluster, script, nodes, starts
+        self.log, self.output = folder / f"{name}.log", folder / name
+        self._folder = folder
+        self.job = 0
+        self.accident: Future[Any] = Future()
+
+    def begin(self, *words: str, save_steps: int = 0) -> Story:
+        gpus = 2 if self.script == "one_node" else 1
+        size = sbatch_words(self.log, 1, f"--gpus-per-node={gpus}", f"--nodelist={self.nodes}", *words)
+        training = ["tests/cluster/long_training.py", str(self.output), str(self.starts), str(save_steps)]
+        command = [*size, f"launch/{self.script}.sbatch", *training]
+        self.job = self.cluster.submit(*command, cwd=self._folder, env=environment())
+        return self
+
+    def trace(self) -> list[tuple[int, int]]:
+        """Start and step of every step, in the order in which they were made."""
+        path = self.output / "trace"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
+
+    def wait_until_at_work(self, start: int = 1) -> None:
+        """Until a start has made so many steps that it crawls."""
+
+        def steps() -> int:
+            return sum(by == start for by, _ in self.trace())
+
+        self.cluster.wait_until(lambda: steps() > FREE_STEPS, PATIENCE, self.text)
+
+    def wait_until_restarted(self, times: int) -> None:
+        def restarts() -> int:
+            return int(self.cluster.job(self.job)["Restarts"])
+
+        self.cluster.wait_until(lambda: restarts() >= times, PATIENCE, self.text)
+
+    def end(self) -> dict[str, str]:
+        """What SLURM says of the job at its end, which was a good one."""
+        self.accident.result(timeout=PATIENCE)
+        told = self.cluster.wait_for(self.job, PATIENCE, self.log)
+        assert told["JobState"] == "COMPLETED", self.text()
+        return told
+
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else "nothing"
+
+    def weights(self) -> bytes:
+        return (self.output / "final" / "model.safetensors").read_bytes()
+
+
+def begin_stories(cluster: Cluster, folder: Path) -> dict[str, Story]:
+    """Begin all of them; ``folder`` is empty."""
+    folder = users_folder(folder)
+    stories = {
+        "whole": Story(cluster, folder, "whole", "one_node", "node8", 1),
+        "limit": Story(cluster, folder, "limit", "nodes_srun", "node[1-2]", 4),
+        "preempted": Story(cluster, folder, "preempted", "nodes_torchrun", "node[3-4]", 2),
+        "crash": Story(cluster, folder, "crash", "nodes_srun", "node[5-6]", 2),
+        "first_crash": Story(cluster, folder, "first_crash", "one_node", "node7", 2),
+    }
+    accidents = {
+        "whole": lambda story: story.begin(),
+        "limit": _reach_time_limits,
+        "preempted": _be_preempted,
+        "crash": lambda story: _lose_node(story, "node6"),
+        "first_crash": lambda story: _lose_node(story, "node7"),
+    }
+    threads = ThreadPoolExecutor(len(stories))
+    for name, accident in accidents.items():
+        stories[name].accident = threads.submit(accident, stories[name])
+    threads.shutdown(wait=False)
+    return stories
+
+
+def _reach_time_limits(story: Story) -> None:
+    """SLURM looks at the limits every half minute. The limit is set low once the ranks are at work, and high for the
+    next start, so that no start is too slow for its limit."""
+    story.begin("--time=60", "--signal=B:USR1@170")
+    for start in range(1, story.starts):
+        story.wait_until_at_work(start)
+        minutes = int(story.cluster.job(story.job)["RunTime"].split(":")[1]) + 2
+        story.cluster.hub("scontrol", "update", f"JobId={story.job}", f"TimeLimit={minutes}")
+        story.wait_until_restarted(start)
+        story.cluster.hub("scontrol", "update", f"JobId={story.job}", "TimeLimit=60")
+
+
+def _be_preempted(story: Story) -> None:
+    story.begin()
+    story.wait_until_at_work()
+    words = ["--partition=high", f"--nodelist={story.nodes}", "--exclusive", "--nodes=2", "--wrap", "sleep 2"]
+    story.cluster.submit("--output=/dev/null", *words, env=environment())
+
+
+def _lose_node(story: Story, node: str) -> None:
+    """Its last node is off until SLURM has given the job up."""
+    story.begin(save_steps=5)
+    story.wait_until_at_work()
+    story.cluster.crash(node)
+    story.wait_until_restarted(1)
+    story.cluster.boot(node)
