@@ -118,55 +118,6 @@ class Outcome:
     output: str
 
 
-# -- a rank ------------------------------------------------------------------------------------------------------------
-
-
-def work(directory: Path, steps: int, interval: int, in_background: bool) -> None:
-    """Train as a rank, and write down what came of it."""
-    from torch import nn
-
-    from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-    from tests.support.models import Regression, regression_rows
-    from tests.support.resuming import told
-
-    rank, attempt = os.environ["RANK"], int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-    class Diary(TrainerCallback):
-        """A line a step, which is kept whatever happens to the process."""
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.file = os.open(directory / f"diary-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            self.note("begin", attempt, state.global_step, time.time())
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.note("step", attempt, state.global_step, time.time())
-            time.sleep(0.01)
-
-        def note(self, *words: Any) -> None:
-            os.write(self.file, (" ".join(map(str, words)) + "\n").encode())
-
-    model = Regression()  # and not a Llama: half of the start-up would be imports for it
-    model.layers.insert(2, nn.Dropout(0.2))
-    args = TrainingArguments(
-        str(directory / "out"),
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        logging_steps=5,
-        save_steps=interval,
-        save_total_limit=3,
-        save_async=in_background,
-        zero_stage=1,
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = Trainer(model, args, train_dataset=regression_rows(37), callbacks=[Diary()])
-    trainer.train()
-    story = told(trainer, [])
-    (directory / f"story-{rank}.json").write_text(json.dumps(asdict(story)))
-
-
 # -- who watches and kills ---------------------------------------------------------------------------------------------
 
 
@@ -190,7 +141,7 @@ class Run:
         plan = self.plan
         place = ["--standalone"] if plan.standalone else ["--master-port", str(free_port())]
         restarts = ["--max-restarts", str(plan.kills + 3)]
-        module = ["-m", "tests.support.restarts", "--rank-in", str(self.directory), "--steps", str(plan.steps)]
+        module = ["-m", "tests.support.restarted_rank", str(self.directory), "--steps", str(plan.steps)]
         module += ["--interval", str(plan.interval), *([] if plan.in_background else ["--waiting"])]
         torchrun = str(Path(sys.executable).parent / "torchrun")
         launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
@@ -397,7 +348,7 @@ def digest(outcome: Outcome) -> dict[str, Any]:
 
 
 def main() -> int:
-    """A rank, or the whole."""
+    """Parse the command line and run. Exit code 1 where the run did not end as it should."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=2000)
@@ -407,11 +358,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="where to write what was seen, as JSON")
-    parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_in is not None:
-        work(options.rank_in, options.steps, options.interval, not options.waiting)
-        return 0
     plan = Plan(options.kills, options.steps, options.interval, not options.waiting, seed=options.seed)
     plan = Plan(**{**asdict(plan), "standalone": options.standalone, "limit": options.limit})
     with tempfile.TemporaryDirectory() as folder:
