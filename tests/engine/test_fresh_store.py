@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_trainer.engine.fresh_store import agree_on_name, outlives_ranks
+from ds_trainer.engine.fresh_store import agree_on_name, fresh_store, outlives_ranks
+from ds_trainer.utils.ranks import free_port
 
 WORLD = 4
 
@@ -47,6 +48,23 @@ def test_every_attempt_has_a_name_of_its_own(seed: int) -> None:
         assert None not in names and len(set(names)) == 1
         found.append(names[0])
     assert len(set(found)) == 6
+
+
+def test_nothing_of_an_earlier_attempt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, whose own process holds the store. The control: the store as torch gives it."""
+    port, soon = free_port(), timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    first = fresh_store(0, 1, soon)
+    first.set("failed", "rank 1")
+    assert first.check(["failed"])
+    assert not fresh_store(0, 1, soon).check(["failed"])
+    plain, again = (next(dist.rendezvous("env://", 0, 1, timeout=soon))[0] for _ in range(2))
+    plain.set("failed", "rank 1")
+    assert again.check(["failed"])
+    del server
 
 
 def test_the_store_of_torchrun_outlives_its_ranks() -> None:
