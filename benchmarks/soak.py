@@ -262,7 +262,7 @@ def table(result: dict[str, Any]) -> str:
         values = " | ".join(f"{one[name]:.1f}" for one in moments.values())
         lines.append(f"| {title} | {values} | {result['slopes'][name]:+.2f} |")
     lines.append("")
-    lines.append("GROWS: " + "; ".join(result["grows"]) if result["grows"] else "flat: nothing grows but the logs")
+    lines.append("GROWS: " + "; ".join(result["grows"]) if result["grows"] else "within the bounds")
     return "\n".join(lines)
 
 
