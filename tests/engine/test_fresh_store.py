@@ -63,6 +63,7 @@ def test_nothing_of_an_earlier_attempt_is_read(monkeypatch: pytest.MonkeyPatch) 
     assert not fresh_store(0, 1, soon).check(["failed"])
     plain, again = (next(dist.rendezvous("env://", 0, 1, timeout=soon))[0] for _ in range(2))
     plain.set("failed", "rank 1")
+    assert plain.check(["failed"]), "and so it has arrived"
     assert again.check(["failed"])
     del server
 
