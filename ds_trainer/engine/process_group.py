@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.engine.fresh_store import fresh_store, outlives_ranks
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
 from ds_trainer.utils.connections import end_connections, noted_connections
@@ -76,6 +77,12 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         torch.cuda.set_device(info.local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     with noted_connections():
+        if outlives_ranks(os.environ) and info.world_size > 1 and not dist.is_initialized():
+            store = fresh_store(info.rank, info.world_size, timeout)
+            place: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
+            if device_type == "cuda":
+                place["device_id"] = torch.device("cuda", info.local_rank)
+            dist.init_process_group(backend, store=store, **place)  # which DeepSpeed takes over
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     if dist.get_world_size() != info.world_size:
         raise ConfigError(

@@ -31,6 +31,8 @@ logger = get_logger(__name__)
 # a failure they may be gone, and who waits longer than the watch over failures allows is ended without a word.
 AFTER_SIGTERM_SECONDS, AFTER_FAILURE_SECONDS = 60.0, 8.0
 
+_ASK_SECONDS = 0.5  # between two looks at whether the other ranks are still there, while all wait for a save
+
 # Events between a save and the next optimizer step.
 _MEANWHILE = ("on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step")
 
@@ -143,7 +145,9 @@ class BackgroundSaves:
         if flight is None:
             return
         if wait:
-            flight.save.wait()
+            # Asking each other meanwhile: who waits in a thread's join for a rank that was killed waits for ever.
+            while distributed.agree(torch.tensor([int(not flight.save.wait(_ASK_SECONDS))]))[0]:
+                pass
         elif distributed.agree(torch.tensor([int(not flight.save.done)]))[0]:
             return
         self.in_flight = None
@@ -155,18 +159,19 @@ class BackgroundSaves:
             outcome = error
         flight.told(outcome)
 
-    def finish(self, patience: float) -> None:
+    def finish(self, patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """The process ends, or training was broken off: finish what is under way, and tell nobody but the log.
 
         Args:
             patience: seconds to wait for other ranks.
+            hurry: whether they are known to be gone meanwhile.
         """
         flight, self.in_flight = self.in_flight, None
         if flight is None:
             return
         name = f"checkpoint-{flight.state.global_step}"
         try:
-            flight.save.finish(patience)
+            flight.save.finish(patience, hurry)
         except Exception as error:
             logger.error("%s was not finished: %s", name, error)
         else:

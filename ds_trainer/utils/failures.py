@@ -72,13 +72,13 @@ class _Watch:
     def _key(self, name: str) -> str:
         return f"{_PREFIX}/{self.generation}/{name}"
 
-    def tell(self, error: BaseException) -> bool:
-        """Tell the others of this rank's own failure; True if all ranks have failed likewise."""
+    def tell(self, error: BaseException, grace: float) -> bool:
+        """Tell the others of this rank's own failure; True if all ranks have failed likewise within ``grace`` s."""
         if not isinstance(error, PeerFailure):  # or others would hear of that one instead of its cause
             said = {"rank": self.rank, "error": _described(error)}
             self.store.compare_set(self._key("first"), "", json.dumps(said))
         failed = self.store.add(self._key("count"), 1)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while failed < self.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             failed = self.store.add(self._key("count"), 0)
@@ -213,14 +213,16 @@ def meet_again() -> Any:
 
 def _share(watch: _Watch, error: BaseException) -> None:
     """Settle with the other ranks what ``error`` means; returns where this rank's own error is to be raised."""
-    if watch.aborted or _is_broken_connection(error):
+    broken = watch.aborted or _is_broken_connection(error)
+    if broken:
         said = watch.heard(wait=2 * POLL_SECONDS)
         if said is not None:
             watch.give_up()
             raise PeerFailure(
                 f"{said}. Rank {watch.rank} was waiting for it and ends too; its traceback is in that rank's output."
             ) from error
-    if not watch.tell(error):
+    # A connection that broke without a word is that of a rank which was killed: it will not fail likewise.
+    if not watch.tell(error, POLL_SECONDS if broken else GRACE_SECONDS):
         watch.give_up()
 
 

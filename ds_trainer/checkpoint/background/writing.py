@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 THREAD = "ds_trainer-save"
+_LOOK_SECONDS = 0.1
+_HURRY_SECONDS = 1.0  # for what a rank that is gone said before
 
 
 class BackgroundWork(Generic[T]):
@@ -95,13 +97,21 @@ class BackgroundSave(BackgroundWork[Path]):
         self._snapshot.complete()
         return self._write(self._snapshot.files(), self._meeting.gather)
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Wait before the process ends; for other ranks, which may be gone, no longer than ``seconds``.
+
+        Args:
+            seconds: for each time that this rank waits for them.
+            hurry: looked at meanwhile: whether it need not wait for them any more, as they are gone.
 
         Raises:
             BaseException: what the save failed with.
         """
         self._meeting.give_up_after(seconds)
+        while not self.wait(_LOOK_SECONDS):
+            if hurry():
+                self._meeting.give_up_after(_HURRY_SECONDS)
+                break
         self.result()
         self._meeting.leave()
 

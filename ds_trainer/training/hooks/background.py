@@ -102,7 +102,8 @@ class BackgroundHooks(CheckpointHooks):
     def _end_saves(self) -> None:
         """The training has ended: a checkpoint is still being written only where it was broken off."""
         if self._saves is not None:
-            self._saves.finish(AFTER_FAILURE_SECONDS)
+            # A launcher ends the ranks that are left when one has gone: its part of the save will not come any more.
+            self._saves.finish(AFTER_FAILURE_SECONDS, lambda: self.stopper.signalled)
             self._saves = None  # gives the memory back
             self.engine.before_step = None
 

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,11 +29,18 @@ _STEPS_AHEAD = 3  # until a wish of now is a stop: the vote is read a step later
 _SLOWER = 1.5
 
 
+def starts_again(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher takes every exit code but 0 for a crash, and starts the ranks again (torchrun)."""
+    started, most = (environment.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return started.isdigit() and most.isdigit() and int(started) < int(most)
+
+
 class TrainingStopped(SystemExit):
     """A training was stopped between two steps; left alone, it ends the process with its exit code.
 
     Attributes:
-        code: 75 where it is to be started again, 77 where not (:mod:`ds_trainer.utils.exit_codes`).
+        code: 75 where it is to be started again, 77 where not (:mod:`ds_trainer.utils.exit_codes`), which is 0 for a
+            launcher that would start the ranks again at any other (``torchrun --max-restarts``).
         step: optimizer steps done.
         checkpoint: from which the run goes on; None where there is none.
         reason: who asked for it.
@@ -98,6 +106,11 @@ class Stopper:
         if self._end is not None:
             self._end.close()
 
+    @property
+    def signalled(self) -> bool:
+        """Whether this process has been asked by a signal."""
+        return self._signals.requests > 0
+
     def before_first_step(self) -> bool:
         """Whether to stop before anything is done. Collective."""
         self.agreed = self._vote.now(self._wish())
@@ -127,7 +140,10 @@ class Stopper:
         assert self.agreed is not None
         if self.agreed.reason == "stop file" and self._rank == 0:
             self._files["stop file"][0].unlink(missing_ok=True)
-        return TrainingStopped(self.agreed.code if self._resumable else STOPPED, step, checkpoint, self.agreed.text)
+        code = self.agreed.code if self._resumable else STOPPED
+        if code == STOPPED and starts_again(os.environ):
+            code = 0
+        return TrainingStopped(code, step, checkpoint, self.agreed.text)
 
     def _wish(self) -> StopRequest | None:
         """What this rank has seen; what a person asked for comes first."""

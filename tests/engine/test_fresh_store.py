@@ -1,0 +1,74 @@
+"""Ranks that are started again in the store of dead ones find a name that is new, whatever those left there."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_trainer.engine.fresh_store import agree_on_name, fresh_store, outlives_ranks
+from ds_trainer.utils.ranks import free_port
+
+WORLD = 4
+
+
+def attempt(store: Any, chance: random.Random, ranks: range = range(WORLD), seconds: float = 20.0) -> list[str | None]:
+    """Names that ranks come to, each begun a little later or earlier; None where it gave up."""
+
+    def one(rank: int, delay: float) -> str | None:
+        time.sleep(delay)
+        try:
+            return agree_on_name(store, rank, WORLD, seconds)
+        except TimeoutError:
+            return None
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        waiting = [threads.submit(one, rank, chance.uniform(0.0, 0.05)) for rank in ranks]
+        return [future.result() for future in waiting]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_attempt_has_a_name_of_its_own(seed: int) -> None:
+    """Also after attempts of which some ranks died before they had agreed, the first or the last ones."""
+    chance = random.Random(seed)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    found = []
+    for _ in range(6):
+        if chance.random() < 0.5:
+            some = chance.choice([range(1), range(WORLD - 1), range(1, WORLD), range(WORLD - 1, WORLD)])
+            died = attempt(store, chance, some, 0.15)
+            assert died == [None] * len(some), "not without the others"
+        names = attempt(store, chance)
+        assert None not in names and len(set(names)) == 1
+        found.append(names[0])
+    assert len(set(found)) == 6
+
+
+def test_nothing_of_an_earlier_attempt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, whose own process holds the store. The control: the store as torch gives it."""
+    port, soon = free_port(), timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    first = fresh_store(0, 1, soon)
+    first.set("failed", "rank 1")
+    assert first.check(["failed"])
+    assert not fresh_store(0, 1, soon).check(["failed"])
+    plain, again = (next(dist.rendezvous("env://", 0, 1, timeout=soon))[0] for _ in range(2))
+    plain.set("failed", "rank 1")
+    assert plain.check(["failed"]), "and so it has arrived"
+    assert again.check(["failed"])
+    del server
+
+
+def test_the_store_of_torchrun_outlives_its_ranks() -> None:
+    assert outlives_ranks({"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert not outlives_ranks({"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert not outlives_ranks({"RANK": "0", "WORLD_SIZE": "2"})

@@ -1,0 +1,73 @@
+"""``torchrun --max-restarts`` brings killed ranks back in place, and the run ends as if nobody had been killed.
+
+Weights, optimizer states, random states and the whole log are compared bit for bit with the run that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.manifest import Manifest
+from tests.support.restarts import Outcome, Plan, Run
+
+PATIENCE = 25.0  # torchrun kills after 30 seconds who does not end; on a busy machine
+
+
+def check(outcome: Outcome, whole: Outcome, plan: Plan) -> None:
+    assert outcome.code == 0, outcome.output
+    assert len(outcome.stories) == 2
+    assert outcome.stories == whole.stories
+    assert (outcome.orphans, outcome.shared_memory, outcome.hidden) == ([], [], [])
+    assert len(outcome.kills) == plan.kills
+    for kill in outcome.kills:
+        assert kill.survivors < PATIENCE
+        # What is being written when the kill comes is lost: then it is the checkpoint before. The next save waits for
+        # it, so that no more than two intervals are under way.
+        assert kill.lost <= (2 if plan.in_background else 1) * plan.interval
+        if kill.resumed >= 0:
+            assert kill.resumed >= kill.kept, "from the newest checkpoint of that moment, or one that came after"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [True, False])
+def test_killed_ranks_are_back_in_place(in_background: bool, tmp_path: Path) -> None:
+    plan = Plan(
+        kills=2, steps=120, interval=10, in_background=in_background, in_start_up=0.0, standalone=True, limit=400.0
+    )
+    outcome = Run(tmp_path / "killed", plan).go()
+    whole = Run(tmp_path / "whole", replace(plan, kills=0)).go()
+    assert all(kill.at == "step" and kill.back > 0 for kill in outcome.kills)
+    check(outcome, whole, plan)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("in_background", [True, False])
+def test_fifty_kills(in_background: bool, tmp_path: Path) -> None:
+    plan = Plan(kills=50, steps=2000, interval=20, in_background=in_background, seed=1)
+    whole = Run(tmp_path / "whole", replace(plan, kills=0)).go()
+    check(Run(tmp_path / "killed", plan).go(), whole, plan)
+
+
+def test_a_run_that_is_stopped_is_not_started_again(tmp_path: Path) -> None:
+    """torchrun takes every exit code but 0 for a crash."""
+    run = Run(tmp_path, Plan(kills=0, steps=100_000, interval=1000, limit=300.0))
+    try:
+        run.wait_for(lambda: run.training(0), "it trains")
+        (tmp_path / "out" / "STOP").touch()
+    except BaseException:
+        run.end_all()
+        raise
+    outcome = run.end([], [])
+    assert outcome.code == 0, outcome.output
+    assert outcome.orphans == []
+    (checkpoint,) = list_checkpoints(tmp_path / "out")
+    step = Manifest.read(checkpoint).step
+    assert 0 < step < 100_000
+    assert [([one.attempt for one in begun], last) for begun, last in run.diaries()] == [([0], step)] * 2
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
+    assert not (tmp_path / "out" / "STOP").exists()
