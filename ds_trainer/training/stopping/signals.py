@@ -7,6 +7,7 @@ writes to a file descriptor (:func:`signal.set_wakeup_fd`), whatever the main th
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -53,7 +54,8 @@ class SignalCounter:
         self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), name="ds_trainer-signals", daemon=True).start()
         for number in taken:
-            self._before[number] = signal.signal(number, _nothing)
+            before = signal.signal(number, _nothing)
+            self._before[number] = signal.SIG_DFL if isinstance(before, _OnItsWay) else before
         return self
 
     def __exit__(
@@ -62,8 +64,10 @@ class SignalCounter:
         for number, handler in self._before.items():
             if signal.getsignal(number) is _nothing:
                 signal.signal(number, handler)
-        if isinstance(error, SystemExit) and self._before.pop(signal.SIGTERM, None) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _OnItsWay())
+        if isinstance(error, SystemExit) and signal.SIGTERM in self._before:
+            leaving = _OnItsWay()
+            signal.signal(signal.SIGTERM, leaving)
+            atexit.register(leaving.ignore)
         self._before = {}
         if self._sockets is not None:
             signal.set_wakeup_fd(self._wakeup)
@@ -105,6 +109,11 @@ class _OnItsWay:
     def __init__(self) -> None:
         self._until = time.monotonic() + LEAVING_SECONDS
 
+    def ignore(self) -> None:
+        """The interpreter is about to end, which puts the default action in the place of every handler but this."""
+        if signal.getsignal(signal.SIGTERM) is self:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() > self._until:
             signal.signal(number, signal.SIG_DFL)
@@ -116,7 +125,10 @@ def _is_free(number: int) -> bool:
     handler = signal.getsignal(number)
     if number == signal.SIGINT:
         return handler is signal.default_int_handler
-    return handler is signal.SIG_DFL or (number == signal.SIGUSR1 and handler is signal.SIG_IGN)
+    # A process that is still there after it was stopped trains again.
+    if isinstance(handler, _OnItsWay) or handler is signal.SIG_DFL:
+        return True
+    return number == signal.SIGUSR1 and handler is signal.SIG_IGN
 
 
 # A loading process that is forked must not report its own signals into its parent's pipe.
