@@ -52,7 +52,7 @@ BOUNDS = {
     "disk_mb": 2.0,
     "cpu_ms": 0.5,
 }
-_COARSE = {"rss_mb": 60.0, "open_files": 5.0, "threads": 5.0, "tensors": 200.0, "disk_mb": 20.0, "cpu_ms": 10.0}
+_COARSE = {"rss_mb": 60.0, "open_files": 5.0, "threads": 25.0, "tensors": 200.0, "disk_mb": 20.0, "cpu_ms": 10.0}
 QUICK_BOUNDS = {**BOUNDS, **_COARSE}
 TITLES = {
     "rss_mb": "memory (RSS), MB",

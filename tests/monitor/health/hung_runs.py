@@ -117,10 +117,12 @@ class StopsInStep:
         until_reported(self.output_dir)
 
     def stop_process(self) -> None:
+        time.sleep(LIMIT / 2)  # else it had no time yet to say where it is
         self.note.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hold_the_lock(self) -> None:
+        time.sleep(LIMIT / 4)  # the alarm of a run whose steps are over in no time is not set yet
         ctypes.PyDLL(None).usleep(int(1e6 * 4 * LIMIT))  # not CDLL, which would let other threads run
 
     def for_ever(self) -> None:
