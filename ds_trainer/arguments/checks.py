@@ -278,7 +278,7 @@ def _combination_problems(args: TrainingArguments) -> list[str]:
         problems.append(f"{' and '.join(asked)} are different precisions; keep one of them.")
     if args.zero_stage is not None and args.zero_stage not in (0, 1, 2, 3):
         problems.append(
-            f"zero_stage={args.zero_stage!r} must be 0 to 3, or None (0 on one rank, 1 on several and in fp16)."
+            f"zero_stage={args.zero_stage!r} must be 0, 1, 2, 3, or None (1 on several ranks and in fp16, else 0)."
         )
     if args.dataloader_num_workers == 0:
         for name, off in (

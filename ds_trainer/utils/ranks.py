@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ds_trainer.utils.errors import ConfigError
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun, deepspeed
+_LOCAL_SIZES = ("LOCAL_SIZE",)  # deepspeed's; not LOCAL_WORLD_SIZE, where accelerate writes a 1 that nobody said
 # Set by torchrun and by deepspeed's launcher of a machine: they start several ranks, and may be a task themselves.
 _MACHINE_LAUNCHER_NAMES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 # A SLURM job has no free port to announce, but its id is known to all its ranks; likewise with Open MPI.

@@ -161,9 +161,8 @@ def test_a_daemon_of_mpi_is_no_rank() -> None:
         {**STEP, "WORLD_SIZE": "4"},
         {**OMPI, "WORLD_SIZE": "8"},
         {**LAUNCHED, "LOCAL_RANK": "8"},
-        {**LAUNCHED, "LOCAL_WORLD_SIZE": "1"},
         {**LAUNCHED, "LOCAL_SIZE": "1"},
-        {**LAUNCHED, "LOCAL_WORLD_SIZE": "16"},
+        {**LAUNCHED, "LOCAL_SIZE": "16"},
         {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **MEETING},
     ],
 )
