@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from ds_trainer.monitor.doctor.findings import Finding, Level, Place, places_text
 
@@ -33,7 +34,7 @@ _MAY_DIFFER = frozenset(
         "deepspeed",  # may be a file of each machine's own: what is compiled of it is compared
     }
 )
-_NODES_OWN = frozenset({"output_dir", "logging_dir"})
+_OWN_FOLDERS = frozenset({"output_dir", "logging_dir"})
 _PLACES = ("nvme_path",)  # of the compiled configuration
 
 Facts = dict[str, str]
@@ -82,10 +83,12 @@ def argument_facts(args: TrainingArguments, compiled: Mapping[str, Any] | None =
     """All arguments that ranks must have in common, and the values of the compiled configuration.
 
     Left out is what may well differ from rank to rank: ``local_rank``, levels of logs, paths of devices, how data is
-    loaded; with ``save_on_each_node`` the output directory. What a subclass adds is its author's.
+    loaded; the output directory with ``save_on_each_node``, or where nothing is saved there. What a subclass adds is
+    its author's.
     """
     ours = Seq2SeqTrainingArguments if isinstance(args, Seq2SeqTrainingArguments) else TrainingArguments
-    left_out = _MAY_DIFFER | (_NODES_OWN if args.save_on_each_node else frozenset())
+    shared = args.save_strategy != SaveStrategy.NO and not args.save_on_each_node
+    left_out = _MAY_DIFFER | (frozenset() if shared else _OWN_FOLDERS)
     known = ours.__dataclass_fields__
     said = {n: _text(v) for n, v in args.to_dict().items() if n in known and n not in left_out}
     for path, value in _flat(compiled or {}):
