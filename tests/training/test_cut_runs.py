@@ -53,7 +53,8 @@ def reference(smoothed: bool = False) -> Trajectory:
 def check(way: str, output_dir: Path, trainer_class: type[Trainer] = Trainer, wanted: Any = None, **more: Any) -> None:
     job = partial(train_and_report, tiny_llama, make_data, str(output_dir), trainer_class, **arguments(way, **more))
     for found in pool(WORLD[way]).run(job):
-        assert_equal(found, reference() if wanted is None else wanted)
+        # A ring sums in another order, Adam divides what is left of that by small moments: up to 1.5e-5 on some CPUs.
+        assert_equal(found, reference() if wanted is None else wanted, tolerance=3e-5)
 
 
 class IgnoresTheCount(PlainAttention):
