@@ -33,6 +33,13 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
     value = entry.value
     if value == AUTO:
         return
+    name = path.split(".")[-1]
+    if is_secret(name) and value == masked(name):
+        yield (
+            f"{entry.where}: {path}={value} is what ds_trainer writes in place of a secret, not the secret itself; "
+            "write the real one, or leave it out where the library finds it in the environment."
+        )
+        return
     if value is None:
         if not wanted.nullable:
             yield f"{entry.where}: {path}=null must be {_expected(wanted)}; leave it out for the default."
@@ -40,7 +47,7 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
         for item in value:
             yield from complaint(item, wanted, path)
     elif not _fits(value, wanted):
-        said = masked(path.split(".")[-1]) if is_secret(path) else shown(entry)
+        said = masked(name) if is_secret(path) else shown(entry)
         yield f"{entry.where}: {path}={said} must be {_expected(wanted)}.{_remedy(value, wanted)}"
     elif isinstance(value, list) and wanted.items is not None:
         for item in value:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_trainer.config.schema import Field, load_schema
@@ -58,6 +60,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
         },
     ),
 )
+@example({"comet": {"api_key": "x"}}, "cpu", 1, {})
 def test_any_file(file: dict[str, Any], device: str, world: int, arguments: dict[str, Any]) -> None:
     world *= arguments.get("tensor_parallel_size", 1)
     try:
@@ -65,5 +68,10 @@ def test_any_file(file: dict[str, Any], device: str, world: int, arguments: dict
     except ConfigError as error:
         assert error.problems and all(problem.endswith((".", "?")) for problem in error.problems), error.problems
         return
-    again = compiled(world, device, environment=machine(), deepspeed=config.to_json(), **arguments)
+    again = compiled(world, device, environment=machine(), deepspeed=json.dumps(config.to_dict()), **arguments)
     assert again.to_dict() == config.to_dict()
+    if isinstance(config.get("comet.api_key"), str):
+        with pytest.raises(ConfigError, match="in place of a secret"):
+            compiled(world, device, environment=machine(), deepspeed=config.to_json(), **arguments)
+    else:
+        assert config.to_json() == json.dumps(config.to_dict(), indent=2)

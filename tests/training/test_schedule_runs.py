@@ -189,8 +189,8 @@ def _noting(trainer: Trainer, applied: list[bool]) -> Any:
         build(steps)
         step = trainer.engine.step
 
-        def noted() -> bool:
-            applied.append(step())
+        def noted(**given: bool) -> bool:
+            applied.append(step(**given))
             return applied[-1]
 
         trainer.engine.step = noted  # type: ignore[method-assign]
