@@ -25,6 +25,8 @@ logger = get_logger("monitor.health")
 
 NOTABLE = 0.1  # of a step: what one rank must be slower than the others to be named
 DATA, WORK = "data loading", "its own work"
+SECONDS_BETWEEN_WORDS = 30.0
+"""Between two warnings in the log; the file has every window."""
 _PENDING = 4  # windows that may wait for slow threads of other ranks
 
 
@@ -107,13 +109,17 @@ class StepTimes:
     Args:
         every: steps of a window; windows end at multiples of it, so those of all ranks fit together.
         host: where this rank runs.
+
+    Attributes:
+        finished: windows that nobody has taken yet: how many there were before (a rollback takes steps back, not
+            windows), the last step, the window.
     """
 
     def __init__(self, every: int, host: str) -> None:
         self._every, self._host = every, host
         self._sums = [0.0, 0.0, 0.0]
-        self._steps = 0
-        self.finished: deque[tuple[int, Window]] = deque(maxlen=_PENDING)
+        self._steps = self._windows = 0
+        self.finished: deque[tuple[int, int, Window]] = deque(maxlen=_PENDING)
 
     def add(self, step: int, seconds: float, data: float, communication: float) -> None:
         """The optimizer step number ``step`` has ended."""
@@ -124,7 +130,8 @@ class StepTimes:
         self._steps += 1
         if step % self._every == 0:
             step_seconds, data_seconds, waited = (value / self._steps for value in sums)
-            self.finished.append((step, Window(step_seconds, data_seconds, waited, self._host)))
+            self.finished.append((self._windows, step, Window(step_seconds, data_seconds, waited, self._host)))
+            self._windows += 1
             self._sums, self._steps = [0.0, 0.0, 0.0], 0
 
 
@@ -139,26 +146,27 @@ class StragglerReport:
     def __init__(self, times: StepTimes, path: Path) -> None:
         self._times = times
         self._writer = MetricsWriter(path)
-        self._open: deque[int] = deque(maxlen=_PENDING)
-        self._told: deque[int] = deque()
+        self._open: deque[tuple[int, int]] = deque(maxlen=_PENDING)
+        self._told: deque[str] = deque()
+        self._quiet_until = 0.0
         self._tell: Callable[[dict[str, Any]], None] = self._write
 
     def exchange(self, board: Board) -> None:
         """Hand over what has been finished since the last call; on the main process, report what is complete."""
         while self._times.finished:
-            step, window = self._times.finished.popleft()
-            board.put(f"steps/{step}/{board.rank}", [window.step, window.data, window.communication, window.host])
-            self._told.append(step)
-            self._open.append(step)
+            number, step, window = self._times.finished.popleft()
+            board.put(key := _key(number, board.rank), [window.step, window.data, window.communication, window.host])
+            self._told.append(key)
+            self._open.append((number, step))
             if len(self._told) > 2 * _PENDING:
-                board.drop(f"steps/{self._told.popleft()}/{board.rank}")
+                board.drop(self._told.popleft())
         if board.rank != 0:
             return
-        for step in list(self._open):
-            found = board.get_all([f"steps/{step}/{rank}" for rank in range(board.world_size)])
+        for number, step in list(self._open):
+            found = board.get_all([_key(number, rank) for rank in range(board.world_size)])
             if found is None:
                 break  # in order; the oldest is dropped when too many wait
-            self._open.remove(step)
+            self._open.remove((number, step))
             self._report(step, [Window(*values) for values in found])
 
     def finish(self, board: Board, seconds: float = 1.0) -> None:
@@ -178,7 +186,8 @@ class StragglerReport:
         if slow is not None:
             record["slowest_rank"], record["slowest_excess"] = slow.rank, round(slow.excess, 6)
             record["slowest_cause"], record["notable"] = slow.cause, slow.notable
-            if slow.notable:
+            if slow.notable and time.monotonic() >= self._quiet_until:
+                self._quiet_until = time.monotonic() + SECONDS_BETWEEN_WORDS
                 logger.warning("%s", said(step, slow, windows))
         self._tell(record)
 
@@ -188,6 +197,10 @@ class StragglerReport:
         except OSError as error:
             logger.warning("%s cannot be written (%s); stragglers are only logged", self._writer.path, error)
             self._tell = lambda record: None
+
+
+def _key(window: int, rank: int) -> str:
+    return f"windows/{window}/{rank}"
 
 
 def said(step: int, slow: Straggler, windows: list[Window]) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.job_end import JobEnd
 from ds_trainer.training.stopping.request import StopRequest
 from ds_trainer.training.stopping.signals import SignalCounter
-from ds_trainer.training.stopping.vote import StopVote
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
 
@@ -84,7 +84,7 @@ class Stopper:
         self.save_seconds: float | None = None
         self._margin = margin
         self._signals = SignalCounter()
-        self._vote = StopVote(group)
+        self._vote = vote.StopVote(group)
         self._rank = distributed.rank()
         self._files = {"stop file": (output_dir / STOP_FILE, STOPPED)} if self._rank == 0 else {}
         if self._rank == 0 and (named := os.environ.get(JOB_STOP_FILE)):
@@ -92,6 +92,7 @@ class Stopper:
         self._end = JobEnd() if self._rank == 0 and saves else None
         self._durations: deque[float] = deque(maxlen=16)
         self._last = time.perf_counter()
+        self._look_at = 0.0
         self._boundary = 0
 
     def __enter__(self) -> Stopper:
@@ -148,9 +149,11 @@ class Stopper:
     def _wish(self) -> StopRequest | None:
         """What this rank has seen; what a person asked for comes first."""
         hurry = self._signals.requests > 1
-        for reason, (path, code) in self._files.items():
-            if path.exists():
-                return StopRequest(code, reason, self._rank, hurry)
+        if self._last >= self._look_at:  # a shared file system is not to be asked at every step
+            self._look_at = self._last + vote.SECONDS_BETWEEN
+            for reason, (path, code) in self._files.items():
+                if path.exists():
+                    return StopRequest(code, reason, self._rank, hurry)
         if self._signals.requests:
             return StopRequest(REQUEUE, self._signals.name, self._rank, hurry)
         if self._end is not None and self._end.at is not None and time.time() + self._needed() >= self._end.at:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.monitor.health import stragglers
 from ds_trainer.monitor.health.board import Board
 from ds_trainer.monitor.health.stragglers import DATA, WORK, StepTimes, StragglerReport, Window, said, slowest
 from ds_trainer.monitor.records import read_records
@@ -36,8 +37,57 @@ def test_windows_end_at_multiples() -> None:
     times = StepTimes(4, "here")
     for step in range(3, 9):  # a resumed run: the first window is shorter
         times.add(step, 2.0 if step < 5 else 4.0, 0.5, 1.0)
-    assert list(times.finished) == [(4, Window(2.0, 0.5, 1.0, "here")), (8, Window(4.0, 0.5, 1.0, "here"))]
-    assert times.finished[0][1].work == 0.5
+    assert list(times.finished) == [(0, 4, Window(2.0, 0.5, 1.0, "here")), (1, 8, Window(4.0, 0.5, 1.0, "here"))]
+    assert times.finished[0][2].work == 0.5
+
+
+class BoardOf(Board):
+    """One rank's view of notes that several share, in one process."""
+
+    def __init__(self, rank: int, notes: dict[str, str]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self._notes = rank, 2, notes
+
+
+def test_after_a_rollback_old_windows_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+    notes: dict[str, str] = {}
+    times = [StepTimes(2, f"node{rank}") for rank in (0, 1)]
+    reports = [StragglerReport(each, tmp_path / f"{rank}.jsonl") for rank, each in enumerate(times)]
+    boards = [BoardOf(rank, notes) for rank in (0, 1)]
+    for attempt in (1.0, 2.0):
+        for step in (1, 2):
+            for each in times:
+                each.add(step, attempt, 0.0, 0.0)
+        for rank in (0, 1, 0):  # the main process looks before the other one has said anything, and after
+            reports[rank].exchange(boards[rank])
+    for report, board in zip(reports, boards, strict=True):
+        report.finish(board)
+    assert [record["step_seconds"] for record in read_records(tmp_path / "0.jsonl")] == [[1.0, 1.0], [2.0, 2.0]]
+    assert not (tmp_path / "1.jsonl").exists()
+
+
+def test_a_slow_rank_fills_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: dict[str, str] = {}
+    times = [StepTimes(1, f"node{rank}") for rank in (0, 1)]
+    reports = [StragglerReport(each, tmp_path / "stragglers.jsonl") for each in times]
+    boards = [BoardOf(rank, notes) for rank in (0, 1)]
+
+    def windows(first: int) -> None:
+        for step in (first, first + 1, first + 2):
+            for rank, waits in ((1, 0.0), (0, 0.5)):
+                times[rank].add(step, 1.0, 0.0, waits)
+                reports[rank].exchange(boards[rank])
+
+    windows(1)
+    assert [record.getMessage()[:30] for record in caplog.records] == ["Step 1: slowest rank 1 (node1)"]
+    monkeypatch.setattr(stragglers, "SECONDS_BETWEEN_WORDS", 0.0)
+    reports[0]._quiet_until = 0.0
+    windows(4)
+    assert len(caplog.records) == 4
+    reports[0].finish(boards[0])
+    assert [record["notable"] for record in read_records(tmp_path / "stragglers.jsonl")] == [True] * 6
 
 
 def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -296,6 +296,34 @@ def test_the_third_signal_ends_a_process_that_hangs(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
+LEAVES = """
+    import os, sys, time
+    sys.path.insert(0, {root!r})
+    from ds_trainer.training.stopping.signals import SignalCounter
+
+    class LastOfAll:
+        def __del__(self):  # in the interpreter's last moments, when Python has put its handlers away
+            os.write(1, b"leaving\\n")
+            time.sleep(2.0)
+
+    kept = LastOfAll()
+    kept.itself = kept
+    with SignalCounter():
+        sys.exit(75)
+"""
+
+
+def test_a_process_on_its_way_out_keeps_its_exit_code() -> None:
+    """Launchers send SIGTERM to the other ranks when one has ended."""
+    root = str(Path(__file__).parents[3])
+    code = textwrap.dedent(LEAVES).format(root=root)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"leaving\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+
+
 def test_ranks_vote_only_now_and_then() -> None:
     """With steps of a millisecond some hundred of them pass between two votes."""
     counts = pool(2).run(votes_of_a_run)
