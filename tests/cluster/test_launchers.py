@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -111,6 +112,54 @@ def test_machines_started_by_hand(cluster: Cluster, folder: Path) -> None:
     ]
     assert [one.wait(timeout=300) for one in started] == [0, 0]
     assert (folder / "said3").read_text() == "node2 4.0 None ['x']"
+
+
+# What a script finds out by itself, without `ds-trainer launch` around it.
+ALONE = """\
+import os, sys
+from torch import distributed, ones
+from ds_trainer.engine.process_group import start_process_group, stop_process_group
+info = start_process_group("cpu")
+total = ones(1)
+distributed.all_reduce(total)
+stop_process_group()
+where = f"{os.uname().nodename} {info.local_rank} {total.item()} {info.launcher}"
+open(f"said{info.rank}", "w").write(where)
+"""
+HYDRA = ["mpiexec.hydra", "-ppn", "2", "-n", "4"]
+ORTERUN = ["orterun", "--allow-run-as-root", "--mca", "plm_rsh_agent", "ssh", "--hostfile", "hosts", "-n", "4"]
+SALLOC = ["salloc", "-Q", "-N2", "--ntasks-per-node=2", "--mem=1000"]
+BY_HAND = {
+    "hydra, ssh": ("mpich", [*HYDRA, "-launcher", "ssh", "-hosts", "node1,node2", "-genv", "MASTER_ADDR", "node1"]),
+    "hydra, in an allocation": ("mpich", [*SALLOC, *HYDRA, "-genv", "MASTER_ADDR", "node1"]),
+    "Open MPI, ssh": ("openmpi", [*ORTERUN, "-x", "MASTER_ADDR=node1", "-x", "PYTHONPATH"]),
+    "srun with PMI-2": ("srun", [*SALLOC, "srun", "--mpi=pmi2"]),
+}
+
+
+@pytest.mark.parametrize("how", BY_HAND)
+def test_scripts_started_by_hand_with_mpi(cluster: Cluster, folder: Path, how: str) -> None:
+    launcher, words = BY_HAND[how]
+    if "mpiexec.hydra" in words and shutil.which("mpiexec.hydra") is None:
+        pytest.skip("mpich is not installed")
+    (folder / "alone.py").write_text(ALONE)
+    machine = "hub" if words[0] == "salloc" else "node1"
+    done = cluster.run(
+        machine, *words, sys.executable, "alone.py", cwd=folder, env=environment(), check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(4):
+        assert (folder / f"said{rank}").read_text() == f"node{1 + rank // 2} {rank % 2} 4.0 {launcher}"
+
+
+def test_mpi_over_two_machines_must_be_told_where_to_meet(cluster: Cluster, folder: Path) -> None:
+    if shutil.which("mpiexec.hydra") is None:
+        pytest.skip("mpich is not installed")
+    (folder / "alone.py").write_text(ALONE)
+    words = [*HYDRA, "-launcher", "ssh", "-hosts", "node1,node2", sys.executable, "alone.py"]
+    done = cluster.run("node1", *words, cwd=folder, env=environment(), check=False, timeout=200)
+    assert done.returncode != 0
+    assert "PMI_SIZE=4, of which 2 are on this machine (MPI_LOCALNRANKS), and MASTER_ADDR is not set" in done.stderr
 
 
 def start_sleepers(cluster: Cluster, folder: Path, launcher: str) -> tuple[subprocess.Popen[bytes], Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -72,7 +73,13 @@ def by_hand(path: str, variables: list[dict[str, str]]) -> None:
 COMPILED: dict[str, str] = {}  # by launcher
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun", "python"])
+MPIRUN = {
+    "openmpi": ["orterun", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
+    "mpich": ["mpiexec.hydra", "-n", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun", "python", *MPIRUN])
 def test_two_ranks_train_like_one(launcher: str, alone: list[float], tmp_path: Path) -> None:
     before = shared_buffers()
     path = str(script(tmp_path))
@@ -82,6 +89,11 @@ def test_two_ranks_train_like_one(launcher: str, alone: list[float], tmp_path: P
         subprocess.run(command, check=True, env=environment(), timeout=180)
     elif launcher == "torchrun":
         command = ["torchrun", "--nproc-per-node", "2", "--master-port", port, path, "2"]
+        subprocess.run(command, check=True, env=environment(), timeout=180)
+    elif launcher in MPIRUN:
+        if shutil.which(MPIRUN[launcher][0]) is None:
+            pytest.skip(f"{MPIRUN[launcher][0]} is not installed")
+        command = [*MPIRUN[launcher], sys.executable, path, "2"]
         subprocess.run(command, check=True, env=environment(), timeout=180)
     elif launcher == "srun":  # two tasks of a step, with exactly the variables that srun gives them
         step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
@@ -100,7 +112,7 @@ def test_two_ranks_train_like_one(launcher: str, alone: list[float], tmp_path: P
 
 
 def test_all_launchers_compile_the_same_json() -> None:
-    if len(COMPILED) < 4:
+    if not {"deepspeed", "torchrun", "srun", "python"} <= COMPILED.keys():
         pytest.skip("not all launchers were run")
     assert len(set(COMPILED.values())) == 1
     assert json.loads(COMPILED["python"])["zero_optimization"]["stage"] == 2
