@@ -6,11 +6,13 @@ at itself every 100 steps: memory, open files, threads, what it has in /dev/shm,
 then it counts the tensors that are alive. A line through the samples after the first tenth (start-up) gives the growth
 per 10,000 steps.
 
-``TrainerState.log_history`` grows by design, with every log. Its share is measured and taken off.
+``TrainerState.log_history`` grows by design, with every log. Its share is measured and taken off; not what its text
+needs while a checkpoint is written, which ``--no-logs`` tells from a leak.
 
     python benchmarks/soak.py --out benchmarks/results/soak.json     the table of docs/resilience.md
     python benchmarks/soak.py --quick                                1,500 steps: does it run here?
     python benchmarks/soak.py --quick --leak                         a control: 16 kB are kept at every step
+    python benchmarks/soak.py --no-logs                              another one: nothing is logged on the way
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ def disk_use(directory: Path) -> int:
     return found
 
 
-def train(directory: Path, steps: int, leak: bool) -> None:
+def train(directory: Path, steps: int, leak: bool, logs: bool = True) -> None:
     """One rank."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -164,7 +166,7 @@ def train(directory: Path, steps: int, leak: bool) -> None:
         max_steps=steps,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
-        logging_steps=10,
+        logging_steps=10 if logs else steps,
         eval_strategy="steps",
         eval_steps=100 if quick else 500,
         per_device_eval_batch_size=16,
@@ -181,7 +183,7 @@ def train(directory: Path, steps: int, leak: bool) -> None:
     trainer.train()
 
 
-def soak(ranks: int, steps: int, leak: bool = False) -> dict[str, Any]:
+def soak(ranks: int, steps: int, leak: bool = False, logs: bool = True) -> dict[str, Any]:
     """One training of so many ranks, each a process; what they saw of themselves."""
     port = free_port()
     before = set(os.listdir("/dev/shm"))
@@ -195,6 +197,7 @@ def soak(ranks: int, steps: int, leak: bool = False) -> dict[str, Any]:
                 environment = {**os.environ, **{name: str(value) for name, value in {**own, **place}.items()}}
                 command = [sys.executable, __file__, "--rank-in", folder, "--steps", str(steps)]
                 command += ["--leak"] if leak else []
+                command += [] if logs else ["--no-logs"]
                 processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             codes = [process.wait() for process in processes]
             if any(codes):
@@ -271,6 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps")
     parser.add_argument("--leak", action="store_true", help="keep something at every step, to see that it is seen")
+    parser.add_argument("--no-logs", action="store_true", help="log nothing but evaluations")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, help="another number of steps")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
@@ -278,11 +282,11 @@ def main() -> int:
     options = parser.parse_args()
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     if options.rank_in is not None:
-        train(options.rank_in, steps, options.leak)
+        train(options.rank_in, steps, options.leak, not options.no_logs)
         return 0
     load, results = os.getloadavg()[0], []
     for ranks in options.ranks:
-        results.append(soak(ranks, steps, options.leak))
+        results.append(soak(ranks, steps, options.leak, not options.no_logs))
         print(table(results[-1]) + "\n", flush=True)
     if options.out:
         packages = {name: version(name) for name in ("torch", "deepspeed", "ds-trainer")}

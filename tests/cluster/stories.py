@@ -14,7 +14,7 @@ from tests.cluster.long_training import FREE_STEPS
 from tests.cluster.machines import Cluster
 
 PATIENCE = 240  # seconds; all of them start at once, on two cores
-NODES = 10
+NODES = 15
 
 
 class Story:
@@ -83,6 +83,8 @@ def begin_stories(cluster: Cluster, folder: Path) -> dict[str, Story]:
         "preempted": Story(cluster, folder, "preempted", "nodes_torchrun", "node[3-4]", 2),
         "crash": Story(cluster, folder, "crash", "nodes_srun", "node[5-6,9]", 2),
         "first_crash": Story(cluster, folder, "first_crash", "one_node", "node[7,10]", 2),
+        "slurmd": Story(cluster, folder, "slurmd", "nodes_srun", "node[11-13]", 2),
+        "first_slurmd": Story(cluster, folder, "first_slurmd", "one_node", "node[14-15]", 2),
     }
     accidents = {
         "whole": lambda story: story.begin(),
@@ -90,6 +92,8 @@ def begin_stories(cluster: Cluster, folder: Path) -> dict[str, Story]:
         "preempted": _be_preempted,
         "crash": lambda story: _lose_node(story, "node6"),
         "first_crash": lambda story: _lose_node(story, "node7"),
+        "slurmd": lambda story: _kill_slurmd(story, "node12"),
+        "first_slurmd": lambda story: _kill_slurmd(story, "node14"),
     }
     threads = ThreadPoolExecutor(len(stories))
     for name, accident in accidents.items():
@@ -122,3 +126,10 @@ def _lose_node(story: Story, node: str) -> None:
     story.begin(save_steps=5)
     story.wait_until_at_work()
     story.cluster.crash(node)
+
+
+def _kill_slurmd(story: Story, node: str) -> None:
+    """SLURM loses sight of the node, whose ranks go on."""
+    story.begin(save_steps=5)
+    story.wait_until_at_work()
+    story.cluster.run(node, "pkill", "-KILL", "-x", "slurmd")

@@ -93,6 +93,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ("exit $((RANK == 1 ? 2 : 75))", ("FAILED", "2", "0")),
         ("exit 77", ("FAILED", "77", "0")),
         ("kill -KILL $$", ("FAILED", "137", "0")),
+        ("kill -KILL $PPID $$", ("FAILED", "137", "0")),  # who would have written the code down, too
     ],
 )
 def test_an_end_that_is_final(

@@ -46,6 +46,24 @@ def test_a_node_dies(stories: dict[str, Story], name: str) -> None:
     assert story.weights() == stories["whole"].weights()
 
 
+@pytest.mark.parametrize("name", ["slurmd", "first_slurmd"])
+def test_a_slurmd_dies_and_its_ranks_do_not(stories: dict[str, Story], name: str) -> None:
+    """SLURM starts the job again on other nodes. With the batch script elsewhere, the ranks that nobody sees end when
+    the others do; with it, they are asked to stop at a checkpoint, and the new ones go on from there."""
+    story = stories[name]
+    assert story.end()["Restarts"] == "1", story.text()
+    assert story.weights() == stories["whole"].weights()
+    starts = [start for start, _ in story.trace()]
+    assert starts == sorted(starts), "never two at a time"
+    steps = {start: [step for by, step in story.trace() if by == start] for start in (1, 2)}
+    assert steps[2] == list(range(steps[2][0], STEPS + 1))
+    if name == "slurmd":
+        assert 1 < steps[2][0] <= steps[1][-1] + 1
+    else:
+        assert steps[2][0] == steps[1][-1] + 1, "from the checkpoint at which they stopped"
+        assert "that start goes on with it" in story.text()
+
+
 def test_other_weights_are_noticed(stories: dict[str, Story]) -> None:
     changed = bytearray(stories["whole"].weights())
     changed[-1] ^= 1

@@ -41,11 +41,12 @@ prepare() {
     nproc="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
 
     # What this start of the job leaves on the shared disk, beside its log: the request to stop, the ranks' exit codes.
-    # Emptied first, so that a request of an earlier start does not stop this one.
     state="$PWD/slurm-$SLURM_JOB_ID.state"
-    rm -rf "$state"
-    export DS_TRAINER_RANK_CODES="$state/codes.$restarts" DS_TRAINER_STOP_FILE="$state/stop"
+    export DS_TRAINER_RANK_CODES="$state/codes.$restarts" DS_TRAINER_STOP_FILE="$state/stop.$restarts"
+    rm -rf "$DS_TRAINER_RANK_CODES" "$DS_TRAINER_STOP_FILE"
     mkdir -p "$DS_TRAINER_RANK_CODES"
+    # Where a slurmd died and not its node, ranks of an earlier start go on unseen: they are asked to stop.
+    for ((earlier = 0; earlier < restarts; earlier++)); do touch "$state/stop.$earlier"; done
     export DS_TRAINER_AUTO_RESUME="${DS_TRAINER_AUTO_RESUME:-1}"
     # The trainer asks squeue, which knows of later changes, too; inside a container it cannot.
     unset DS_TRAINER_JOB_END
@@ -124,10 +125,17 @@ stop_ranks() {
     fi
 }
 
+# How often SLURM has started this job again; what this start was told where it does not answer.
+restarts_now() {
+    local told
+    told="$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -o ' Restarts=[0-9]*')" || true
+    printf '%s' "${told##*=}" | grep . || printf '%s' "$restarts"
+}
+
 # Ends the script with the code of the ranks; requeues the job first where that is for.
 finish() {
     local code="$1" said again=0 now
-    said=" $(cat "$DS_TRAINER_RANK_CODES"/* 2>/dev/null | sort -nu | tr '\n' ' ')"
+    said=" $({ cat "$DS_TRAINER_RANK_CODES"/* 2>/dev/null || true; } | sort -nu | tr '\n' ' ')"
     # The failure of one rank has srun end the others by a signal (128 and more): the smallest code is the cause.
     if [[ "$said" =~ ' '([1-9][0-9]*) ]]; then code="${BASH_REMATCH[1]}"; fi
     case "$said" in
@@ -136,7 +144,14 @@ finish() {
         *" 75 "*) code=75 again=1 ;;
         *" 76 "*) code=76 again=1 ;;
     esac
+    if [ "$said" = " " ]; then # they were killed with all around them, and srun may say 0
+        said=" nothing said " code="$((code > 0 ? code : 1))"
+    fi
     say "the ranks ended with${said% }, srun with $1"
+    if [ "$(restarts_now)" -gt "$restarts" ]; then
+        say "this was start $restarts; SLURM has started the job again meanwhile, and that start goes on with it"
+        exit "$code"
+    fi
     now="$(date +%s)"
     if [ "$by_slurm" = 1 ] && [ "$now" -lt "$((${job_end:-$now + 60} - 10))" ]; then
         say "SLURM ends the job (scancel, preemption, a dead node): whether it starts again is SLURM's to say"
