@@ -30,9 +30,11 @@ from ds_trainer.training.data_place import DataPlace
 from ds_trainer.training.divergence import Update
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import accepted_arguments
+from ds_trainer.training.stopping.stopper import EvaluationGivenUp
 from ds_trainer.training.window_losses import WindowLosses
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.seeds import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from ds_trainer.callbacks.state import TrainerControl
@@ -105,12 +107,12 @@ class TrainLoop:
         handler = trainer.callback_handler
         with self._aside("on_train_begin"):  # a tracker may take its time to open a run
             trainer.control = handler.on_train_begin(args, state, trainer.control)
-        if args.eval_on_start:
-            self._evaluate()
+        if args.eval_on_start and self._evaluate() is None:
+            trainer.raise_stopped()
         if trainer.evaluation_is_due:  # the run was stopped before it came to it
             trainer.evaluation_is_due, trainer.control.should_evaluate = False, True
             self._log_evaluate_save()
-        if not self._is_done() and trainer.stopper.before_first_step():
+        if self._stopped or (not self._is_done() and trainer.stopper.before_first_step()):
             trainer.raise_stopped()
         while self.place.epoch < self.plan.epochs or self._lacks_steps():
             if self._is_done() and not self.place.is_inside:
@@ -122,6 +124,8 @@ class TrainLoop:
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
             self.place.next_epoch()
             self._log_evaluate_save()
+            if self._stopped:
+                self._save_and_stop()
             if trainer.control.should_training_stop:
                 break
         trainer.stopper.no_more_steps()
@@ -160,7 +164,7 @@ class TrainLoop:
                 self._stopped = True
                 break
             self._log_evaluate_save()
-            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+            if self._stopped or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
 
     def _is_done(self) -> bool:
@@ -220,6 +224,9 @@ class TrainLoop:
         if trainer.control.should_evaluate:
             trainer.store_flos()
             metrics = self._evaluate()
+            if metrics is None:
+                self._stopped = True
+                return
             if self._schedule_follows_metric:  # not at the start: nothing has been learned yet
                 step_on_metric(trainer.lr_scheduler, metrics, trainer.args)
             self._compare(metrics)
@@ -261,11 +268,23 @@ class TrainLoop:
             with self._aside("saving"):
                 self.trainer.settle_save(wait)
 
-    def _evaluate(self) -> dict[str, float]:
-        with self._aside("evaluation"):
-            metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
-            self.trainer.report_evaluation(metrics)
-            self.trainer.model_wrapped.train()
+    def _evaluate(self) -> dict[str, float] | None:
+        """The metrics; None where all ranks have agreed to stop before there were any: then all is as it was before."""
+        trainer, before = self.trainer, random_state()
+        # A run that a callback has ended before its last step must not go on in another process.
+        may_stop = self._is_done() or not trainer.control.should_training_stop
+        try:
+            with self._aside("evaluation"), trainer.stopper.evaluation():
+                trainer.asked_to_stop = trainer.stopper.after_step if may_stop else None
+                metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
+                trainer.report_evaluation(metrics)
+        except EvaluationGivenUp:
+            weights_of_training(trainer.optimizer)
+            restore_random_state(before)
+            return None
+        finally:
+            trainer.asked_to_stop = None
+            trainer.model_wrapped.train()
         return metrics
 
     def _compare(self, metrics: dict[str, float]) -> None:

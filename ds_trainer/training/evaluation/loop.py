@@ -80,6 +80,8 @@ class EvalLoop:
             found = self._round(model, inputs, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
             trainer.health_beat()
+            if not last:
+                trainer.give_up_if_asked()
             if found is None:
                 continue
             if self._batch_metrics and found["predictions"] is not None and found["label_ids"] is not None:

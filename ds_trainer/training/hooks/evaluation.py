@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ds_trainer.training.item_count import ItemCount
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
+from ds_trainer.training.stopping.stopper import EvaluationGivenUp
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
@@ -44,6 +46,8 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     """Evaluation of the model as it is now."""
 
     _preparation_time: float | None = None
+    # Whether to give an evaluation up between two rounds. None: it is made to its end.
+    asked_to_stop: Callable[[], bool] | None = None
 
     @fails_together
     def evaluate(
@@ -76,6 +80,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             # Without metrics nobody asks for predictions.
             loss_only = True if self.compute_metrics is None else None
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
+            self.asked_to_stop = None  # callbacks will have heard of a result, also where there are more sets
             found = self._with_speed(output, metric_key_prefix, start)
             if f"{metric_key_prefix}_loss" not in found:
                 names = ", ".join(self.label_names)
@@ -197,6 +202,15 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             if cut is not None and self.sequence_cut is not None:
                 logits = rejoined(logits, cut, number_of_samples(inputs), self.sequence_cut.length(inputs))
         return loss, logits, labels
+
+    def give_up_if_asked(self) -> None:
+        """Between two rounds of an evaluation. Collective.
+
+        Raises:
+            EvaluationGivenUp: the training makes it, and all ranks have agreed to stop.
+        """
+        if self.asked_to_stop is not None and self.asked_to_stop():
+            raise EvaluationGivenUp
 
     # -- details ---------------------------------------------------------------------------------------------------
 

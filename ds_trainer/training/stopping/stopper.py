@@ -6,7 +6,8 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ UNKNOWN_SAVE_SECONDS = 30.0
 """What a checkpoint is taken to need before one was written."""
 _STEPS_AHEAD = 3  # until a wish of now is a stop: the vote is read a step later
 _SLOWER = 1.5
+_REMEMBERED = 16  # steps of which the duration is known
 
 
 def starts_again(environment: Mapping[str, str]) -> bool:
@@ -56,6 +58,11 @@ class TrainingStopped(SystemExit):
         kept = f"{self.checkpoint} is complete" if self.checkpoint is not None else "there is no checkpoint"
         advice = "start again to go on" if self.code == REQUEUE else "it was asked for"
         return f"Stopped at step {self.step} by {self.reason}: {kept}. Exit code {self.code}: {advice}."
+
+
+class EvaluationGivenUp(BaseException):
+    """All ranks have agreed to stop while the training evaluated: whoever goes on makes the evaluation anew. Like
+    KeyboardInterrupt no failure, so that code which goes on after failures lets it pass."""
 
 
 class Stopper:
@@ -90,7 +97,7 @@ class Stopper:
         if self._rank == 0 and (named := os.environ.get(JOB_STOP_FILE)):
             self._files["job's stop file"] = Path(named), REQUEUE
         self._end = JobEnd() if self._rank == 0 and saves else None
-        self._durations: deque[float] = deque(maxlen=16)
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED)
         self._last = time.perf_counter()
         self._look_at = 0.0
         self._boundary = 0
@@ -127,6 +134,22 @@ class Stopper:
         if self._vote.is_due(self._boundary):
             self.agreed = self._vote.at(self._boundary, self._wish(), statistics.median(self._durations))
         return self.agreed is not None
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A block in which an evaluation is made. Its rounds are steps here: :meth:`after_step` comes after each. They
+        and the time that the evaluation takes say nothing of how long steps of the training are."""
+        of_steps, self._durations = self._durations, deque(maxlen=_REMEMBERED)
+        self._begin_others()
+        try:
+            yield
+        finally:
+            self._durations = of_steps
+            self._begin_others()
+
+    def _begin_others(self) -> None:
+        self._vote.change_pace()
+        self._last = time.perf_counter()
 
     def no_more_steps(self) -> None:
         """The training has come to its end. Collective."""

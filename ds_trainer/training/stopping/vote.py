@@ -31,6 +31,7 @@ class StopVote:
         self._group = group
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._next = 0
+        self._paced = True  # whether the vote under way knows how long steps are now
 
     def is_due(self, step: int) -> bool:
         """Whether ranks vote at this boundary, or read a vote."""
@@ -58,11 +59,16 @@ class StopVote:
             if agreed is not None:
                 return agreed
         if step >= self._next:
+            self._paced = True
             wait = max(1, int(SECONDS_BETWEEN / step_seconds)) if step_seconds > 0 else 1
             votes = torch.tensor([*encode(wish), wait])
             self._pending = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._asked_at = step
         return None
+
+    def change_pace(self) -> None:
+        """Steps take another time from now on: vote at the next one. On all ranks at the same boundary."""
+        self._next, self._paced = 0, False
 
     def finish(self) -> StopRequest | None:
         """Wait for the vote under way, if there is one, and read it."""
@@ -71,5 +77,5 @@ class StopVote:
         (votes, work), self._pending = self._pending, None
         work.wait()
         *request, wait = votes.tolist()
-        self._next = self._asked_at + wait
+        self._next = self._asked_at + (wait if self._paced else 0)
         return decode(request)
