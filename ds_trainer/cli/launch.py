@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Sequence
 
+from ds_trainer.arguments.recipe import load_recipe
 from ds_trainer.cli import launch_slurm
 from ds_trainer.cli.words import split_overrides
 from ds_trainer.launching.launch import print_command
@@ -38,8 +40,14 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog="ds-trainer launch", allow_abbrev=False)
         _add_options(parser)
         options, unknown = parser.parse_known_args(others, options)
-        words += unknown  # the recipe knows what an unknown word may have been meant to be
+        for word in unknown:
+            dashed = word.partition("=")[0].replace("_", "-")
+            if near := difflib.get_close_matches(dashed, parser._option_string_actions, n=1, cutoff=0.85):
+                raise ConfigError(f"launch: unknown option {word!r}. Did you mean '{near[0]}'?")
+        words += unknown  # the recipe knows what another word may have been meant to be
     request = launch_request(options, words)
+    if request.target.is_recipe:
+        load_recipe(request.target.path, words)  # or every rank would refuse it, seconds later
     if options.slurm:
         launch_slurm.print_batch_script(options, request)
         return DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import ds_trainer
 
+RECIPE = Path(ds_trainer.__file__).parents[1] / "ds_configs" / "recipes" / "quickstart.yaml"
 PROGRAM = """\
 import os, signal, sys
 from torch import distributed, ones
@@ -69,12 +71,26 @@ def test_the_printed_command_works_when_it_is_pasted(tmp_path: Path) -> None:
 
 
 def test_options_may_stand_among_the_overrides_of_a_recipe_but_not_after_a_script(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").touch()
+    shutil.copy(RECIPE, tmp_path / "r.yaml")
     done = launch(tmp_path, "--print-only", "r.yaml", "--arguments.max_steps", "3", "--launcher", "deepspeed")
     assert done.stdout.strip().endswith("ds_trainer.launching.rank -m ds_trainer train r.yaml --arguments.max_steps 3")
     assert "deepspeed.launcher.runner" in done.stdout
     done = launch(tmp_path, "--print-only", "program.py", "--launcher", "deepspeed")
     assert done.stdout.strip().endswith("program.py --launcher deepspeed") and "torch.distributed.run" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("--arguments.max_stepz", "unknown key 'arguments.max_stepz'. Did you mean 'max_steps'?"),
+        ("--nproc_per_node", "launch: unknown option '--nproc_per_node'. Did you mean '--nproc-per-node'?"),
+        ("--max_steps", "unknown key '--max_steps'. Did you mean '--arguments.max_steps'?"),
+    ],
+)
+def test_a_slip_is_refused_before_anything_starts(word: str, says: str, tmp_path: Path) -> None:
+    done = launch(tmp_path, str(RECIPE), word, "5")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert says in done.stderr
 
 
 def test_a_contradiction_is_refused_with_all_values_before_anything_starts(tmp_path: Path) -> None:
