@@ -67,6 +67,7 @@ def send(*numbers: int) -> None:
 def stopped(output_dir: str, at: int, action: Callable[[], None], rank: int = 1, **more: Any) -> tuple[Any, ...]:
     """Train until somebody asks for a stop; the exit code, the step, who asked, what callbacks heard, the story."""
     vote.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
     callback = At(at, action, rank)
     trainer = make(output_dir, callbacks=[callback], **more)
     batches = watched(trainer)
