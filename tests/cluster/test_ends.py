@@ -93,7 +93,6 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ("exit $((RANK == 1 ? 2 : 75))", ("FAILED", "2", "0")),
         ("exit 77", ("FAILED", "77", "0")),
         ("kill -KILL $$", ("FAILED", "137", "0")),
-        ("kill -KILL $PPID $$", ("FAILED", "137", "0")),  # who would have written the code down, too
     ],
 )
 def test_an_end_that_is_final(
@@ -101,6 +100,15 @@ def test_an_end_that_is_final(
 ) -> None:
     job = Job(cluster, tmp_path, lines)
     assert job.end() == end, job.text()
+    assert job.left() == []
+
+
+def test_ranks_that_could_say_nothing_have_failed(cluster: Cluster, jobs: dict[str, Job], tmp_path: Path) -> None:
+    """With each rank dies who would have written its code down. srun may end one of them before that: with 143."""
+    job = Job(cluster, tmp_path, "kill -KILL $PPID $$")
+    state, code, restarts = job.end()
+    assert (state, restarts) == ("FAILED", "0") and code in ("137", "143"), job.text()
+    assert f"the ranks ended with {'nothing said' if code == '137' else '143'}, srun with" in job.text()
     assert job.left() == []
 
 
