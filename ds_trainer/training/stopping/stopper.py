@@ -173,10 +173,10 @@ class Stopper:
         """What this rank has seen; what a person asked for comes first."""
         hurry = self._signals.requests > 1
         if self._last >= self._look_at:  # a shared file system is not to be asked at every step
-            self._look_at = self._last + vote.SECONDS_BETWEEN
             for reason, (path, code) in self._files.items():
                 if path.exists():
-                    return StopRequest(code, reason, self._rank, hurry)
+                    return StopRequest(code, reason, self._rank, hurry)  # again next time: this may be no vote
+            self._look_at = self._last + vote.SECONDS_BETWEEN
         if self._signals.requests:
             return StopRequest(REQUEUE, self._signals.name, self._rank, hurry)
         if self._end is not None and self._end.at is not None and time.time() + self._needed() >= self._end.at:

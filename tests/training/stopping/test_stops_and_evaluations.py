@@ -20,7 +20,7 @@ from ds_trainer.training.stopping.stopper import Stopper, TrainingStopped
 from ds_trainer.utils import distributed
 from tests.support.asking import At, send
 from tests.support.pool import pool
-from tests.support.resuming import Tokens, differences, make, told, watched
+from tests.support.resuming import StopAt, Tokens, differences, make, told, watched
 
 STEPS = 8
 
@@ -79,10 +79,10 @@ def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resum
     rank = distributed.rank()
     action = partial(send, signal.SIGUSR1) if stops and rank == distributed.world_size() - 1 else lambda: None
     callback = InRound(step, action, after)
-    trainer_class: Any = partial(DrawsAtRandom, eval_dataset=Tokens())
+    trainer_class: Any = partial(DrawsAtRandom, eval_dataset=more.pop("sets", None) or Tokens())
     trainer = make(
         output_dir,
-        callbacks=[callback],
+        callbacks=[callback, *more.pop("callbacks", [])],
         auto_resume=resumes,
         trainer_class=trainer_class,
         per_device_eval_batch_size=2,
@@ -128,6 +128,23 @@ def test_an_evaluation_is_given_up_and_made_anew(world: int, step: int, more: di
         assert differences(same_story, story, len(same_story.batches)) == []
 
 
+def test_what_callbacks_have_heard_of_is_made_to_its_end(tmp_path: Path) -> None:
+    """Of two sets the first is done when the signal comes: the run stops at the next step."""
+    sets: Any = {"one": Tokens(), "two": Tokens()}
+    more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "sets": sets}
+    ((code, step, rounds, heard, _),) = pool(1).run(
+        partial(within_evaluation, str(tmp_path), 4, 25, True, False, **more)
+    )
+    assert (code, step, rounds) == (75, 5, 0)
+    assert heard == ["evaluate 4", "evaluate 4", "save 4", "save 5", "end"]
+
+
+def test_a_run_that_a_callback_has_ended_does_not_go_on_elsewhere(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "callbacks": [StopAt(4)]}
+    ((losses, heard, story),) = pool(1).run(partial(within_evaluation, str(tmp_path), 4, 3, True, False, **more))
+    assert (len(losses), heard, story.step) == (1, ["evaluate 4", "save 4", "end"], 4)
+
+
 def evaluating(output_dir: str, stops: bool, **more: Any) -> Any:
     vote.SECONDS_BETWEEN = 0.0
     callback = At(3, partial(send, signal.SIGUSR1) if stops else lambda: None)
@@ -166,6 +183,33 @@ def boundaries_until_agreed(paced: bool) -> int | None:
     ballot.finish()
     distributed.barrier()
     return found
+
+
+def test_a_stop_file_is_found_whenever_it_is_looked_for(tmp_path: Path) -> None:
+    """The clock by which it is looked for and the steps at which ranks vote are not in time with each other."""
+    assert pool(2).run(boundaries_until_file_is_seen, str(tmp_path)) == [2, 2]
+
+
+def boundaries_until_file_is_seen(output_dir: str) -> int | None:
+    """Steps take half of the time between two votes, so that every other boundary only reads one; None for over 20."""
+    clock, real = [0.0], time.perf_counter
+    time.perf_counter = lambda: clock[0]  # type: ignore[assignment]
+    try:
+        stopper = Stopper(Path(output_dir), True, True, 0.0, distributed.dist.group.WORLD)
+        stopper.before_first_step()
+        found = None
+        for boundary in range(1, 25):
+            if boundary == 4 and distributed.rank() == 0:
+                (Path(output_dir) / "STOP").touch()
+            clock[0] += vote.SECONDS_BETWEEN / 2
+            if stopper.after_step():
+                found = boundary - 4
+                break
+        stopper.no_more_steps()
+        distributed.barrier()
+        return found
+    finally:
+        time.perf_counter = real  # type: ignore[assignment]
 
 
 def test_time_limits_know_how_long_rounds_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
