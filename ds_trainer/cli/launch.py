@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from ds_trainer.cli.words import split_overrides
 from ds_trainer.launching.launch import print_command
 from ds_trainer.launching.launch import run as launch
 from ds_trainer.launching.request import LAUNCHERS, LaunchRequest, is_recipe, read_exports, read_target
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.exit_codes import DONE
 
 HELP = "start a recipe or a script on one or many machines"
@@ -42,16 +41,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options, unknown = parser.parse_known_args(others, options)
         for word in unknown:
             dashed = word.partition("=")[0].replace("_", "-")
-            if near := difflib.get_close_matches(dashed, parser._option_string_actions, n=1, cutoff=0.85):
-                raise ConfigError(f"launch: unknown option {word!r}. Did you mean '{near[0]}'?")
+            if near := did_you_mean(dashed, parser._option_string_actions, cutoff=0.85):
+                raise ConfigError(f"launch: unknown option {word!r}.{near}")
         words += unknown  # the recipe knows what another word may have been meant to be
     request = launch_request(options, words)
-    if request.target.is_recipe:
-        load_recipe(request.target.path, words)  # or every rank would refuse it, seconds later
     if options.slurm:
         launch_slurm.print_batch_script(options, request)
         return DONE
     launch_slurm.refuse_without_slurm(options)
+    if request.target.is_recipe:
+        load_recipe(request.target.path, words)  # or every rank would refuse it, seconds later
     if options.print_only:
         print_command(request)
         return DONE

@@ -23,7 +23,8 @@ class ConfigError(ValueError):
         super().__init__(message)
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for the nearest of ``candidates``, or an empty string when none is near."""
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+def did_you_mean(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """``" Did you mean 'x'?"`` for the nearest of ``candidates``, or an empty string when none is near: alike by
+    ``cutoff``, 0 to 1."""
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f" Did you mean '{near[0]}'?" if near else ""
