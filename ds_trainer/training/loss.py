@@ -56,9 +56,23 @@ def shifts_labels(model: nn.Module) -> bool:
         return False
     kind = getattr(model, "loss_type", "")
     if kind is None:  # transformers knows no loss by the name of the class; where one is asked for, it takes this
-        asked = inspect.unwrap(type(model).forward).__code__.co_names
-        return "loss_function" in asked
+        return _asks_for_loss_function(type(model))
     return str(kind).endswith(_SHIFTING_LOSSES)
+
+
+def _asks_for_loss_function(model: type) -> bool:
+    """Whether ``forward`` uses ``self.loss_function``, itself or in a base class that it calls."""
+    for parent in model.__mro__:
+        forward = vars(parent).get("forward")
+        if forward is None:
+            continue
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        names = () if code is None else code.co_names
+        if "loss_function" in names:
+            return True
+        if "super" not in names:
+            return False
+    return False
 
 
 class ItemCounter:

@@ -157,3 +157,21 @@ def test_the_count_is_the_same_whether_or_not_anybody_waits_for_it(overlap: bool
     assert first[2] == second[2] == 8.0
     assert first[3] == second[3] == pytest.approx(6.0 / 8.0)
     assert pool(2).run(add_up, [0, 0], overlap)[0][2] == 1.0  # nothing to predict: no division by zero
+
+
+def test_a_subclass_shifts_as_the_forward_that_it_calls_does() -> None:
+    """transformers finds no loss by the name of such a class."""
+    from transformers import LlamaForCausalLM
+
+    class Wrapped(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **more: Any) -> Any:
+            return super().forward(input_ids=input_ids, **more)
+
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    config = tiny_llama().config
+    assert shifts_labels(Wrapped(config))
+    assert not shifts_labels(Own(config))
