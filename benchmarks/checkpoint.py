@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -30,11 +28,11 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from kept_results import Results
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
@@ -63,12 +61,18 @@ class Case:
     """Steps between two turns, at least."""
 
 
-CASES = [
-    Case("10m", 256, 8, 4096, rounds=8),
-    Case("50m", 512, 12, 8192, rounds=8),
-    Case("50m bf16", 512, 12, 8192, rounds=8, bf16=True),
-    Case("120m", 768, 16, 8192, rounds=8),
-]
+CASES = {
+    "cpu": [
+        Case("10m", 256, 8, 4096, rounds=8),
+        Case("50m", 512, 12, 8192, rounds=8),
+        Case("50m bf16", 512, 12, 8192, rounds=8, bf16=True),
+        Case("120m", 768, 16, 8192, rounds=8),
+    ],
+    "cuda": [
+        Case("50m bf16", 512, 12, 8192, rounds=3, bf16=True, sequence=1024, quiet_steps=5),
+        Case("400m bf16", 1024, 24, 32768, rounds=3, bf16=True, sequence=1024, batch=4, quiet_steps=5),
+    ],
+}
 
 
 def build_model(case: Case) -> nn.Module:
@@ -109,17 +113,18 @@ class Bench:
     Args:
         case: the model.
         directory: on the disk that is measured.
+        device: ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, case: Case, directory: Path) -> None:
-        self.case, self.directory = case, directory
+    def __init__(self, case: Case, directory: Path, device: str) -> None:
+        self.case, self.directory, self.device = case, directory, device
         args = TrainingArguments(
             str(directory / "ours"),
             per_device_train_batch_size=case.batch,
             max_steps=1,
             save_strategy="no",
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=device == "cpu",
             zero_stage=case.zero_stage,
             bf16=case.bf16,
         )
@@ -130,16 +135,19 @@ class Bench:
         self.engine = self.trainer.engine
         self.saves = BackgroundSaves(self.trainer)
         self.bytes = 0
-        self.theirs = as_transformers(self.trainer, directory / "theirs")
+        self.theirs = as_transformers(self.trainer, directory / "theirs", device)
 
     def step(self) -> float:
         """One optimizer step; its seconds."""
         start = time.perf_counter()
-        batch = torch.utils.data.default_collate([self.data[0] for _ in range(self.case.batch)])
+        rows = torch.utils.data.default_collate([self.data[0] for _ in range(self.case.batch)])
+        batch = {name: tensor.to(self.trainer.device) for name, tensor in rows.items()}
         self.engine.begin_micro_batch(last=True)
         self.engine.backward(self.engine.deepspeed(**batch).loss)
         self.engine.step()
         self.trainer.state.global_step += 1
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def turn(self, way: str) -> dict[str, float]:
@@ -219,12 +227,12 @@ class Bench:
         return target
 
 
-def as_transformers(trainer: Trainer, target: Path) -> Any:
+def as_transformers(trainer: Trainer, target: Path, device: str) -> Any:
     """A ``transformers.Trainer`` that believes to have our engine: its own functions write its checkpoint."""
     import transformers
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-    args = transformers.TrainingArguments(str(target), use_cpu=True, report_to="none")
+    args = transformers.TrainingArguments(str(target), use_cpu=device == "cpu", report_to="none")
     theirs: Any = transformers.Trainer(trainer.model, args)
     theirs.is_deepspeed_enabled = True
     theirs.deepspeed = theirs.model_wrapped = trainer.engine.deepspeed
@@ -249,9 +257,9 @@ def size_of(path: Path) -> int:
     return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 
 
-def measure(case: Case, directory: Path) -> dict[str, Any]:
+def measure(case: Case, directory: Path, device: str) -> dict[str, Any]:
     """All turns of one case."""
-    bench = Bench(case, directory)
+    bench = Bench(case, directory, device)
     parameters = sum(p.numel() for p in bench.trainer.model.parameters())
     for way in (WAITING, *WAYS):  # the first time is slow for everybody, and dd learns how much to write
         bench.turn(way)
@@ -320,26 +328,26 @@ def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small model: to see it work")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="these models")
+    parser.add_argument("--device", choices=list(CASES), default="cpu", help="where the model is trained")
+    names = sorted({case.name for cases in CASES.values() for case in cases})
+    parser.add_argument("--only", nargs="+", choices=names, help="these models")
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: that of temporary files")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no model after this time")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    torch.set_num_threads(1)
-    cases = [replace(CASES[0], rounds=1)] if options.quick else CASES
-    cases = [case for case in cases if options.only is None or case.name in options.only]
-    load = os.getloadavg()[0]
-    results: list[dict[str, Any]] = []
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    of_device = CASES[options.device]
+    cases = [replace(of_device[0], rounds=1)] if options.quick else of_device
+    results = Results(options.out, options.device, options.minutes, load_average=os.getloadavg()[0])
     for case in cases:
+        if results.out_of_time or (options.only is not None and case.name not in options.only):
+            continue
         with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-            results.append(measure(case, Path(directory)))
-        print(table(results[-1:]), flush=True)
-    print("\n" + table(results))
-    if options.out:
-        packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "ds-trainer")}
-        about = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), "load_average": load, **packages}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"environment": about, "cases": results}, indent=2) + "\n", encoding="utf-8")
+            results.add(measure(case, Path(directory), options.device))
+        print(table(results.cases[-1:]), flush=True)
+    print("\n" + table(results.cases))
     return 0
 
 

@@ -21,13 +21,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kept_results import Results
 from torch import Tensor
 
 from ds_trainer.parallel.attention_blocks import attention_blocks
@@ -223,26 +223,23 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds: to see it work, not to believe the numbers")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", nargs="+", help="names of cases; all by default")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     chosen = cases(options.device)
     names = [case.name for case in chosen]
     if unknown := set(options.cases or []) - set(names):
         parser.error(f"unknown cases {sorted(unknown)}; there are {names}")
-    results = []
+    results = Results(options.out, options.device, options.minutes)
     for case in chosen:
-        if options.cases and case.name not in options.cases:
+        if results.out_of_time or (options.cases and case.name not in options.cases):
             continue
         if options.quick:
             case = replace(case, rounds=3, warmup=1)
-        results.append(measure(case, options.device))
-        print(table(results[-1:]), json.dumps(results[-1]["check"]), sep="\n", flush=True)
-    print("\n" + table(results))
-    if options.out:
-        about = {"python": platform.python_version(), "torch": torch.__version__, "ds-trainer": version("ds-trainer")}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"environment": about, "cases": results}, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(result["check"]["passed"] for result in results) else 1
+        results.add(measure(case, options.device))
+        print(table(results.cases[-1:]), json.dumps(results.cases[-1]["check"]), sep="\n", flush=True)
+    print("\n" + table(results.cases))
+    return 0 if all(result["check"]["passed"] for result in results.cases) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,413 @@
+"""Tokens a second, MFU and peak memory of one device: a bare DeepSpeed loop, this Trainer and transformers.Trainer.
+
+Full fine-tunes at the shapes of 0.5B, 1B and 3B models and LoRA at 8B, random weights and tokens, bf16, ZeRO 1 on one
+rank, sequences of 4,096 tokens. All three get the same model, DeepSpeed configuration, optimizer and recomputation.
+
+The loops take turns in one process: each turn builds the model on the device, takes a few steps to warm up, times the
+next ones and gives everything back. The order is drawn anew for each round, and ratios are taken within a round, so
+that a clock that falls with temperature meets all of them. A step is timed from the end of the step before it to its
+own end with the device idle at both ends of the timed block only, so nothing is synchronized that would not be.
+
+    python benchmarks/gpu_throughput.py --out throughput.json
+    python benchmarks/gpu_throughput.py --models 1b --rounds 5
+    python benchmarks/gpu_throughput.py --device cpu                 the same code on tiny shapes: does it run?
+
+The exit code is 1 where a loop failed, or where two loops did not compute the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from kept_results import Results
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+BARE, OURS, THEIRS = "bare loop", "ds_trainer", "transformers"
+LOOPS = (BARE, OURS, THEIRS)
+SEED, RATE, DECAY, CLIP = 42, 1e-5, 0.1, 1.0
+TOLERANCE = 1e-2  # relative, of a loss: the same arithmetic in bf16, with kernels that add in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and what goes through it.
+
+    Attributes:
+        lora: rank of the adapters on all linear layers; 0 trains the whole model.
+        recompute: activations are recomputed in the backward pass.
+        warmup, steps: optimizer steps of a turn before the clock starts, and those that are timed.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    tied: bool
+    micro_batch: int
+    sequence: int = 4096
+    lora: int = 0
+    recompute: bool = False
+    rounds: int = 3
+    warmup: int = 3
+    steps: int = 8
+
+
+# Shapes of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B, all as Llama.
+CASES = {
+    "cuda": [
+        Case("0.5b", 896, 4864, 24, 14, 2, 151936, True, micro_batch=4),
+        Case("1b", 2048, 8192, 16, 32, 8, 128256, True, micro_batch=4),
+        Case("3b", 3072, 8192, 28, 24, 8, 128256, True, micro_batch=2, recompute=True),
+        Case("8b lora", 4096, 14336, 32, 32, 8, 128256, False, micro_batch=2, lora=16, recompute=True),
+    ],
+    "cpu": [
+        Case("tiny", 64, 160, 2, 4, 2, 256, True, 2, sequence=64, rounds=2, warmup=1, steps=2),
+        Case("tiny lora", 64, 160, 2, 4, 2, 256, False, 2, 64, lora=4, recompute=True, rounds=1, warmup=1, steps=2),
+    ],
+}
+
+
+# -- model and data ------------------------------------------------------------------------------------------------
+
+
+def build_model(case: Case, device: str) -> nn.Module:
+    """The model with random weights, made on the device, in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.key_heads,
+        max_position_embeddings=case.sequence,
+        tie_word_embeddings=case.tied,
+        use_cache=False,
+    )
+    torch.manual_seed(SEED)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model: nn.Module = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=case.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """As many random sequences as a turn takes."""
+
+    def __init__(self, case: Case) -> None:
+        samples = (case.warmup + case.steps) * case.micro_batch
+        draw = torch.Generator().manual_seed(SEED)
+        self.rows = torch.randint(case.vocabulary, (samples, case.sequence), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One batch; the same function in all loops."""
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+# -- the loops -----------------------------------------------------------------------------------------------------
+
+
+def arguments(case: Case, device: str, output_dir: str) -> dict[str, Any]:
+    """What both trainers are told. Nothing is logged or saved; all else is their default."""
+    values: dict[str, Any] = dict(
+        output_dir=output_dir,
+        per_device_train_batch_size=case.micro_batch,
+        max_steps=case.warmup + case.steps,
+        learning_rate=RATE,
+        weight_decay=DECAY,
+        max_grad_norm=CLIP,
+        optim="adamw_torch_fused",
+        bf16=True,
+        logging_steps=10**9,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+        seed=SEED,
+    )
+    if case.recompute:
+        values.update(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+    return values
+
+
+def compiled_config(case: Case, device: str, output_dir: str) -> dict[str, Any]:
+    """The DeepSpeed configuration that this package makes of the arguments; all three loops run with it."""
+    from ds_trainer import Trainer, TrainingArguments
+
+    small = replace(case, hidden=case.heads * 2, intermediate=8, layers=1, vocabulary=8)
+    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=1)
+    config: dict[str, Any] = Trainer(build_model(small, "cpu"), args).compiled.to_dict()
+    return config
+
+
+class Clock:
+    """Times the steps after the warm-up; told of the end of every step.
+
+    Attributes:
+        seconds: of one step.
+        losses: of every micro-batch, on the device.
+    """
+
+    def __init__(self, case: Case, device: str) -> None:
+        self._case, self._device = case, device
+        self._done = 0
+        self._began = 0.0
+        self.seconds = 0.0
+        self.losses: list[torch.Tensor] = []
+
+    def model(self) -> nn.Module:
+        """The model of the case; its losses are kept."""
+        model = build_model(self._case, self._device)
+        model.register_forward_hook(lambda module, inputs, output: self.losses.append(output.loss.detach()))
+        return model
+
+    def step_done(self) -> None:
+        """A step has ended on the host. The device is waited for where the timed block begins and ends."""
+        self._done += 1
+        if self._done == self._case.warmup:
+            synchronize(self._device)
+            self._began = time.perf_counter()
+        elif self._done == self._case.warmup + self._case.steps:
+            synchronize(self._device)
+            self.seconds = (time.perf_counter() - self._began) / self._case.steps
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device is idle."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def bare_loop(case: Case, device: str, config: dict[str, Any], output_dir: str, clock: Clock) -> None:
+    """What one writes by hand."""
+    import deepspeed
+
+    from ds_trainer.engine.parallelism import forget_layout
+    from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.optim.optimizers import decay_parameter_names, parameter_groups
+
+    start_process_group(device)
+    forget_layout()  # of an engine before
+    model = clock.model()
+    if case.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if case.lora:
+            model.enable_input_require_grads()
+    groups = parameter_groups(model, decay_parameter_names(model), DECAY)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    loader = DataLoader(Tokens(case), case.micro_batch, collate_fn=collate, pin_memory=device == "cuda")
+    engine.train()
+    for batch in loader:
+        batch = {key: value.to(engine.device, non_blocking=True) for key, value in batch.items()}
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        clock.step_done()
+    engine.destroy()
+
+
+def our_trainer(case: Case, device: str, config: dict[str, Any], output_dir: str, clock: Clock) -> None:
+    """This package's Trainer with its default callbacks."""
+    from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.step_done()
+
+    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=1)
+    trainer = Trainer(clock.model(), args, data_collator=collate, train_dataset=Tokens(case))
+    # Not by add_callback: that one makes the ranks agree on what the user's callbacks decided; this decides nothing.
+    trainer.callback_handler.add_callback(StepEnd())
+    trainer.train()
+    trainer.engine.close()
+
+
+def their_trainer(case: Case, device: str, config: dict[str, Any], output_dir: str, clock: Clock) -> None:
+    """transformers.Trainer with the same configuration, without its optimizer block: see benchmarks/overhead.py."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from ds_trainer.engine.parallelism import forget_layout
+    from ds_trainer.engine.process_group import start_process_group
+
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.step_done()
+
+    start_process_group(device)
+    forget_layout()
+    config = {key: value for key, value in config.items() if key != "optimizer"}
+    args = TrainingArguments(**arguments(case, device, output_dir), report_to="none", deepspeed=config)
+    trainer = Trainer(clock.model(), args, data_collator=collate, train_dataset=Tokens(case), callbacks=[StepEnd()])
+    trainer.train()
+    trainer.deepspeed.destroy()
+
+
+RUN: dict[str, Callable[..., None]] = {BARE: bare_loop, OURS: our_trainer, THEIRS: their_trainer}
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def turn(name: str, case: Case, device: str, config: dict[str, Any]) -> dict[str, Any]:
+    """One turn of one loop: seconds a step and the peak of allocated memory, or the error that ended it."""
+    clock = Clock(case, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as output_dir:
+        try:
+            RUN[name](case, device, config, output_dir, clock)
+        except Exception as error:
+            traceback.print_exc()
+            return {"loop": name, "error": f"{type(error).__name__}: {error}"[:2000]}
+        finally:
+            gc.collect()  # an engine is full of cycles
+    memory = {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if device == "cuda" else {"peak_gb": None}
+    if device == "cuda":
+        memory["left_gb"] = torch.cuda.memory_allocated() / 1e9  # should be nothing
+    return {"loop": name, "seconds": clock.seconds, **memory, "losses": [float(loss) for loss in clock.losses]}
+
+
+def flops_of_step(case: Case) -> float:
+    """Model FLOPs of one step; what is recomputed is not counted."""
+    from ds_trainer.planner.flops import FlopRule, Weights
+    from ds_trainer.planner.model_shape import ModelShape
+
+    with torch.device("meta"):
+        model = build_model(replace(case, lora=0), "meta")
+    total = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n)
+    trainable = 0 if case.lora else total  # adapters are a fraction of a percent
+    rule = FlopRule.of(ModelShape.from_model(model), Weights(total, trainable))
+    assert rule is not None
+    return rule.flops(case.micro_batch, case.sequence)
+
+
+def measure(case: Case, device: str, rounds: int, results: Results) -> dict[str, Any]:
+    """All turns of one case."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = compiled_config(case, device, directory)
+    draw, turns = random.Random(SEED), []
+    for number in range(rounds):
+        for name in draw.sample(LOOPS, len(LOOPS)):
+            if results.out_of_time:
+                break
+            turns.append({"round": number, **turn(name, case, device, config)})
+            print(f"{case.name}: {turns[-1]}", file=sys.stderr, flush=True)
+    return {**asdict(case), "turns": turns, "loops": dict(summary(case, turns, device)), "deepspeed_config": config}
+
+
+def summary(case: Case, turns: Sequence[dict[str, Any]], device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Medians of each loop, and the ratio of its tokens a second to the bare loop's of the same round."""
+    from ds_trainer.planner.hardware import peak_flops
+
+    tokens, operations = case.micro_batch * case.sequence, flops_of_step(case)
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16") if device == "cuda" else None
+    of = {name: {t["round"]: t for t in turns if t["loop"] == name and "seconds" in t} for name in LOOPS}
+    for name in LOOPS:
+        errors = [t["error"] for t in turns if t["loop"] == name and "error" in t]
+        for number, one in of[name].items():
+            wanted = of[BARE].get(number, one)["losses"]
+            if not same_losses(one["losses"], wanted):
+                errors.append(f"other losses than the bare loop's: {one['losses']}, {wanted}")
+        if not of[name]:
+            yield name, {"error": errors[0]} if errors else {"not_run": True}
+            continue
+        seconds = statistics.median(t["seconds"] for t in of[name].values())
+        pairs = [of[BARE][number]["seconds"] / t["seconds"] for number, t in of[name].items() if number in of[BARE]]
+        yield (
+            name,
+            {
+                "tokens_per_second": tokens / seconds,
+                "tflops": operations / seconds / 1e12,
+                "mfu": operations / seconds / peak if peak else None,
+                "peak_gb": max((t["peak_gb"] for t in of[name].values() if t["peak_gb"]), default=None),
+                "of_bare_loop": [min(pairs), statistics.median(pairs), max(pairs)] if pairs else None,
+                **({"error": errors[0]} if errors else {}),
+            },
+        )
+
+
+def same_losses(found: Sequence[float], wanted: Sequence[float]) -> bool:
+    """Whether two loops did the same work; NaN never is the same."""
+    pairs = zip(found, wanted, strict=False)
+    return len(found) == len(wanted) and all(abs(a - b) <= TOLERANCE * abs(b) for a, b in pairs)
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """A line a model and loop."""
+    lines = [
+        "| model | loop | tokens/s | TFLOP/s | MFU | peak memory, GB | tokens/s relative to the bare loop (range) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        for name, loop in one["loops"].items():
+            if "tokens_per_second" not in loop or "error" in loop:
+                said = loop["error"].splitlines()[0][:120] if "error" in loop else "not run: the time was over"
+                lines.append(f"| {one['name']} | {name} | {said} | | | | |")
+                continue
+            mfu = f"{100 * loop['mfu']:.1f} %" if loop["mfu"] else ""
+            peak = f"{loop['peak_gb']:.1f}" if loop["peak_gb"] else ""
+            ratio = loop["of_bare_loop"]
+            relative = f"{ratio[1]:.3f} ({ratio[0]:.3f} to {ratio[2]:.3f})" if ratio else ""
+            numbers = f"{loop['tokens_per_second']:,.0f} | {loop['tflops']:.3g} | {mfu} | {peak} | {relative}"
+            lines.append(f"| {one['name']} | {name} | {numbers} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", help="names of models; all by default")
+    parser.add_argument("--rounds", type=int, help="turns of each loop")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no turn after this time")
+    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args()
+    chosen = CASES[options.device]
+    if unknown := set(options.models or []) - {case.name for case in chosen}:
+        parser.error(f"unknown models {sorted(unknown)}; there are {[case.name for case in chosen]}")
+    results = Results(options.out, options.device, options.minutes)
+    try:
+        for case in chosen:
+            if results.out_of_time or (options.models and case.name not in options.models):
+                continue
+            results.add(measure(case, options.device, options.rounds or case.rounds, results))
+            print(table(results.cases[-1:]), flush=True)
+    finally:
+        print("\n" + table(results.cases))
+    return 1 if any("error" in loop for one in results.cases for loop in one["loops"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

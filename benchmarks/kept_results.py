@@ -1,0 +1,63 @@
+"""Results that are on the disk after every case, so that a measurement which is stopped keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "ds-trainer")
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Device and versions, for the head of a result file."""
+    found: dict[str, Any] = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), "device": device}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # the clone itself is on the path instead of being installed
+            continue
+    if device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+        found["devices"] = torch.cuda.device_count()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+class Results:
+    """The cases of one stage.
+
+    Args:
+        path: JSON file that is replaced after every case; None keeps nothing.
+        device: ``"cuda"`` or ``"cpu"``.
+        minutes: time limit of the stage; :attr:`out_of_time` is true afterwards.
+        about: more for the head of the file.
+    """
+
+    def __init__(self, path: Path | None, device: str, minutes: float = float("inf"), **about: Any) -> None:
+        self.path = path
+        self.cases: list[dict[str, Any]] = []
+        self._environment = {**environment(device), **about}
+        self._deadline = time.monotonic() + 60 * minutes
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() >= self._deadline
+
+    def add(self, case: dict[str, Any]) -> None:
+        """Keep the result of one case."""
+        self.cases.append(case)
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".new")
+        text = json.dumps({"environment": self._environment, "cases": self.cases}, indent=2)
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(self.path)

@@ -1,0 +1,156 @@
+"""The GPU kit on the CPU: every stage runs, judges what it measured, and keeps it when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
+
+import gpu_oracle  # noqa: E402
+import gpu_syncs  # noqa: E402
+import gpu_throughput  # noqa: E402
+from kept_results import Results  # noqa: E402
+
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+
+
+def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(BENCHMARKS / "gpu.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=900)
+
+
+@pytest.mark.slow
+def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
+    done = kit("--cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    for stage in ("oracle", "kernels", "throughput", "stalls"):
+        assert f"[gpu] {stage}: passed after" in done.stdout
+        assert (tmp_path / f"{stage}.log").stat().st_size > 0
+    found: dict[str, list[dict[str, Any]]] = {
+        name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+        for name in ("oracle", "kernels", "throughput", "syncs", "saves")
+    }
+    quick = [case.name for case in gpu_oracle.cases() if case.quick]
+    assert [case["name"] for case in found["oracle"]] == quick
+    assert all(case["passed"] for case in found["oracle"])
+    assert {"dp2 zero3 fp32", "tp2 zero1 fp32", "cp2 zero2 fp32", "sp2 zero3 fp32"} <= set(quick)
+    for case in found["throughput"]:
+        assert all(loop["tokens_per_second"] > 0 for loop in case["loops"].values())
+    assert [case["variant"] for case in found["syncs"]] == list(gpu_syncs.VARIANTS)
+    assert found["saves"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
+
+
+def test_words_that_it_does_not_know() -> None:
+    unknown = kit("--cpu", "kernel")
+    assert unknown.returncode == 2
+    assert "unknown stage or option 'kernel'. Stages: oracle kernels throughput stalls" in unknown.stderr
+    assert kit("--minutes", "0").returncode == 2
+    if not torch.cuda.is_available():
+        assert "--cpu runs the same code" in kit("kernels").stderr
+    assert "throughput" in kit("--help").stdout
+
+
+def test_an_interrupted_oracle_keeps_its_cases_and_leaves_no_process(tmp_path: Path) -> None:
+    out = tmp_path / "oracle.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu_oracle.py"), "--device", "cpu", "--world", "1", "--out", str(out)]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 180
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
+    assert cases
+    assert f"| {cases[0]['name']} |" in text.split("\n\n")[-1]
+    with pytest.raises(ProcessLookupError):  # of the session that the ranks are in, too
+        os.killpg(process.pid, 0)
+
+
+def test_results_are_on_the_disk_after_every_case(tmp_path: Path) -> None:
+    results = Results(tmp_path / "new" / "r.json", "cpu", minutes=0, load=3)
+    assert results.out_of_time
+    for number in (1, 2):
+        results.add({"number": number})
+        kept = json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8"))
+        assert [case["number"] for case in kept["cases"]] == list(range(1, number + 1))
+    assert kept["environment"]["torch"] == torch.__version__
+    assert kept["environment"]["load"] == 3
+    assert not Results(None, "cpu").out_of_time
+
+
+@pytest.mark.parametrize(
+    ("key", "factor"), [("losses", 1.001), ("norms", 2.0), ("losses", float("nan")), ("weights", 1.01)]
+)
+def test_the_oracle_finds_what_is_wrong(key: str, factor: float) -> None:
+    wanted = gpu_oracle.plain(range(2))
+    found = gpu_oracle.plain(range(2))
+    assert gpu_oracle.differences(found, wanted, 2) == {"loss": 0.0, "norm": 0.0, "weights": 0.0}
+    if key == "weights":
+        found.weights = {name: factor * weight for name, weight in found.weights.items()}
+    else:
+        setattr(found, key, [value * factor for value in getattr(found, key)])
+    worst = gpu_oracle.differences(found, wanted, 2)
+    assert not all(difference <= gpu_oracle.TOLERANCE["fp32"] for difference in worst.values())
+
+
+def test_a_bad_row_makes_the_loss_nan_where_the_rollback_expects_it() -> None:
+    model, rows = gpu_oracle.build_model(), gpu_oracle.Rows(gpu_oracle.BAD_STEP)
+    size = gpu_oracle.GLOBAL_BATCH
+    for step in range(gpu_oracle.STEPS):
+        tokens = rows.tokens[step * size : (step + 1) * size]
+        assert bool(model(input_ids=tokens, labels=tokens).loss.isnan()) == (step == gpu_oracle.BAD_STEP - 1)
+
+
+def test_another_loss_than_the_bare_loops_is_no_measurement() -> None:
+    case = gpu_throughput.CASES["cpu"][0]
+    turns = [
+        {"round": 0, "loop": name, "seconds": 0.5, "peak_gb": None, "losses": [5.0, losses]}
+        for name, losses in zip(gpu_throughput.LOOPS, (4.0, 4.0, 4.2), strict=True)
+    ]
+    loops = dict(gpu_throughput.summary(case, turns, "cpu"))
+    assert loops["ds_trainer"]["of_bare_loop"] == [1.0, 1.0, 1.0]
+    assert "error" not in loops["ds_trainer"]
+    assert "other losses" in loops["transformers"]["error"]
+    assert dict(gpu_throughput.summary(case, [], "cpu"))["ds_trainer"] == {"not_run": True}
+    assert not gpu_throughput.same_losses([float("nan")], [float("nan")])
+
+
+def test_flops_of_adapters_are_those_of_a_frozen_model() -> None:
+    full, lora = gpu_throughput.CASES["cuda"][2:]
+    tokens = full.micro_batch * full.sequence
+    weights = 3.2e9
+    attention = 12 * full.layers * full.hidden * full.sequence * tokens
+    assert gpu_throughput.flops_of_step(full) == pytest.approx(6 * weights * tokens + attention, rel=0.02)
+    frozen = gpu_throughput.flops_of_step(lora)
+    trained = gpu_throughput.flops_of_step(gpu_throughput.replace(lora, lora=0))
+    assert 0.66 < frozen / trained < 0.75
+
+
+@pytest.mark.parametrize(
+    ("files", "who"),
+    [
+        (["ds_trainer/engine/x.py", "deepspeed/runtime/engine.py"], "ds_trainer"),
+        (["torch/_tensor.py", "deepspeed/runtime/engine.py", "ds_trainer/engine/x.py"], "deepspeed"),
+        (["transformers/trainer.py", "ds_trainer/engine/x.py"], "ds_trainer"),
+        (["torch/_tensor.py", "benchmarks/x.py"], "others"),
+    ],
+)
+def test_who_waits(files: list[str], who: str) -> None:
+    assert gpu_syncs.origin(files) == who
