@@ -199,7 +199,8 @@ def test_environment_refuses_what_cannot_serve(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_files_pass_shellcheck(tmp_path: Path) -> None:
     scripts = [*(ROOT / "launch").glob("*.s*"), ROOT / ".ci" / "run", *(ROOT / "tests").rglob("*.sh")]
-    assert {"_slurm.sh", "_venv.sh", "run", "nodes_srun.sbatch", "cluster.sh"} <= {path.name for path in scripts}
+    scripts += (ROOT / "benchmarks").glob("*.sh")
+    assert {"_slurm.sh", "_venv.sh", "run", "nodes_srun.sbatch", "cluster.sh", "gpu.sh"} <= {path.name for path in scripts}
     command = ["shellcheck", "--external-sources"]
     done = subprocess.run([*command, *map(str, scripts)], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout
