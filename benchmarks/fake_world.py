@@ -1,7 +1,7 @@
 """One rank of many, in one process, with everything counted that it does for the others' sake.
 
-The process group is torch's fake one: collectives return at once, gathers give this rank's own contribution for every
-rank. The rendezvous store is a real TCP store in this process, in which other ranks seem to have said what this one
+The process group is torch's fake one: collectives return at once, as if all ranks had said the same: gathers give this rank's
+own contribution for every rank, sums are multiples of it. The rendezvous store is a real TCP store in this process, in which other ranks seem to have said what this one
 said. What ranks must not say alike, names of files, is changed to be the other rank's; and the files are there, as
 links. So this rank goes the way that it goes on a cluster, to the last object that it unpickles.
 """
@@ -160,6 +160,35 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
     for name in _COLLECTIVES:
         replace(dist, name, collective)
 
+    def summed(real: Any) -> Any:
+        def call(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            if op == dist.ReduceOp.SUM:  # of equal contributions
+                tensor.mul_(dist.get_world_size(group))
+            return real(tensor, op, group, async_op)
+
+        return call
+
+    replace(dist, "all_reduce", summed)
+
+    def received(real: Any) -> Any:
+        def call(operations: list[Any]) -> Any:
+            sent = [one.tensor for one in operations if one.op is dist.isend]
+            for target, source in zip([one.tensor for one in operations if one.op is dist.irecv], sent, strict=True):
+                target.copy_(source)
+            return []
+
+        return call
+
+    def exchanged(real: Any) -> Any:
+        def call(output: Any, given: Any, *rest: Any, **named: Any) -> Any:
+            output.reshape(-1).copy_(given.reshape(-1))
+            return real(output, given, *rest, **named)
+
+        return call
+
+    replace(dist, "batch_isend_irecv", received)
+    replace(dist, "all_to_all_single", exchanged)
+
     from ds_trainer.checkpoint.background.meeting import Meeting
     from ds_trainer.utils import distributed
 
@@ -193,7 +222,7 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
 
 def _own(key: str, rank: int) -> str:
     """The key under which this rank says what another rank would say under ``key``."""
-    return re.sub(r"/\d+$", f"/{rank}", key) if re.search(r"/(?!told/)[^/]+/\d+$", key) else key
+    return re.sub(r"/(windows/\d+|members|pulse)/\d+$", rf"/\1/{rank}", key)
 
 
 def of_rank(value: Any, rank: int) -> Any:

@@ -117,4 +117,4 @@ class Meeting:
         try:
             return ask(self._store)
         except (RuntimeError, OSError) as error:
-            raise RankMissing(f"the rank that holds the rendezvous store is gone ({error})") from error
+            raise RankMissing(f"the rank that holds the rendezvous store is gone ({str(error)[:200]})") from error
