@@ -20,7 +20,7 @@ from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, PIECES, Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave
-from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
@@ -106,15 +106,15 @@ class CheckpointManager:
         yield Held.of(_random_file(distributed.rank()), random_state())
         yield from engine_contents(self.engine, self.sharing.commits)
 
-    def writer(self, step: int) -> Callable[[Iterable[Content], Gather], Path]:
-        """What writes the :meth:`contents` of ``step``, in any thread; ranks hear from each other by ``Gather``.
+    def writer(self, step: int) -> Callable[[Iterable[Content], Messages], Path]:
+        """What writes the :meth:`contents` of ``step``, in any thread; ranks hear from each other by ``Messages``.
 
         It raises SaveFailed, on all ranks.
         """
         facts = self.facts()
 
-        def write(files: Iterable[Content], gather: Gather) -> Path:
-            path = CheckpointSave(self.directory, self.sharing, step, facts, gather).run(files)
+        def write(files: Iterable[Content], messages: Messages) -> Path:
+            path = CheckpointSave(self.directory, self.sharing, step, facts, messages).run(files)
             self.retire()
             return path
 
@@ -149,7 +149,7 @@ class CheckpointManager:
         self, step: int, contents: Any, facts: dict[str, Any], by_others: Callable[[Path], None] | None = None
     ) -> Path:
         known = {**self.facts(), **facts}
-        save = CheckpointSave(self.directory, self.sharing, step, known, distributed.gather_objects)
+        save = CheckpointSave(self.directory, self.sharing, step, known, distributed)
         return save.run(contents, by_others)
 
     def _write_by_deepspeed(self, partial: Path) -> None:
@@ -189,7 +189,7 @@ class CheckpointManager:
             BrokenCheckpoint: it is damaged.
             ConfigError: as :meth:`load`.
         """
-        verified(path, self.sharing, distributed.gather_objects)
+        verified(path, self.sharing, distributed)
         logger.info("Loading the best model from %s.", path)
         self._load_engine(path)
 
@@ -198,7 +198,7 @@ class CheckpointManager:
         _check_resumable(path, manifest)
         same = self.is_same_layout(manifest)
         if manifest.engine == PIECES:
-            read_engine_files(self.engine, path, same, keep, manifest.files, True, states)
+            read_engine_files(self.engine, path, same, keep, manifest.files, True, states, self.sharing)
         elif same:
             self.engine.load_state(path, _ENGINE_FOLDER)
         else:
@@ -230,9 +230,9 @@ def choose_checkpoint(asked: Path | None, output_dir: Path, sharing: Sharing) ->
         ConfigError: it holds weights only.
     """
     if asked is not None:
-        found = verified(asked, sharing, distributed.gather_objects)
+        found = verified(asked, sharing, distributed)
     else:
-        found = newest_valid(CheckpointDirectory(output_dir), sharing, distributed.gather_objects)
+        found = newest_valid(CheckpointDirectory(output_dir), sharing, distributed)
     _check_resumable(*found)
     return found
 

@@ -54,7 +54,7 @@ class EvaluationEngine:
         import deepspeed
 
         self.groups = parallel_groups(layout)
-        mpu = tell_deepspeed(self.groups)
+        mpu = tell_deepspeed(self.groups, config)
         settings = config.to_dict()
         for name in _OF_TRAINING:
             settings.pop(name, None)

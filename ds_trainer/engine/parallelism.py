@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.parallel.groups import Mpu, ParallelGroups
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.parallel.groups import Mpu, ParallelGroups, group_along
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-def tell_deepspeed(parallel: ParallelGroups) -> Mpu:
-    """Put our groups where DeepSpeed looks for them; returns the ``mpu`` for ``deepspeed.initialize``."""
+def tell_deepspeed(parallel: ParallelGroups, config: CompiledConfig) -> Mpu:
+    """Put our groups where DeepSpeed looks for them; returns the ``mpu`` for ``deepspeed.initialize``. Collective."""
     from deepspeed.utils import groups
 
     forget_layout()
     groups._TENSOR_MODEL_PARALLEL_GROUP = parallel.tp
     groups._MODEL_PARALLEL_GROUP = parallel.tp
     groups._DATA_PARALLEL_GROUP = parallel.gradient
+    second = int(config.get("zero_optimization.zero_hpz_partition_size") or 1)
+    if second > 1:  # hpZ: DeepSpeed would make the groups of all ranks on every rank
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group_along(((parallel.layout.tp, second),))
     return Mpu(parallel)
 
 

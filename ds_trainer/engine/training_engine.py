@@ -81,7 +81,7 @@ class TrainingEngine:
         keep_secrets_of(config.to_dict())
         self.layout = layout
         self.groups: ParallelGroups = parallel_groups(layout)
-        mpu = tell_deepspeed(self.groups)
+        mpu = tell_deepspeed(self.groups, config)
         self.stage: int = config.get("zero_optimization.stage")
         self.offloads_optimizer = config.get("zero_optimization.offload_optimizer.device", "none") != "none"
         self._clipping: float = config.get("gradient_clipping")

@@ -43,7 +43,7 @@ def step_on_metric(schedule: Any, metrics: Mapping[str, float], args: TrainingAr
         ConfigError: the evaluation has no such metric.
     """
     name = metric_of(args)
-    value = distributed.gather_objects(metrics.get(name))[0]
+    value = distributed.broadcast_object(metrics.get(name))
     if value is None:
         said = f"metric_for_best_model={args.metric_for_best_model!r} ({args.where('metric_for_best_model')})"
         raise ConfigError(

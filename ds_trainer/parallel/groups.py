@@ -3,6 +3,11 @@
 DeepSpeed is told tensor parallelism, and one group of ``dp x cp x sp`` ranks as its data-parallel group: ZeRO shards
 over it and gradients are averaged over it. Cutting sequences is ours, so DeepSpeed's own sequence parallelism (whose
 gradients come out ``sp`` times too large on ZeRO 0-2) is never switched on.
+
+The number of groups that a rank makes depends on the axes, not on the number of ranks. Where the process group is bound
+to a device (NCCL), each axis is one ``split_group``: one ``ncclCommSplit`` that all ranks enter, each with its own
+group. Elsewhere (gloo, or NCCL without a device) only the members of a group make it. Axes with the same groups share
+them, a group of all ranks is the default one, and all axes of size 1 share one group that talks to nobody.
 """
 
 from __future__ import annotations
@@ -10,14 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_trainer.parallel.layout import Coordinates, ParallelLayout
+from ds_trainer.parallel.layout import AXES, Coordinates, ParallelLayout, Strides, groups_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.connections import noted_connections
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_made: dict[ParallelLayout, tuple[ProcessGroup, ParallelGroups]] = {}
+_made: dict[tuple[Strides, str | None], ProcessGroup] = {}
+_of_layouts: dict[ParallelLayout, ParallelGroups] = {}
+_made_in: ProcessGroup | None = None  # the default group that they belong to
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +67,7 @@ _AXES_OF = {
 
 
 def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
-    """The groups of ``layout``, made at the first call. Collective then; needs a process group of its world's size.
+    """The groups of ``layout``; what no layout has asked for yet is made. Collective then.
 
     Raises:
         ValueError: the process group has another number of ranks than the layout.
@@ -69,40 +76,66 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
 
     if distributed.world_size() != layout.world_size:
         raise ValueError(f"the layout is {layout.describe()}, but the process group has {distributed.world_size()}")
-    world = dist.group.WORLD
-    assert world is not None  # world_size asked it
-    made = _made.get(layout)
-    if made is not None and made[0] is world:
-        return made[1]
-    rank = distributed.rank()
-    by_ranks: dict[tuple[int, ...], ProcessGroup] = {tuple(range(layout.world_size)): world}
-    mine: dict[str, ProcessGroup] = {}
-    for name, axes in _AXES_OF.items():
-        for ranks in layout.groups(axes):  # every rank takes part in making every group, in the same order
-            key = tuple(ranks)
-            if key not in by_ranks:
-                with noted_connections():
-                    by_ranks[key] = dist.new_group(ranks)
-            if rank in ranks:
-                mine[name] = by_ranks[key]
-    mine["replica_host"], mine["world_host"] = mine["replica"], world
+    if _made_in is dist.group.WORLD and layout in _of_layouts:
+        return _of_layouts[layout]
+    mine = {name: group_along(layout.strides(axes)) for name, axes in _AXES_OF.items()}
+    mine["replica_host"], mine["world_host"] = mine["replica"], group_along(layout.strides(AXES))
     if dist.get_backend() != "gloo":
+        mine["world_host"] = group_along(layout.strides(AXES), "gloo")
+        if layout.replica_size > 1:
+            mine["replica_host"] = group_along(layout.strides(_AXES_OF["replica"]), "gloo")
+    _of_layouts[layout] = ParallelGroups(layout, layout.coordinates(distributed.rank()), **mine)
+    return _of_layouts[layout]
+
+
+def group_along(strides: Strides, backend: str | None = None) -> ProcessGroup:
+    """This rank's group of those that ``strides`` divide the world into, made at the first call. Collective then.
+
+    Args:
+        strides: the form of the groups (:meth:`ParallelLayout.strides`).
+        backend: None for that of the default group.
+    """
+    global _made_in
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None  # the caller has a process group
+    if _made_in is not world:
+        forget_groups()
+        _made_in = world
+    if backend is None and strides == (((1, world.size()),) if world.size() > 1 else ()):
+        return world
+    if (strides, backend) not in _made:
         with noted_connections():
-            mine["world_host"] = dist.new_group(backend="gloo")
-    if dist.get_backend() != "gloo" and layout.replica_size > 1:
-        for ranks in layout.groups(_AXES_OF["replica"]):
-            with noted_connections():
-                group = dist.new_group(ranks, backend="gloo")
-            if rank in ranks:
-                mine["replica_host"] = group
-    groups = ParallelGroups(layout, layout.coordinates(rank), **mine)
-    _made[layout] = (world, groups)
-    return groups
+            _made[strides, backend] = _make(world, strides, backend)
+    return _made[strides, backend]
+
+
+def _make(world: ProcessGroup, strides: Strides, backend: str | None) -> ProcessGroup:
+    import torch.distributed as dist
+
+    groups = groups_of(strides, world.size())
+    own = next(ranks for ranks in groups if world.rank() in ranks)
+    device = world.bound_device_id
+    if len(own) == 1:
+        # In a group that is bound to a device torch splits the communicator of all ranks at once. Without, a group of
+        # one rank has none until somebody uses it, and then makes it alone.
+        world.bound_device_id = None
+        try:
+            return dist.new_group(own, backend=backend, use_local_synchronization=True)
+        finally:
+            world.bound_device_id = device
+    if backend is None and device is not None and world._get_backend(device).supports_splitting:
+        return dist.split_group(split_ranks=groups)
+    return dist.new_group(own, backend=backend, use_local_synchronization=True)
 
 
 def forget_groups() -> None:
     """Let go of all groups, after the process group that they belong to."""
+    global _made_in
     _made.clear()
+    _of_layouts.clear()
+    _made_in = None
 
 
 class Mpu:

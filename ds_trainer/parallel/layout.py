@@ -35,6 +35,22 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+Strides = tuple[tuple[int, int], ...]
+"""A way to divide the world into groups of equal form: ``(step between ranks, number of them)``, outermost first."""
+
+
+def groups_of(strides: Strides, world_size: int) -> list[list[int]]:
+    """All groups of this form, each in rank order, by their first ranks."""
+    offsets = _offsets(strides)
+    firsts = (rank for rank in range(world_size) if not any(rank // step % size for step, size in strides))
+    return [[first + offset for offset in offsets] for first in firsts]
+
+
+def _offsets(strides: Strides) -> list[int]:
+    """Members of a group, counted from its first."""
+    return [sum(place) for place in itertools.product(*(range(0, step * size, step) for step, size in strides))]
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of the four parallel axes and everything that follows from them.
@@ -108,25 +124,38 @@ class ParallelLayout:
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
+    def strides(self, axes: Sequence[str]) -> Strides:
+        """What groups along ``axes`` look like: steps between ranks and how many there are, outermost first.
+
+        Axes of size 1 say nothing, and neighbors are joined, so that two sets of axes have the same strides exactly
+        where they have the same groups. ``()``: every rank is alone. ``((1, world_size),)``: all ranks are one group.
+        """
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown:
+            raise ValueError(f"unknown axes {unknown}; known are {list(AXES)}")
+        found: list[tuple[int, int]] = []  # innermost first
+        step = 1
+        for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
+            if axis in axes and size > 1:
+                joins = bool(found) and found[-1][0] * found[-1][1] == step
+                inner, count = found.pop() if joins else (step, 1)
+                found.append((inner, count * size))
+            step *= size
+        return tuple(reversed(found))
+
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """All groups whose members differ along ``axes`` only, each in rank order; together they cover the world.
 
         ``groups(["tp"])`` are the tensor-parallel groups, ``groups(["dp", "cp", "sp"])`` the gradient groups.
         """
-        unknown = [axis for axis in axes if axis not in AXES]
-        if unknown:
-            raise ValueError(f"unknown axes {unknown}; known are {list(AXES)}")
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            key = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
+        return groups_of(self.strides(axes), self.world_size)
 
     def group_of(self, rank: int, axes: Sequence[str]) -> list[int]:
         """The group of :meth:`groups` that ``rank`` belongs to."""
         self.coordinates(rank)  # raises for a rank outside the world
-        return next(group for group in self.groups(axes) if rank in group)
+        strides = self.strides(axes)
+        first = rank - sum(rank // step % size * step for step, size in strides)
+        return [first + offset for offset in _offsets(strides)]
 
     @property
     def gradient_ranks(self) -> int:

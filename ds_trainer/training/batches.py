@@ -166,13 +166,14 @@ def rounds_of(loader: Any) -> int | None:
     Raises:
         ConfigError: ranks that would not run the same number of rounds, or none at all.
     """
-    rounds = distributed.gather_objects(length_of(loader))
+    own = length_of(loader)
+    rounds = [own] if distributed.alike(repr(own)) else distributed.gather_objects(own)
     if len(set(rounds)) > 1 or rounds[0] == 0:
         raise ConfigError(
             f"get_train_dataloader: the loaders' lengths over the ranks are {rounds}; all must be equal and positive "
             "(or unknown on all ranks)."
         )
-    return None if rounds[0] is None else int(rounds[0])
+    return None if own is None else int(own)
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:

@@ -49,7 +49,7 @@ def judge(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, An
     """
     if args.metric_for_best_model is None:
         return False
-    value = float(distributed.gather_objects(metric_to_compare(args, metrics))[0])
+    value = float(distributed.broadcast_object(metric_to_compare(args, metrics)))
     worst = -math.inf if args.greater_is_better else math.inf
     best = worst if state.best_metric is None else state.best_metric
     better = value > best if args.greater_is_better else value < best

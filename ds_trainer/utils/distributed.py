@@ -6,8 +6,10 @@ boundary, so that no rank can wait in a collective that the others never enter.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,13 @@ def agree(votes: torch.Tensor) -> list[int]:
     return [int(vote) for vote in votes.tolist()]
 
 
+def alike(text: str) -> bool:
+    """Whether all ranks say the same ``text``. Collective; two numbers travel, however many ranks there are."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    largest, smallest = agree(torch.tensor([number, -number]))
+    return largest == -smallest
+
+
 _told = itertools.count()
 
 
@@ -90,12 +99,35 @@ def told_by_main(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order. For small things outside the hot path."""
+    """``value`` of every rank, in rank order. For small things outside the hot path.
+
+    Every rank unpickles what all ranks say: 40 ms a thousand ranks. :func:`gather_to_main` spares the others that.
+    """
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_to_main(value: Any) -> list[Any] | None:
+    """``value`` of every rank, in rank order, on rank 0; None elsewhere. For small things outside the hot path."""
+    if world_size() == 1:
+        return [value]
+    main = rank() == 0
+    said = bytearray() if main else bytearray(pickle.dumps(value))  # rank 0 may have much to say to itself
+    device = collective_device()
+    (longest,) = agree(torch.tensor([len(said)]))
+    own = torch.zeros(longest, dtype=torch.uint8)
+    if said:
+        own[: len(said)] = torch.frombuffer(said, dtype=torch.uint8)
+    heard = torch.empty(world_size() * longest, dtype=torch.uint8, device=device)
+    # Not a gather: NCCL would connect rank 0 to every other rank, and keep the buffers of those connections.
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(heard, own.to(device))
+    if not main:
+        return None
+    rows = heard.cpu().view(world_size(), longest).numpy()
+    return [value, *(pickle.loads(row.data) for row in rows[1:])]
 
 
 def broadcast_object(value: Any) -> Any:

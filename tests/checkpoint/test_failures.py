@@ -21,7 +21,7 @@ from ds_trainer.checkpoint.protocol.contents import Held
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, list_checkpoints
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave, SaveFailed
-from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from ds_trainer.utils.errors import ConfigError
 from tests.support.checkpoints import FACTS, ONE, alone, bytes_of, contents_of, on_ranks, resume, save
 from tests.support.pool import pool
@@ -161,11 +161,11 @@ def test_a_rank_that_fails_fails_all(tmp_path: Path) -> None:
     save(tmp_path, 2)
     for kind, by_disk in ((Broken, True), (Wrong, False)):
 
-        def of_rank(rank: int, gather: Gather, kind: type[Held] = kind) -> Path:
-            sharing = Sharing.of(False, rank, gather)
+        def of_rank(rank: int, messages: Messages, kind: type[Held] = kind) -> Path:
+            sharing = Sharing.of(False, rank, 3, messages)
             names = (f"rank_{rank:05d}.safetensors",)
             contents = [(kind if rank == 2 else Held)(name, bytes_of(4, name)) for name in names]
-            return CheckpointSave(CheckpointDirectory(tmp_path), sharing, 4, FACTS, gather).run(contents)
+            return CheckpointSave(CheckpointDirectory(tmp_path), sharing, 4, FACTS, messages).run(contents)
 
         for error in on_ranks(3, of_rank):
             assert isinstance(error, SaveFailed) and error.by_disk is by_disk

@@ -15,7 +15,7 @@ from ds_trainer.checkpoint.protocol.contents import Held
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave, SaveFailed
-from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from tests.support.checkpoints import FACTS, contents_of, on_ranks
 
 HOSTS = ("one", "two", "one", "two")  # of four ranks on two machines, dealt out in turn
@@ -32,22 +32,22 @@ def named(rank: int) -> None:
 
 
 def write(root: Path, step: int) -> list[Path | BaseException]:
-    def of_rank(rank: int, gather: Gather) -> Path:
+    def of_rank(rank: int, messages: Messages) -> Path:
         named(rank)
-        sharing = Sharing.of(True, rank, gather)
+        sharing = Sharing.of(True, rank, 4, messages)
         directory = CheckpointDirectory(root / HOSTS[rank])
         mine = [Held(f"rank_{rank:05d}.safetensors", b"%d" % (step * 10 + rank))]
         shared = contents_of(step, names=("progress.pt",)) if sharing.commits else []
-        return CheckpointSave(directory, sharing, step, FACTS, gather).run([*mine, *shared])
+        return CheckpointSave(directory, sharing, step, FACTS, messages).run([*mine, *shared])
 
     return on_ranks(4, of_rank)
 
 
 def found(root: Path, on_each_node: bool = True) -> list[Checkpoint | BaseException]:
-    def of_rank(rank: int, gather: Gather) -> Checkpoint:
+    def of_rank(rank: int, messages: Messages) -> Checkpoint:
         named(rank)
-        sharing = Sharing.of(on_each_node, rank, gather)
-        return newest_valid(CheckpointDirectory(root / HOSTS[rank]), sharing, gather)
+        sharing = Sharing.of(on_each_node, rank, 4, messages)
+        return newest_valid(CheckpointDirectory(root / HOSTS[rank]), sharing, messages)
 
     return on_ranks(4, of_rank)
 
@@ -94,9 +94,9 @@ def test_the_same_name_of_another_save_is_another_checkpoint(root: Path) -> None
     for error in found(root):
         assert isinstance(error, BrokenCheckpoint) and "not on all nodes" in str(error)
 
-    def of_rank(rank: int, gather: Gather) -> Checkpoint:
+    def of_rank(rank: int, messages: Messages) -> Checkpoint:
         named(rank)
-        return verified(root / HOSTS[rank] / "checkpoint-2", Sharing.of(True, rank, gather), gather)
+        return verified(root / HOSTS[rank] / "checkpoint-2", Sharing.of(True, rank, 4, messages), messages)
 
     for error in on_ranks(4, of_rank):
         assert isinstance(error, BrokenCheckpoint) and "another one, of another save" in str(error)

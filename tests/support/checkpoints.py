@@ -12,18 +12,26 @@ from ds_trainer.checkpoint.protocol.contents import Held
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave
-from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 
 T = TypeVar("T")
 
 FACTS: dict[str, Any] = {"layout": {"world_size": 1}, "zero_stage": 0, "precision": "fp32", "arguments": "0" * 64}
 FILES = ("rank_00000.safetensors", "progress.pt", "trainer_state.json")
-ONE = Sharing(rank=0, ranks=(0,), node=0, nodes=1, firsts=(0,))
+ONE = Sharing(rank=0, ranks=(0,), node=0, nodes=1, firsts=())
 
 
-def alone(value: Any) -> list[Any]:
+class _Alone:
     """What one rank hears from all."""
-    return [value]
+
+    def gather_to_main(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+alone = _Alone()
 
 
 def bytes_of(step: int, name: str, run: int = 0) -> bytes:
@@ -52,22 +60,30 @@ def resume(output_dir: Path) -> tuple[Checkpoint, dict[str, bytes]]:
     return found, {name: (found.path / name).read_bytes() for name in found.manifest.files}
 
 
-def on_ranks(count: int, function: Callable[[int, Gather], T]) -> list[T | BaseException]:
-    """``function(rank, gather)`` in a thread for every rank; what each returned or raised."""
+def on_ranks(count: int, function: Callable[[int, Messages], T]) -> list[T | BaseException]:
+    """``function(rank, messages)`` in a thread for every rank; what each returned or raised."""
     barrier = threading.Barrier(count, timeout=60)
     slots: list[Any] = [None] * count
     results: list[Any] = [None] * count
 
     def rank(index: int) -> None:
-        def gather(value: Any) -> list[Any]:
-            slots[index] = value
-            barrier.wait()
-            told = list(slots)
-            barrier.wait()
-            return told
+        class Heard:
+            def gather(self, value: Any) -> list[Any]:
+                slots[index] = value
+                barrier.wait()
+                told = list(slots)
+                barrier.wait()
+                return told
+
+            def gather_to_main(self, value: Any) -> list[Any] | None:
+                told = self.gather(value)
+                return told if index == 0 else None
+
+            def broadcast_object(self, value: Any) -> Any:
+                return self.gather(value)[0]
 
         try:
-            results[index] = function(index, gather)
+            results[index] = function(index, Heard())
         except BaseException as error:
             results[index] = error
 

@@ -194,7 +194,7 @@ class ForgetsTheContextGroup(Trainer):
         import ds_trainer.engine.training_engine as module
 
         kept = module.tell_deepspeed, module.check_beliefs
-        module.tell_deepspeed = lambda groups: kept[0](replace(groups, gradient=groups.sp))
+        module.tell_deepspeed = lambda groups, config: kept[0](replace(groups, gradient=groups.sp), config)
         if self.args.run_name == "unchecked":
             module.check_beliefs = lambda *_: None
         try:

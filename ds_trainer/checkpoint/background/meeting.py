@@ -2,14 +2,18 @@
 
 A collective of a thread would mix with those of the training, would run into a time limit while a slow disk is waited
 for, and would hang where a rank is gone. The store has none of that: values are put there and looked for now and then.
+
+Rank 0 reads what all ranks say, and says what all read: nobody else's work grows with their number. Values are JSON:
+whoever reaches the port of the store can write there, and reading a pickle may run any code.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,7 +22,11 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
+
 _PREFIX = "ds_trainer/saves"
+_POLL_SECONDS = 0.1
+_POLLS_A_SECOND = 10_000  # of all ranks together: they ask one store
 
 
 class RankMissing(RuntimeError):
@@ -42,8 +50,8 @@ class Meeting:
         """From now on wait no longer than this at a time, for ranks that may be gone; from any thread."""
         self._patience = (seconds, time.monotonic())
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order, on every rank.
+    def gather_to_main(self, value: Any) -> list[Any] | None:
+        """Every rank's ``value`` (plain data; tuples become lists), in rank order, on rank 0; None elsewhere.
 
         Raises:
             RankMissing: a rank did not come.
@@ -51,14 +59,34 @@ class Meeting:
         if self._store is None:
             return [value]
         self._turn += 1
-        self._set(f"{self._turn}/{self.rank}", value)
+        turn = f"{self._name}/{self._turn}"
+        if self.rank != 0:
+            self._call(lambda store: store.set(f"{turn}/{self.rank}", json.dumps(value)))
+            self._call(lambda store: store.add(f"{turn}/came", 1))
+            return None
+        self._until(lambda store: store.add(f"{turn}/came", 0) >= self.world_size - 1, "the other ranks")
+        # All have read what they were told before.
+        self._call(lambda store: store.delete_key(f"{self._name}/{self._turn - 1}/told"))
+        keys = [f"{turn}/{rank}" for rank in range(1, self.world_size)]
+        return [value, *(json.loads(said) for said in self._call(lambda store: store.multi_get(keys)))]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's ``value`` (plain data; tuples become lists).
+
+        Raises:
+            RankMissing: it did not come.
+        """
+        if self._store is None:
+            return value
+        self._turn += 1
+        key, before = f"{self._name}/{self._turn}/told", f"{self._name}/{self._turn - 1}"
         if self.rank == 0:
-            values = [self._get(f"{self._turn}/{rank}") for rank in range(self.world_size)]
-            self._set(f"{self._turn}/all", values)
-        else:
-            values = self._get(f"{self._turn}/all")
-        self._forget(self._turn - 1)
-        return list(values)
+            self._call(lambda store: store.set(key, json.dumps(value)))
+            self._call(lambda store: store.delete_key(f"{before}/came"))
+            return value
+        self._until(lambda store: store.check([key]), "rank 0")
+        self._call(lambda store: store.delete_key(f"{before}/{self.rank}"))  # it has been heard
+        return json.loads(self._call(lambda store: store.get(key)))
 
     def leave(self, seconds: float = 5.0) -> None:
         """Before a process ends: the one that holds the store waits a moment until the others have read what it said.
@@ -67,36 +95,26 @@ class Meeting:
         """
         if self._store is None:
             return
-        self._turn += 1
-        self._set(f"{self._turn}/{self.rank}", None)
+        key = f"{self._name}/left"
+        self._call(lambda store: store.add(key, 1))
         if self.rank == 0:
             self.give_up_after(seconds)
             try:
-                for rank in range(self.world_size):
-                    self._get(f"{self._turn}/{rank}")
+                self._until(lambda store: store.add(key, 0) >= self.world_size, "the other ranks")
             except RankMissing as error:
                 logger.debug("%s", error)
 
-    def _forget(self, turn: int) -> None:
-        # When the main process has heard everybody at a turn, nobody reads anything of the turn before any more.
-        if turn >= 1 and self._store is not None:
-            self._store.delete_key(f"{self._name}/{turn}/{self.rank}")
-            if self.rank == 0:
-                self._store.delete_key(f"{self._name}/{turn}/all")
+    def _until(self, comes: Callable[[Any], bool], who: str) -> None:
+        pause, began = 0.001, time.monotonic()
+        longest = max(_POLL_SECONDS, self.world_size / _POLLS_A_SECOND)
+        while not self._call(comes):
+            if self._patience is not None and time.monotonic() > self._patience[0] + max(began, self._patience[1]):
+                raise RankMissing(f"rank {self.rank} waited in vain for {who}")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
-    def _set(self, key: str, value: Any) -> None:
-        self._store.set(f"{self._name}/{key}", pickle.dumps(value))
-
-    def _get(self, key: str) -> Any:
-        store, name, pause, began = self._store, f"{self._name}/{key}", 0.001, time.monotonic()
+    def _call(self, ask: Callable[[Any], T]) -> T:
         try:
-            while not store.check([name]):
-                if self._patience is not None and time.monotonic() > self._patience[0] + max(began, self._patience[1]):
-                    raise RankMissing(f"rank {self.rank} waited in vain for the other ranks ({key})")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-            return pickle.loads(store.get(name))
-        except RankMissing:
-            raise
+            return ask(self._store)
         except (RuntimeError, OSError) as error:
-            raise RankMissing(f"the rank that holds the rendezvous store is gone ({error})") from error
+            raise RankMissing(f"the rank that holds the rendezvous store is gone ({str(error)[:200]})") from error

@@ -180,8 +180,9 @@ def sizes_of(contents: Iterable[Content]) -> list[int]:
 
 def fits_in_memory(needed: int) -> bool:
     """Whether ``needed`` more bytes on every rank fit into what is free on its machine. Collective: one answer."""
-    found = distributed.gather_objects((socket.gethostname(), int(psutil.virtual_memory().available), needed))
+    found = distributed.gather_to_main((socket.gethostname(), int(psutil.virtual_memory().available), needed))
     taken: dict[str, int] = {}
-    for host, _, size in found:
+    for host, _, size in found or ():
         taken[host] = taken.get(host, 0) + size
-    return all(taken[host] <= free * SHARE_OF_FREE_MEMORY for host, free, _ in found)
+    fits = all(taken[host] <= free * SHARE_OF_FREE_MEMORY for host, free, _ in found or ())
+    return bool(distributed.broadcast_object(fits))

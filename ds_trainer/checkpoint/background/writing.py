@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from ds_trainer.checkpoint.background.meeting import Meeting
 from ds_trainer.checkpoint.background.snapshot import Snapshot
 from ds_trainer.checkpoint.protocol.contents import Content
-from ds_trainer.checkpoint.protocol.sharing import Gather
+from ds_trainer.checkpoint.protocol.sharing import Messages
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -86,7 +86,7 @@ class BackgroundSave(BackgroundWork[Path]):
     """
 
     def __init__(
-        self, snapshot: Snapshot, write: Callable[[Iterable[Content], Gather], Path], meeting: Meeting
+        self, snapshot: Snapshot, write: Callable[[Iterable[Content], Messages], Path], meeting: Meeting
     ) -> None:
         self._snapshot = snapshot
         self._write = write
@@ -95,7 +95,7 @@ class BackgroundSave(BackgroundWork[Path]):
 
     def _save(self) -> Path:
         self._snapshot.complete()
-        return self._write(self._snapshot.files(), self._meeting.gather)
+        return self._write(self._snapshot.files(), self._meeting)
 
     def finish(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Wait before the process ends; for other ranks, which may be gone, no longer than ``seconds``.

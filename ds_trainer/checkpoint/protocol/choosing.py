@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
-from ds_trainer.checkpoint.protocol.files import damage
+from ds_trainer.checkpoint.protocol.files import FileRecord, damage
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
-from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -21,7 +22,7 @@ class Checkpoint(NamedTuple):
     manifest: Manifest
 
 
-def verified(path: Path, sharing: Sharing, gather: Gather) -> Checkpoint:
+def verified(path: Path, sharing: Sharing, messages: Messages) -> Checkpoint:
     """The checkpoint at ``path``, after all its files were read and compared with its manifest. Collective.
 
     Raises:
@@ -30,15 +31,17 @@ def verified(path: Path, sharing: Sharing, gather: Gather) -> Checkpoint:
     manifest, wrong = None, []
     try:
         manifest = Manifest.read(path)
-        records = sorted(manifest.files.values(), key=lambda record: record.size)
-        wrong = [said for record in records[sharing.share()] if (said := damage(path, record))]
+        wrong = [said for record in _share(manifest, sharing) if (said := damage(path, record))]
     except BrokenCheckpoint as error:
         wrong = [str(error)]
-    told = gather((None if manifest is None else (manifest.save_id, manifest.nodes), wrong))
-    problems = list(dict.fromkeys(said for _, more in told for said in more))
+    told = messages.gather_to_main((None if manifest is None else manifest.save_id, wrong))
+    verdict: Any = None
+    if told is not None:
+        verdict = list(dict.fromkeys(said for _, more in told for said in more)), len({said for said, _ in told}) > 1
+    problems, differ = messages.broadcast_object(verdict)
     if problems or manifest is None:
         raise BrokenCheckpoint(f"{path} cannot be resumed from: {'; '.join(problems)}.")
-    if len({said for said, _ in told}) > 1:
+    if differ:
         raise BrokenCheckpoint(f"{path} cannot be resumed from: on other nodes it is another one, of another save.")
     if manifest.nodes != sharing.nodes:
         raise BrokenCheckpoint(
@@ -48,7 +51,20 @@ def verified(path: Path, sharing: Sharing, gather: Gather) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def newest_valid(directory: CheckpointDirectory, sharing: Sharing, gather: Gather) -> Checkpoint:
+def _share(manifest: Manifest, sharing: Sharing) -> list[FileRecord]:
+    """The files that this rank reads: those of the rank of its number, which it will need, and some of the rest."""
+    own, rest = [], []
+    for record in sorted(manifest.files.values(), key=lambda record: record.size):
+        of_rank = re.search(r"rank_?(\d+)\.|_(\d{5})\.", record.name)
+        writer = int(of_rank[1] or of_rank[2]) if of_rank else -1
+        if writer == sharing.rank:
+            own.append(record)
+        elif writer not in sharing.ranks:
+            rest.append(record)
+    return own + rest[sharing.share()]
+
+
+def newest_valid(directory: CheckpointDirectory, sharing: Sharing, messages: Messages) -> Checkpoint:
     """The newest checkpoint of ``directory`` that is undamaged on all nodes; damaged ones are warned of. Collective.
 
     Raises:
@@ -58,22 +74,25 @@ def newest_valid(directory: CheckpointDirectory, sharing: Sharing, gather: Gathe
     for entry in seen:
         if entry.manifest is None:
             logger.warning("%s is passed over: %s", entry.path.name, entry.problem)
-    told = gather(
+    told = messages.gather_to_main(
         [(entry.path.name, entry.manifest and entry.manifest.save_id, entry.problem) for entry in seen]
         if sharing.commits
         else None
     )
-    common = set.intersection(*({(name, save_id) for name, save_id, _ in found} for found in told if found is not None))
-    problems = [problem for found in told for _, _, problem in found or () if problem]
-    # The order is the first directory's: generations are the same everywhere.
-    for name, save_id, problem in reversed(told[0]):
-        if problem:
-            continue
-        if (name, save_id) not in common:
+    verdict: Any = None
+    if told is not None:
+        entries = [[tuple(entry) for entry in found] for found in told if found is not None]
+        common = set.intersection(*({(name, save_id) for name, save_id, _ in found} for found in entries))
+        # The order is the first directory's: generations are the same everywhere.
+        whole = [(name, (name, save_id) in common) for name, save_id, problem in reversed(entries[0]) if not problem]
+        verdict = whole, [problem for found in entries for _, _, problem in found if problem]
+    candidates, problems = messages.broadcast_object(verdict)
+    for name, everywhere in candidates:
+        if not everywhere:
             problems.append(f"{name} is not on all nodes")
         else:
             try:
-                return verified(directory.path / name, sharing, gather)
+                return verified(directory.path / name, sharing, messages)
             except BrokenCheckpoint as error:
                 problems.append(str(error))
         if sharing.rank == 0:

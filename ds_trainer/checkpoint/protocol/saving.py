@@ -6,7 +6,7 @@
     publish   it renames the directory; then the pointer to the latest
     forget    what had the name before is removed
 
-After each of these all ranks hear from all others, so that a failure of one is a failure of all: what was begun is
+After each of these rank 0 hears from all ranks and tells them, so that a failure of one is a failure of all: what was begun is
 removed, and the checkpoints that were there stay. A process that is killed leaves what ``tidy`` settles.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from ds_trainer.checkpoint.protocol.contents import Content
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, checkpoint_name
 from ds_trainer.checkpoint.protocol.files import CheckpointFiles, FileRecord
 from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, versions
-from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
+from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -51,6 +51,13 @@ class _Begun(NamedTuple):
     save_id: str
 
 
+def _known(begun: list[Any]) -> tuple[list[tuple[int, str]], dict[str, Any]]:
+    """What all ranks are told: the hidden directories, by the rank that made each; what all manifests say."""
+    made = [(rank, _Begun(*one)) for rank, one in enumerate(begun) if one is not None]
+    generation = max(one.generation for _, one in made)
+    return [(rank, one.name) for rank, one in made], {"generation": generation, "save_id": made[0][1].save_id}
+
+
 class CheckpointSave:
     """Writes one checkpoint.
 
@@ -60,19 +67,21 @@ class CheckpointSave:
         step: optimizer steps done.
         facts: what the manifest says besides (:class:`~ds_trainer.checkpoint.protocol.manifest.Manifest`):
             layout, zero_stage, precision, arguments, only_model, engine.
-        gather: how ranks hear from each other; from another thread than the training's it needs a process group of its
-            own.
+        messages: how ranks hear from each other; from another thread than the training's it must not be collectives of
+            the same process group.
     """
 
     def __init__(
-        self, directory: CheckpointDirectory, sharing: Sharing, step: int, facts: Mapping[str, Any], gather: Gather
+        self, directory: CheckpointDirectory, sharing: Sharing, step: int, facts: Mapping[str, Any], messages: Messages
     ) -> None:
         self._directory = directory
         self._sharing = sharing
         self._step = step
         self._facts = facts
-        self._gather = gather
+        self._messages = messages
         self._partial: Path | None = None
+        self._replaced: Path | None = None
+        self._records: list[FileRecord] = []  # of all files in the directory, on the rank that lists them
 
     def run(self, contents: Iterable[Content], by_others: Callable[[Path], None] | None = None) -> Path:
         """Write and publish. Collective.
@@ -88,18 +97,18 @@ class CheckpointSave:
             SaveFailed: something failed on some rank.
         """
         try:
-            begun = self._together("make a directory for it", self._begin)
-            partial = self._directory.path / begun[self._sharing.first].name
+            names, known = self._together("make a directory for it", self._begin, _known)
+            partial = self._directory.path / dict(names)[self._sharing.first]
             if by_others is not None:
                 by_others(partial)
-            records = self._together("write its files", lambda: self._write(partial, contents))
-            mine = [record for rank in self._sharing.ranks for record in records[rank]]
-            known = {"generation": max(one.generation for one in begun), "save_id": begun[0].save_id}
-            self._together("list its files", lambda: self._list(partial, mine, known, by_others is not None))
-            replaced = self._together("publish it", lambda: self._publish(partial))[self._sharing.rank]
+            of_nodes = self._together("write its files", lambda: self._write(partial, contents), self._collect)
+            if of_nodes is not None and self._sharing.commits:
+                self._records = [FileRecord(*record) for record in dict(of_nodes)[self._sharing.rank]]
+            self._together("list its files", lambda: self._list(partial, known, by_others is not None))
+            self._together("publish it", lambda: self._publish(partial))
             self._partial = None
-            if replaced is not None:
-                _remove(replaced)
+            if self._replaced is not None:
+                _remove(self._replaced)
         except BaseException:
             self._discard()
             raise
@@ -107,9 +116,9 @@ class CheckpointSave:
 
     # -- the stages ---------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> _Begun:
+    def _begin(self) -> _Begun | None:
         if not self._sharing.commits:
-            return _Begun("", 0, "")
+            return None
         generation = self._directory.next_generation()
         self._partial = self._directory.begin(self._step)
         return _Begun(self._partial.name, generation, uuid.uuid4().hex)
@@ -121,11 +130,21 @@ class CheckpointSave:
                 content.write(stream)
         return files.records
 
-    def _list(self, partial: Path, records: list[FileRecord], known: Mapping[str, Any], search: bool) -> None:
+    def _collect(self, written: Sequence[Sequence[Any]]) -> list[Any] | None:
+        """On rank 0: the records of each directory, by the rank that lists them. Those of the only one stay here."""
+        if self._sharing.nodes == 1:
+            self._records = [FileRecord(*record) for records in written for record in records]
+            return None
+        found: dict[int, list[Any]] = {}
+        for first, records in zip(self._sharing.firsts, written, strict=True):
+            found.setdefault(first, []).extend(records)
+        return list(found.items())
+
+    def _list(self, partial: Path, known: Mapping[str, Any], search: bool) -> None:
         if not self._sharing.commits:
             return
         files = CheckpointFiles(partial)
-        listed = {record.name for record in records}
+        listed = {record.name for record in self._records}
         found = [path for path in sorted(partial.rglob("*")) if search and path.is_file()]
         for name in (path.relative_to(partial).as_posix() for path in found):
             if name not in listed:
@@ -138,37 +157,50 @@ class CheckpointSave:
             nodes=self._sharing.nodes,
             written=time.time(),
             versions=versions(),
-            files=records_by_name([*records, *files.records]),
+            files=records_by_name([*self._records, *files.records]),
             **known,
             **self._facts,
         )
         manifest.write(files)
         disk.flush_file(partial)
 
-    def _publish(self, partial: Path) -> Path | None:
-        return self._directory.publish(partial, self._step) if self._sharing.commits else None
+    def _publish(self, partial: Path) -> None:
+        if self._sharing.commits:
+            self._replaced = self._directory.publish(partial, self._step)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    def _together(self, stage: str, act: Callable[[], T]) -> list[T]:
-        """``act()`` of every rank; raises on all where it failed on one."""
+    def _together(self, stage: str, act: Callable[[], T], told: Callable[[list[T]], Any] = lambda results: None) -> Any:
+        """``act()`` on every rank; raises on all where it failed on one.
+
+        Args:
+            stage: what it does, for the error.
+            act: returns plain data.
+            told: of the results of all ranks, on rank 0: what all ranks are told.
+        """
         result, failure = None, None
         try:
             result = act()
         except Exception as error:
             failure = error
         said = None if failure is None else (f"{type(failure).__name__}: {failure}", isinstance(failure, OSError))
-        told = self._gather((result, said))
-        failed = {rank: said for rank, (_, said) in enumerate(told) if said is not None}
-        if failed:
-            rank, (text, _) = next(iter(failed.items()))
-            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        heard = self._messages.gather_to_main((result, said))
+        verdict: Any = None
+        if heard is not None:
+            failed = [(rank, *said) for rank, (_, said) in enumerate(heard) if said is not None]
+            by_disk = all(by_disk for *_, by_disk in failed)
+            verdict = (*failed[0][:2], len(failed), by_disk) if failed else told([one for one, _ in heard])
+            verdict = bool(failed), verdict
+        has_failed, verdict = self._messages.broadcast_object(verdict)
+        if has_failed:
+            rank, text, count, by_disk = verdict
+            others = f" (and {count - 1} more)" if count > 1 else ""
             raise SaveFailed(
                 f"{checkpoint_name(self._step)} could not be written to {self._directory.path}: rank {rank}{others} "
                 f"failed to {stage}: {text}. The checkpoints that were there are as they were.",
-                by_disk=all(by_disk for _, by_disk in failed.values()),
+                by_disk=by_disk,
             ) from failure
-        return [result for result, _ in told]
+        return verdict
 
     def _discard(self) -> None:
         """Remove what was begun, and give back its name to what was to be replaced."""

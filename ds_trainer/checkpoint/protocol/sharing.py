@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-Gather = Callable[[Any], list[Any]]
-"""``gather(value)``: the value of every rank, in rank order. Collective."""
+
+class Messages(Protocol):
+    """How ranks hear from each other; :mod:`ds_trainer.utils.distributed` is one way. Collective. Plain data only.
+
+    What all ranks say goes to rank 0 alone: at a thousand ranks nobody else has the time to read it.
+    """
+
+    def gather_to_main(self, value: Any, /) -> list[Any] | None:
+        """The value of every rank, in rank order, on rank 0; None elsewhere."""
+
+    def broadcast_object(self, value: Any, /) -> Any:
+        """Rank 0's value."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +29,21 @@ class Sharing:
         rank: this one.
         ranks: those of this directory, in order.
         node, nodes: the how manieth directory this is, of how many.
-        firsts: of every rank's directory the rank that speaks for it.
+        firsts: of every rank's directory the rank that speaks for it; empty where all ranks share one.
     """
 
     rank: int
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     node: int
     nodes: int
-    firsts: tuple[int, ...]
+    firsts: Sequence[int]
 
     @classmethod
-    def of(cls, on_each_node: bool, rank: int, gather: Gather) -> Sharing:
-        """All ranks share one directory, or with ``on_each_node`` those of a machine. Collective."""
-        hosts = gather(socket.gethostname() if on_each_node else "")
+    def of(cls, on_each_node: bool, rank: int, world_size: int, messages: Messages) -> Sharing:
+        """All ranks share one directory, or with ``on_each_node`` those of a machine. Collective then."""
+        if not on_each_node:
+            return cls(rank, range(world_size), 0, 1, ())
+        hosts = messages.broadcast_object(messages.gather_to_main(socket.gethostname()))
         nodes = list(dict.fromkeys(hosts))
         members = [tuple(r for r, host in enumerate(hosts) if host == node) for node in nodes]
         node = nodes.index(hosts[rank])
@@ -40,12 +52,12 @@ class Sharing:
     @property
     def commits(self) -> bool:
         """Whether this rank makes, publishes and removes the checkpoints of its directory."""
-        return self.firsts[self.rank] == self.rank
+        return self.first == self.rank
 
     @property
     def first(self) -> int:
         """The rank that does so for this directory."""
-        return self.firsts[self.rank]
+        return self.ranks[0]
 
     def share(self) -> slice:
         """This rank's part of a list of things to do, of which every rank of the directory does some."""

@@ -24,21 +24,30 @@ class Board:
     """Notes by name; values are plain data. To be made by all ranks together: collective. One thread may use it.
 
     Attributes:
-        members: host and process number of every rank.
+        keeper: host and process number of rank 0.
 
     All methods raise RuntimeError or OSError where the process that holds the store is gone.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
-        met = distributed.gather_objects((secrets.token_hex(8), socket.gethostname(), os.getpid()))
-        self._name = f"{_PREFIX}/{met[0][0]}"
-        self.members: list[tuple[str, int]] = [(host, process) for _, host, process in met]
+        here = socket.gethostname(), os.getpid()
+        name, *keeper = distributed.broadcast_object((secrets.token_hex(8), *here))
+        self._name = f"{_PREFIX}/{name}"
+        self.keeper: tuple[str, int] = (keeper[0], keeper[1])
         self._store: Any = None
         self._notes: dict[str, str] = {}  # where there is one rank
         if self.world_size > 1:
             default: Any = dist.distributed_c10d._get_default_store()
             self._store = default.clone()  # a connection of its own
+        self.put(f"members/{self.rank}", here)
+
+    def member(self, rank: int) -> tuple[str, int] | None:
+        """Host and process number of a rank; None where it never came."""
+        if rank == 0:
+            return self.keeper
+        found = self.get(f"members/{rank}")
+        return None if found is None else (found[0], found[1])
 
     def put(self, key: str, value: Any) -> None:
         """Leave ``value`` under ``key``."""
@@ -59,7 +68,8 @@ class Board:
         names = [f"{self._name}/{key}" for key in keys]
         if not self._store.check(names):
             return None
-        return [json.loads(value) for value in self._store.multi_get(names)]
+        values = self._store.multi_get(names)
+        return list(json.loads(b"[" + b",".join(values) + b"]"))  # at once: there may be thousands
 
     def claim(self, key: str, value: Any) -> bool:
         """Leave ``value`` under ``key`` unless another rank was first; whether it was this one."""

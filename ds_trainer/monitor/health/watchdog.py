@@ -294,7 +294,7 @@ class Watchdog:
 
     def _silent(self, rank: int, said: dict[str, Any] | None) -> RankReport:
         """A rank that does not answer, by what it said last. On this machine the operating system knows more."""
-        (host, process), state = self._board.members[rank], ""
+        (host, process), state = self._board.member(rank) or ("?", 0), ""
         if host == self._host:
             try:
                 state = f"its process is {psutil.Process(process).status()}"

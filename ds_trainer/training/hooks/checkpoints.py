@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from ds_trainer.arguments.enums import SaveFailure
 from ds_trainer.callbacks.state import TrainerState, export_states, restore_states
 from ds_trainer.checkpoint.foreign.convert import foreign_at
@@ -163,7 +165,9 @@ class CheckpointHooks(HubHooks):
         Raises:
             ConfigError: another training has it, or it cannot be written to.
         """
-        self._sharing = Sharing.of(self.args.save_on_each_node, distributed.rank(), distributed.gather_objects)
+        self._sharing = Sharing.of(
+            self.args.save_on_each_node, distributed.rank(), distributed.world_size(), distributed
+        )
         problem = None
         if self._sharing.commits:
             self._lock = DirectoryLock(self._output_dir)
@@ -179,8 +183,8 @@ class CheckpointHooks(HubHooks):
                         logger.info("%s: %s.", self._output_dir, done)
             except OSError as error:
                 problem = f"output_dir={self._output_dir} ({self.args.where('output_dir')}) cannot be used: {error}."
-        problems = [said for said in distributed.gather_objects(problem) if said is not None]
-        if problems:
+        if distributed.agree(torch.tensor([int(problem is not None)]))[0]:
+            problems = [said for said in distributed.gather_objects(problem) if said is not None]
             self._leave_output_dir()
             raise ConfigError(list(dict.fromkeys(problems)))
 

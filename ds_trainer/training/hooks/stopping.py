@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.checkpoint.background.writing import ends_after
 from ds_trainer.checkpoint.protocol.directory import list_checkpoints
@@ -66,4 +68,4 @@ class StoppingHooks(BackgroundHooks):
 
     def _has_begun_before(self) -> bool:
         """Whether there is a checkpoint to go on from, damaged or not. Collective."""
-        return any(distributed.gather_objects(bool(self._directory.entries())))
+        return bool(distributed.agree(torch.tensor([int(bool(self._directory.entries()))]))[0])

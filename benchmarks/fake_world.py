@@ -1,0 +1,252 @@
+"""One rank of many, in one process, with everything counted that it does for the others' sake.
+
+The process group is torch's fake one: collectives return at once, as if all ranks had said the same: gathers give this rank's
+own contribution for every rank, sums are multiples of it. The rendezvous store is a real TCP store in this process, in which other ranks seem to have said what this one
+said. What ranks must not say alike, names of files, is changed to be the other rank's; and the files are there, as
+links. So this rank goes the way that it goes on a cluster, to the last object that it unpickles.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import re
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+_STORE = ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set", "append")
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
+    *("reduce", "barrier", "all_to_all_single", "gather", "scatter", "batch_isend_irecv"),
+)
+
+
+class Counts:
+    """What has been done so far, by name."""
+
+    def __init__(self) -> None:
+        self._done: Counter[str] = Counter()
+        self._aside = 0.0
+        self.files_below: Path | None = None
+
+    def add(self, name: str, number: int = 1) -> None:
+        """``number`` more of ``name``."""
+        self._done[name] += number
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done here is the other ranks' work: its time does not count."""
+        began = time.perf_counter()
+        yield
+        self._aside += time.perf_counter() - began
+
+    def now(self) -> dict[str, float]:
+        """Everything, with what the operating system knows: descriptors, sockets, seconds, memory."""
+        descriptors = _descriptors()
+        found: dict[str, float] = dict(self._done)
+        found["descriptors"] = len(descriptors)
+        found["sockets"] = sum(name.startswith("socket:") for name in descriptors)
+        found["seconds"] = time.perf_counter() - self._aside
+        found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return found
+
+
+def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What happened in between."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
+def _descriptors() -> list[str]:
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except OSError:  # the one that lists the others
+            continue
+    return found
+
+
+@contextmanager
+def fake_world(ranks: int, counts: Counts, rank: int = 0) -> Iterator[None]:
+    """This process is ``rank`` of ``ranks``; what it does is added to ``counts``."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+    )
+    kept = _counted(counts, rank)
+    try:
+        dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
+    """Put a counter before everything that talks to other ranks; what was there before."""
+    kept: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        real = getattr(owner, name)
+        kept.append((owner, name, real))
+        setattr(owner, name, functools.wraps(real)(make(real)))
+
+    def of_store(real: Any, name: str) -> Any:
+        def call(store: Any, key: Any, *rest: Any) -> Any:
+            counts.add("store_operations")
+            counts.add("store_keys", len(key) if isinstance(key, list) else 1)
+            if name in ("get", "check", "wait", "multi_get"):
+                key = [_own(one, rank) for one in key] if isinstance(key, list) else _own(key, rank)
+            answer = real(store, key, *rest)
+            texts = [*rest, *(answer if isinstance(answer, list) else [answer])]
+            counts.add("store_bytes", sum(len(text) for text in texts if isinstance(text, (str, bytes))))
+            return answer
+
+        return call
+
+    for name in _STORE:
+        replace(dist.Store, name, lambda real, name=name: of_store(real, name))
+
+    def make_group(real: Any) -> Any:
+        def call(size: int, place: Any, ranks: list[int], backend: Any, *rest: Any, **named: Any) -> Any:
+            if ranks:  # not the default group
+                counts.add("groups")
+                counts.add("groups_of_others", int(rank not in ranks))
+                counts.add("group_members", len(ranks))
+            return real(size, place, ranks, "fake", *rest, **named)
+
+        return call
+
+    replace(dist.distributed_c10d, "_new_process_group_helper", make_group)
+
+    def of_objects(real: Any) -> Any:
+        def call(objects: list[Any], value: Any, *rest: Any, **named: Any) -> Any:
+            counts.add("object_gathers")
+            counts.add("objects", len(objects))
+            counts.add("object_bytes", len(objects) * len(pickle.dumps(value)))
+            return real(objects, value, *rest, **named)
+
+        return call
+
+    replace(dist, "all_gather_object", of_objects)
+
+    def collective(real: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            counts.add("collectives")
+            return real(*args, **named)
+
+        return call
+
+    for name in _COLLECTIVES:
+        replace(dist, name, collective)
+
+    def summed(real: Any) -> Any:
+        def call(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            if op == dist.ReduceOp.SUM:  # of equal contributions
+                tensor.mul_(dist.get_world_size(group))
+            return real(tensor, op, group, async_op)
+
+        return call
+
+    replace(dist, "all_reduce", summed)
+
+    def received(real: Any) -> Any:
+        def call(operations: list[Any]) -> Any:
+            sent = [one.tensor for one in operations if one.op is dist.isend]
+            for target, source in zip([one.tensor for one in operations if one.op is dist.irecv], sent, strict=True):
+                target.copy_(source)
+            return []
+
+        return call
+
+    def exchanged(real: Any) -> Any:
+        def call(output: Any, given: Any, *rest: Any, **named: Any) -> Any:
+            output.reshape(-1).copy_(given.reshape(-1))
+            return real(output, given, *rest, **named)
+
+        return call
+
+    replace(dist, "batch_isend_irecv", received)
+    replace(dist, "all_to_all_single", exchanged)
+
+    from ds_trainer.checkpoint.background.meeting import Meeting
+    from ds_trainer.utils import distributed
+
+    def gather(real: Any) -> Any:
+        def call(value: Any) -> list[Any]:
+            with counts.aside():
+                others = [pickle.dumps(of_rank(value, other)) for other in range(1, dist.get_world_size())]
+            counts.add("object_gathers")
+            counts.add("objects", 1 + len(others))
+            counts.add("object_bytes", sum(map(len, others)))
+            return [value, *map(pickle.loads, others)]
+
+        return call
+
+    def meet(real: Any) -> Any:
+        def call(meeting: Any, value: Any) -> Any:
+            turn, store = f"{meeting._name}/{meeting._turn + 1}", meeting._store
+            with counts.aside():
+                for other in range(1, meeting.world_size):
+                    real_set(store, f"{turn}/{other}", json.dumps(of_rank(value, other)))
+                real_add(store, f"{turn}/came", meeting.world_size - 1)
+            return real(meeting, value)
+
+        return call
+
+    real_set, real_add = (next(real for _, name, real in kept if name == wanted) for wanted in ("set", "add"))
+    replace(distributed, "gather_to_main", gather)
+    replace(Meeting, "gather_to_main", meet)
+    return kept
+
+
+def _own(key: str, rank: int) -> str:
+    """The key under which this rank says what another rank would say under ``key``."""
+    return re.sub(r"/(windows/\d+|members|pulse)/\d+$", rf"/\1/{rank}", key)
+
+
+def of_rank(value: Any, rank: int) -> Any:
+    """What another rank would have said: records of its own files, none of those that rank 0 alone writes."""
+    from ds_trainer.checkpoint.protocol.files import FileRecord
+
+    if type(value) is list and value and isinstance(value[0], FileRecord):
+        names = [name_of_rank(record.name, rank) for record in value]
+        return [one._replace(name=name) for one, name in zip(value, names, strict=True) if name != one.name]
+    return tuple(of_rank(one, rank) for one in value) if type(value) is tuple else value
+
+
+def name_of_rank(name: str, rank: int) -> str:
+    """The name that a file has which rank 0 wrote, where another rank writes it; the same if only rank 0 does."""
+    name = re.sub(r"^(rank|extras|data)_0{5}", rf"\g<1>_{rank:05d}", name)
+    return name.replace("random_state_rank0.", f"random_state_rank{rank}.")
+
+
+def watch_files(counts: Counts) -> None:
+    """From now on count the files that are opened below ``counts.files_below``. There is no way back."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        below = counts.files_below
+        if event == "open" and below is not None and isinstance(args[0], (str, Path)) and str(below) in str(args[0]):
+            counts.add("files_opened")
+
+    sys.addaudithook(hook)

@@ -1,0 +1,128 @@
+"""What rank 0 of 1,024 ranks does is what rank 0 of 64 does, except where docs/scale.md says so."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pool import _PRELOADED
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
+
+import scale as benchmark  # noqa: E402
+
+PHASES = benchmark.PHASES
+
+
+def _answer(pipe: Connection, function: Any, args: tuple[Any, ...]) -> None:
+    try:
+        pipe.send((True, function(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def in_a_fork(function: Any, *args: Any) -> Any:
+    """``function(*args)`` in a process that has imported everything and has no process group."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, function, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert mine.poll(300), "no answer"
+        good, value = mine.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert good, value
+    return value
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, int], dict[str, Any]]:
+    """Counts of six runs, by ranks, layout and ZeRO stage."""
+    wanted = [
+        benchmark.Line(ranks, layout, zero)
+        for layout, zero in (("dp", 1), ("dp", 3), ("tp 8 x cp 2 x sp 2", 1))
+        for ranks in (64, 1024)
+    ]
+    return {
+        (line.ranks, line.layout, line.zero): in_a_fork(benchmark.measure, line, tmp_path_factory.mktemp("scale"))
+        for line in wanted
+    }
+
+
+Lines = dict[tuple[int, str, int], dict[str, Any]]
+# Groups that a rank makes: one for each axis that differs, one for all axes of size 1, two in host memory.
+LAYOUTS = pytest.mark.parametrize(("layout", "zero", "groups"), [("dp", 1, 2), ("dp", 3, 2), ("tp 8 x cp 2 x sp 2", 1, 9)])
+
+
+@LAYOUTS
+def test_groups_files_and_sockets_are_as_many_as_with_few_ranks(
+    lines: Lines, layout: str, zero: int, groups: int
+) -> None:
+    few, many = lines[64, layout, zero], lines[1024, layout, zero]
+    for one in (few, many):
+        assert [one[phase]["groups"] for phase in PHASES] == [groups, 0, 0, 0]
+        assert not any(one[phase]["groups_of_others"] for phase in PHASES)
+    for phase in PHASES:
+        assert many[phase]["files_opened"] == few[phase]["files_opened"], phase
+        assert abs(many[phase]["sockets"] - few[phase]["sockets"]) <= 2, phase  # of threads that come and go
+
+
+@LAYOUTS
+def test_a_step_gathers_nothing_and_opens_nothing(lines: Lines, layout: str, zero: int, groups: int) -> None:
+    few, many = lines[64, layout, zero]["step"], lines[1024, layout, zero]["step"]
+    for step in (few, many):
+        assert step["object_gathers"] == step["objects"] == step["files_opened"] == 0
+        assert step["store_operations"] <= 20  # of the threads that watch, now and then
+    assert abs(many["collectives"] - few["collectives"]) <= 6  # votes follow the clock
+
+
+@LAYOUTS
+def test_what_rank_0_hears_is_small_and_asked_for_at_once(lines: Lines, layout: str, zero: int, groups: int) -> None:
+    many = lines[1024, layout, zero]
+    for phase in PHASES:
+        counts = many[phase]
+        assert counts["object_gathers"] <= 1, phase  # free memory before the first save; a checkpoint that is looked at
+        assert counts["object_bytes"] <= 100 * 1024, phase
+        assert counts["store_operations"] <= 250, phase
+        assert counts["store_keys"] <= 40 * 1024, phase  # four stages of a save, windows of slow ranks
+    assert many["manifest_bytes"] <= 200 * 1024
+
+
+def counted_by_hand() -> dict[str, float]:
+    """What a program does that does not scale."""
+    import torch.distributed as dist
+    from fake_world import Counts, fake_world
+
+    counts = Counts()
+    with fake_world(64, counts):
+        for first in range(0, 64, 8):
+            dist.new_group(list(range(first, first + 8)))
+        said: list[Any] = [None] * 64
+        dist.all_gather_object(said, "here")
+        for _ in range(3):
+            dist.distributed_c10d._get_default_store().set("key", "value")
+    assert said == ["here"] * 64
+    return counts.now()
+
+
+def test_what_does_not_scale_is_counted() -> None:
+    counts = in_a_fork(counted_by_hand)
+    assert (counts["groups"], counts["groups_of_others"], counts["group_members"]) == (8, 7, 64)
+    assert (counts["object_gathers"], counts["objects"], counts["store_operations"]) == (1, 64, 3)
+
+
+def test_a_growth_is_named() -> None:
+    ranks: list[dict[str, Any]] = [{"ranks": 64}, {"ranks": 1024}]
+    assert benchmark.growth(ranks, [5, 5]) == "no"
+    assert benchmark.growth(ranks, [128, 2048]) == "2 a rank"
