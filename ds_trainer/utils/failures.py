@@ -33,6 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.threads import new_thread
 
 POLL_SECONDS = 1.0
 # How long a failed rank waits for the others to fail likewise; ranks that do the same thing are seldom further apart.
@@ -67,7 +68,7 @@ class _Watch:
         self.generation = 0  # of failures that all ranks had alike: everybody counts the same
         self.aborted = False
         self.lock = threading.Lock()
-        threading.Thread(target=self._look, name="ds_trainer-failures", daemon=True).start()
+        new_thread(self._look, name="ds_trainer-failures").start()
 
     def _key(self, name: str) -> str:
         return f"{_PREFIX}/{self.generation}/{name}"
