@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.checkpoint.background import snapshot as snapshots
+from ds_trainer.checkpoint.background import arena as arenas
+from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.background.meeting import Meeting
-from ds_trainer.checkpoint.background.snapshot import Arena, Snapshot
+from ds_trainer.checkpoint.background.snapshot import Snapshot
 from ds_trainer.checkpoint.background.writing import THREAD, BackgroundSave
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.engine.state.pieces import Piece
@@ -63,7 +64,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def test_a_save_in_the_background_stays_on_its_gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 0 would get a context of every rank: ``torch.cuda.stream`` sets the device that was current before."""
-    monkeypatch.setattr(snapshots, "_memory", lambda size, pinned: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(arenas, "_memory", lambda size, pinned: torch.empty(size, dtype=torch.uint8))
     weights = torch.arange(4.0)
     piece = Piece("w", "master", Place.whole(weights.shape), weights)
     snapshot = Snapshot([PiecesContent("x", [piece], {})], Arena(pinned=True), lambda piece: True)

@@ -2,11 +2,13 @@
 
 A collective of a thread would mix with those of the training, would run into a time limit while a slow disk is waited
 for, and would hang where a rank is gone. The store has none of that: values are put there and looked for now and then.
+
+Values are JSON: whoever reaches the port of the store can write there, and reading a pickle may run any code.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import secrets
 import time
 from typing import Any
@@ -43,7 +45,7 @@ class Meeting:
         self._patience = (seconds, time.monotonic())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order, on every rank.
+        """Every rank's ``value`` (plain data; tuples become lists), in rank order, on every rank.
 
         Raises:
             RankMissing: a rank did not come.
@@ -85,7 +87,7 @@ class Meeting:
                 self._store.delete_key(f"{self._name}/{turn}/all")
 
     def _set(self, key: str, value: Any) -> None:
-        self._store.set(f"{self._name}/{key}", pickle.dumps(value))
+        self._store.set(f"{self._name}/{key}", json.dumps(value))
 
     def _get(self, key: str) -> Any:
         store, name, pause, began = self._store, f"{self._name}/{key}", 0.001, time.monotonic()
@@ -95,7 +97,7 @@ class Meeting:
                     raise RankMissing(f"rank {self.rank} waited in vain for the other ranks ({key})")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
-            return pickle.loads(store.get(name))
+            return json.loads(store.get(name))
         except RankMissing:
             raise
         except (RuntimeError, OSError) as error:

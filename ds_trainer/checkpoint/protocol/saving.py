@@ -88,18 +88,18 @@ class CheckpointSave:
             SaveFailed: something failed on some rank.
         """
         try:
-            begun = self._together("make a directory for it", self._begin)
+            begun = [_Begun(*one) for one in self._together("make a directory for it", self._begin)]
             partial = self._directory.path / begun[self._sharing.first].name
             if by_others is not None:
                 by_others(partial)
             records = self._together("write its files", lambda: self._write(partial, contents))
-            mine = [record for rank in self._sharing.ranks for record in records[rank]]
+            mine = [FileRecord(*record) for rank in self._sharing.ranks for record in records[rank]]
             known = {"generation": max(one.generation for one in begun), "save_id": begun[0].save_id}
             self._together("list its files", lambda: self._list(partial, mine, known, by_others is not None))
             replaced = self._together("publish it", lambda: self._publish(partial))[self._sharing.rank]
             self._partial = None
             if replaced is not None:
-                _remove(replaced)
+                _remove(Path(replaced))
         except BaseException:
             self._discard()
             raise
@@ -145,13 +145,14 @@ class CheckpointSave:
         manifest.write(files)
         disk.flush_file(partial)
 
-    def _publish(self, partial: Path) -> Path | None:
-        return self._directory.publish(partial, self._step) if self._sharing.commits else None
+    def _publish(self, partial: Path) -> str | None:
+        replaced = self._directory.publish(partial, self._step) if self._sharing.commits else None
+        return None if replaced is None else str(replaced)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def _together(self, stage: str, act: Callable[[], T]) -> list[T]:
-        """``act()`` of every rank; raises on all where it failed on one."""
+        """``act()`` of every rank, plain data; raises on all where it failed on one."""
         result, failure = None, None
         try:
             result = act()

@@ -12,7 +12,6 @@ import pytest
 
 from ds_trainer.monitor.doctor.findings import Level
 from ds_trainer.monitor.doctor.machine import (
-    cgroup_memory,
     core_findings,
     disk_findings,
     left_buffers,
@@ -85,23 +84,6 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     worst = next(finding for finding in limit_findings(fast_network=False) if finding.level == Level.FAIL)
     assert (worst.name, worst.said) == ("limit of open files", "256")
     assert "ulimit -n" in worst.remedy
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_memory_limit_of_a_job_counts(version: int, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/slurm/job_7/step_0\n" if version == 2 else "9:cpu:/\n4:memory:/slurm/job_7/step_0\n")
-    root = tmp_path / "cgroup" / ("" if version == 2 else "memory")
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    for directory, limit in (("slurm/job_7/step_0", "max"), ("slurm/job_7", str(8 * GIB)), ("slurm", str(64 * GIB))):
-        (root / directory).mkdir(parents=True, exist_ok=True)
-        (root / directory / names[0]).write_text(f"{limit}\n")
-        (root / directory / names[1]).write_text(f"{GIB}\n")
-    assert cgroup_memory(tmp_path / "cgroup", own) == (8 * GIB, GIB)
-
-
-def test_no_limit_of_memory(tmp_path: Path) -> None:
-    assert cgroup_memory(tmp_path, tmp_path / "none") == (None, 0)
 
 
 @pytest.mark.parametrize(
