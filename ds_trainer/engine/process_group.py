@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
+from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
 from ds_trainer.utils.connections import end_connections
 from ds_trainer.utils.devices import announce_place, device_of
 from ds_trainer.utils.errors import ConfigError
@@ -31,7 +32,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SHM_BUFFER_PREFIX = "deepspeed_allreduce_buffer"
 _SHM_OP = "deepspeed_shm_comm"
 _started: RankInfo | None = None
-_timeout = timedelta(minutes=30)
 
 
 def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> RankInfo:
@@ -47,10 +47,10 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     Raises:
         ConfigError: the launcher's variables contradict each other, or ranks do not have a GPU each.
     """
-    global _started, _timeout
+    global _started
     import torch.distributed as dist
 
-    _timeout = timeout
+    set_collective_limit(timeout)
     if dist.is_initialized() and _started is not None:
         limit_collectives()
         announce_place(_started, device_of(_started, device_type))  # DeepSpeed reads it for every engine
@@ -99,14 +99,13 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     """
     from deepspeed.utils import groups
 
-    global _timeout
-    info, _timeout = _started, timeout
+    info = _started
     assert info is not None  # there was a process group
     failures.leave_group()
     forget_groups()
     groups._release_process_group_references()
     gc.collect()
-    end_connections(info.master_port)
+    end_connections(info.master_port, failures.store())
     store = failures.meet_again()
     start_torch_group(info, device_type, timeout, store)
     failures.watch_peers()
@@ -124,7 +123,7 @@ def limit_collectives() -> None:
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         if dist.get_rank(group) >= 0:
-            dist.distributed_c10d._set_pg_timeout(_timeout, group)
+            dist.distributed_c10d._set_pg_timeout(collective_limit(), group)
 
 
 def stop_process_group() -> None:

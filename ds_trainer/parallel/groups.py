@@ -8,11 +8,14 @@ gradients come out ``sp`` times too large on ZeRO 0-2) is never switched on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ds_trainer.parallel.layout import Coordinates, ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.connections import noted_connections
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_votes import reachable_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +35,7 @@ class ParallelGroups:
         gradient: ``dp x cp x sp`` ranks with the same parameters and other tokens.
         replica: ``cp x sp x tp`` ranks that work on the same samples.
         replica_host: the same ranks, for tensors in host memory (gloo), whatever the backend of the others.
-        world_host: all ranks, likewise.
+        world_host: all ranks, likewise; None where they cannot reach each other over gloo.
     """
 
     layout: ParallelLayout
@@ -45,7 +48,7 @@ class ParallelGroups:
     gradient: ProcessGroup
     replica: ProcessGroup
     replica_host: ProcessGroup
-    world_host: ProcessGroup
+    world_host: ProcessGroup | None
 
 
 _AXES_OF = {
@@ -64,6 +67,7 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
 
     Raises:
         ValueError: the process group has another number of ranks than the layout.
+        ConfigError: the ranks of a replica cannot reach each other over gloo.
     """
     import torch.distributed as dist
 
@@ -85,17 +89,26 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
                     by_ranks[key] = dist.new_group(ranks)
             if rank in ranks:
                 mine[name] = by_ranks[key]
-    mine["replica_host"], mine["world_host"] = mine["replica"], world
+    mine["replica_host"] = mine["replica"]
+    world_host: ProcessGroup | None = world
     if dist.get_backend() != "gloo":
         with noted_connections():
-            mine["world_host"] = dist.new_group(backend="gloo")
+            world_host = reachable_group(lambda limit: dist.new_group(backend="gloo", timeout=limit))
     if dist.get_backend() != "gloo" and layout.replica_size > 1:
-        for ranks in layout.groups(_AXES_OF["replica"]):
-            with noted_connections():
-                group = dist.new_group(ranks, backend="gloo")
-            if rank in ranks:
-                mine["replica_host"] = group
-    groups = ParallelGroups(layout, layout.coordinates(rank), **mine)
+
+        def make(limit: timedelta) -> ProcessGroup:
+            made = [(ranks, dist.new_group(ranks, limit, "gloo")) for ranks in layout.groups(_AXES_OF["replica"])]
+            return next(group for ranks, group in made if rank in ranks)
+
+        with noted_connections():
+            replica_host = reachable_group(make)
+        if replica_host is None:
+            raise ConfigError(
+                f"Batches are handed from rank to rank in each replica ({layout.describe()}) over gloo, which cannot "
+                "connect the ranks. Set GLOO_SOCKET_IFNAME to the network interface between the machines, as for NCCL."
+            )
+        mine["replica_host"] = replica_host
+    groups = ParallelGroups(layout, layout.coordinates(rank), **mine, world_host=world_host)
     _made[layout] = (world, groups)
     return groups
 

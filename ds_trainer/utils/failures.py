@@ -33,6 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.side_store import side_store
 from ds_trainer.utils.threads import new_thread
 
 POLL_SECONDS = 1.0
@@ -60,10 +61,9 @@ class _Watch:
     """Failures of this process group: what this rank tells and hears."""
 
     def __init__(self) -> None:
-        # A connection of its own: that of the process group may be busy waiting for a rank that is gone.
-        default: Any = dist.distributed_c10d._get_default_store()
-        self.store = default.clone()
-        _stores.append(default)
+        # Not the connection of the process group: that may be busy waiting for a rank that is gone.
+        self.store = side_store()
+        _stores.append(dist.distributed_c10d._get_default_store())
         self.group: Any = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.generation = 0  # of failures that all ranks had alike: everybody counts the same
@@ -215,6 +215,11 @@ def leave_group() -> None:
         _watch.give_up()
         if _watch.stuck is not None:
             raise PeerFailure(f"Rank {_watch.rank} could not abort its process group: {_watch.stuck}.")
+
+
+def store() -> Any:
+    """The store of the process group, also when that has been left; None where nobody watched."""
+    return None if _watch is None else _watch.store
 
 
 def end_if_stuck() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import resource
 
-STORE_CONNECTIONS = 4
-"""Connections of each rank to the store: the process group, failures, health, saves."""
+STORE_CONNECTIONS = 2
+"""Connections of each rank to the store: of the process group, and of the threads that look after other ranks."""
 OTHER_FILES = 1024
 """Room for data, loading processes, checkpoints, logs and the connections of NCCL and gloo."""
 

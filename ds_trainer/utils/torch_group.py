@@ -13,6 +13,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from ds_trainer.utils.collective_limit import set_collective_limit
 from ds_trainer.utils.connections import noted_connections
 from ds_trainer.utils.devices import announce_place, check_own_devices, device_of
 from ds_trainer.utils.fresh_store import fresh_store, outlives_ranks
@@ -56,6 +57,7 @@ def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, stor
     import torch.distributed as dist
 
     prepare_process(info, device_type)
+    set_collective_limit(timeout)
     with noted_connections():
         first = store is None
         if store is None:
