@@ -17,8 +17,11 @@ from ds_trainer.utils.collective_limit import set_collective_limit
 from ds_trainer.utils.connections import noted_connections
 from ds_trainer.utils.devices import announce_place, check_own_devices, device_of
 from ds_trainer.utils.fresh_store import fresh_store, outlives_ranks
-from ds_trainer.utils.open_files import raise_open_file_limit
+from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.open_files import open_file_problem, raise_open_file_limit
 from ds_trainer.utils.ranks import RankInfo
+
+logger = get_logger(__name__)
 
 _PREFIX = "ds_trainer/group"
 _numbers = itertools.count()  # a process may leave its group and start another one in the same store
@@ -58,6 +61,8 @@ def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, stor
 
     prepare_process(info, device_type)
     set_collective_limit(timeout)
+    if info.world_size > 1 and (problem := open_file_problem(info.rank, info.world_size)) is not None:
+        logger.warning("Limit of open files: %s. Remedy: ulimit -n 65536 in the batch script.", problem[0])
     with noted_connections():
         first = store is None
         if store is None:

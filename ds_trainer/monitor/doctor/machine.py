@@ -13,6 +13,7 @@ import psutil
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.processes import mapped_files
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
+from ds_trainer.utils.open_files import open_file_problem
 
 GIB = 2**30
 FEW_INODES = 10_000
@@ -100,8 +101,13 @@ def left_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
     return [path for path in mine if str(path) not in used]
 
 
-def limit_findings(fast_network: bool) -> list[Finding]:
-    """Limits of this process (``ulimit``). ``fast_network``: whether memory is locked for InfiniBand or GPUs."""
+def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> list[Finding]:
+    """Limits of this process (``ulimit``).
+
+    Args:
+        fast_network: whether memory is locked for InfiniBand or GPUs.
+        rank, world_size: of this process: rank 0 has connections to all others.
+    """
     files, stack = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_STACK)
     locked, processes = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NPROC)
     found = []
@@ -112,7 +118,13 @@ def limit_findings(fast_network: bool) -> list[Finding]:
 
     level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
     advice = "ulimit -n 65536 in the batch script (LimitNOFILE= of slurmd, --ulimit nofile= of docker)."
-    add("open files", files, files < FEW_FILES, advice, level)
+    problem = open_file_problem(rank, world_size)
+    if problem is not None:
+        said, cannot_meet = problem
+        level = Level.FAIL if cannot_meet or files < TOO_FEW_FILES else Level.WARN
+        found.append(Finding(level, "limit of open files", said, advice))
+    else:
+        add("open files", files, files < FEW_FILES, advice, level)
     add("processes", processes, processes < FEW_PROCESSES, "ulimit -u 65536: threads count too.")
     add("stack", stack, stack < SMALL_STACK, "ulimit -s 8192.")
     few = fast_network and locked != float("inf")
