@@ -8,8 +8,8 @@ a time limit, on all ranks alike, and :class:`StoreVotes` does without.
 
 from __future__ import annotations
 
-import itertools
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ds_trainer.utils import distributed
 from ds_trainer.utils.collective_limit import collective_limit
 from ds_trainer.utils.logging import get_logger
 
@@ -29,7 +30,6 @@ logger = get_logger(__name__)
 CONNECT_SECONDS = 60.0
 """How long ranks may take to find each other over gloo."""
 _PREFIX = "ds_trainer/votes"
-_numbers = itertools.count()
 
 
 class HostVotes(Protocol):
@@ -71,13 +71,13 @@ class StoreVotes:
     Args:
         store: of all ranks; default: that of the process group.
         world_size: how many vote; default: that of the process group.
-        name: below which nothing else is in the store, alike on all ranks; default: the number of these objects so far.
+        name: below which nothing else is in the store, alike on all ranks; default: one that rank 0 draws (collective).
     """
 
     def __init__(self, store: Any = None, world_size: int | None = None, name: str = "") -> None:
         self._store: Any = dist.distributed_c10d._get_default_store() if store is None else store
         self._world_size = dist.get_world_size() if world_size is None else world_size
-        self._name = f"{_PREFIX}/{name or next(_numbers)}"
+        self._name = f"{_PREFIX}/{name or distributed.broadcast_object(secrets.token_hex(8))}"
         self._turn = 0
 
     def begin(self, values: Sequence[int]) -> Callable[[], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -23,8 +24,11 @@ from tests.support.pool import pool
 ROOT = Path(__file__).parents[2]
 
 
-def connections() -> int:
-    return sum(one.status == psutil.CONN_ESTABLISHED for one in psutil.Process().net_connections("tcp"))
+def connections(with_store: bool = False) -> int:
+    """Established TCP connections of this process; those to the rendezvous store only if asked for."""
+    store = int(os.environ["MASTER_PORT"])
+    found = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+    return sum(with_store or store not in (one.laddr.port, one.raddr.port) for one in found)
 
 
 def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
@@ -36,6 +40,8 @@ def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
     found = []
     try:
         for halves in (1, 2):
+            gc.collect()
+            dist.barrier()
             own, start = None, connections()
             for half in range(halves):
                 ranks = list(range(half, world, halves))
@@ -54,7 +60,7 @@ def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_are_connected_when_they_talk(world: int) -> None:
     for whole, half in pool(world).run(sockets_of_groups, "1"):
-        assert whole[0] == half[0] == 0, "nothing is connected when a group is made"
+        assert (whole[0], half[0]) == (0, 0), "nothing is connected when a group is made"
         assert whole[1] <= 2 * (world - 1).bit_length() and half[1] <= 2 * (world // 2 - 1).bit_length()
 
 
@@ -89,11 +95,38 @@ RANK = """
 """
 
 
-def ended() -> list[str]:
-    code = textwrap.dedent(RANK)
-    meet = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+# A rank dies before the other one has ever exchanged anything with it.
+DIES = """
+    import os, signal, time, torch, torch.distributed as dist
+    from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.utils import failures
+
+    info = start_process_group("cpu")
+    failures.watch_peers()
+    if info.rank == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3.0)
+    began = time.monotonic()
+
+    @failures.fails_together
+    def work():
+        dist.all_reduce(torch.ones(1))
+
+    try:
+        work()
+    except RuntimeError:
+        print("failed", time.monotonic() - began, flush=True)
+    os._exit(0)
+"""
+
+
+def run(script: str, world: int) -> list[str]:
+    """What each rank prints."""
+    code = textwrap.dedent(script)
+    meet = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
-    for rank in "012":
+    for rank in map(str, range(world)):
         own = {**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)}
         ranks.append(subprocess.Popen([sys.executable, "-c", code], env=own, stdout=subprocess.PIPE, text=True))
     try:
@@ -104,10 +137,15 @@ def ended() -> list[str]:
 
 
 def test_connections_that_were_made_later_are_ended_too() -> None:
-    first, second, third = ended()
+    first, second, third = run(RANK, 3)
     assert int(second.split()[1]) >= 2
     for output in (first, third):
         assert output.startswith("awake") and float(output.split()[1]) < 20
+
+
+def test_a_rank_that_died_before_it_was_connected_is_no_hang() -> None:
+    first, _ = run(DIES, 2)
+    assert first.startswith("failed") and float(first.split()[1]) < 20
 
 
 def test_threads_share_one_connection_to_the_store() -> None:
@@ -124,12 +162,12 @@ def stores_of_threads() -> int:
     module._made = None  # of earlier cases
     side_store()
     watch_peers()
-    before = connections()
+    before = connections(with_store=True)
     users: list[Any] = [Meeting(), Board()]
     assert all(user._store is side_store() for user in users)
     distinct = {id(user._store) for user in users}
     dist.barrier()
-    assert connections() == before
+    assert connections(with_store=True) == before
     return len(distinct)
 
 

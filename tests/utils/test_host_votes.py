@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_trainer import TrainerCallback
+from ds_trainer import ConfigError, TrainerCallback
 from ds_trainer.training.hooks import stopping
 from ds_trainer.training.stopping.request import StopRequest
 from ds_trainer.training.stopping.stopper import TrainingStopped
@@ -149,6 +149,43 @@ def test_ranks_that_do_not_use_the_store_and_say_so_once(how: str) -> None:
     first, second = ([text for text in said if "cannot reach" in text] for *_, said in found)
     assert len(first) == 1 and second == []
     assert "GLOO_SOCKET_IFNAME" in first[0]
+
+
+def groups_beside_nccl(tp: int) -> str:
+    """The groups of a layout where the default one is NCCL's (it says) and gloo finds no network."""
+    from ds_trainer.parallel.groups import forget_groups, parallel_groups
+    from ds_trainer.parallel.layout import ParallelLayout
+    from ds_trainer.utils import host_votes
+
+    backend, new_group, seconds = dist.get_backend, dist.new_group, host_votes.CONNECT_SECONDS
+
+    def cut_off(*arguments: Any, **named: Any) -> Any:
+        if "gloo" in (*arguments, *named.values()):
+            os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+        try:
+            return new_group(*arguments, **named)
+        finally:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+    dist.get_backend, dist.new_group = lambda *arguments: "nccl", cut_off
+    host_votes.CONNECT_SECONDS = 3.0
+    real, distributed.collective_device = distributed.collective_device, lambda: torch.device("cpu")
+    forget_groups()
+    try:
+        return "no group" if parallel_groups(ParallelLayout(2, tp=tp)).world_host is None else "a group"
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.get_backend, dist.new_group, host_votes.CONNECT_SECONDS = backend, new_group, seconds
+        distributed.collective_device = real
+        forget_groups()
+
+
+def test_a_layout_does_without_gloo_unless_batches_need_it() -> None:
+    assert pool(2).run(groups_beside_nccl, 1) == ["no group"] * 2
+    first, second = pool(2).run(groups_beside_nccl, 2)
+    assert first == second
+    assert "GLOO_SOCKET_IFNAME" in first and "Batches are handed from rank to rank" in first
 
 
 class Asks(TrainerCallback):
