@@ -196,7 +196,7 @@ def boundaries_until_file_is_seen(output_dir: str) -> int | None:
     clock, real = [0.0], time.perf_counter
     time.perf_counter = lambda: clock[0]  # type: ignore[assignment]
     try:
-        stopper = Stopper(Path(output_dir), True, True, 0.0, distributed.dist.group.WORLD)
+        stopper = Stopper(Path(output_dir), True, True, 0.0, GroupVotes(distributed.dist.group.WORLD))
         stopper.before_first_step()
         found = None
         for boundary in range(1, 25):
