@@ -216,3 +216,57 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: int, monkeypatch: 
     assert all("have the same GPU (GPU-0)" in str(one) for one in said)
     assert all("CUDA_VISIBLE_DEVICES=0" in str(one) and "launcher: srun" in str(one) for one in said)
     assert max(calls) <= 7
+
+
+START = """
+    import json, os, sys
+    from types import SimpleNamespace
+    import torch, torch.distributed as dist
+
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=sys.argv[1])
+    made = {}
+    dist.init_process_group = lambda backend, **place: made.update(place, backend=backend)
+    from datetime import timedelta
+    from ds_trainer import ConfigError, TrainingArguments
+    from ds_trainer.utils.ranks import resolve_ranks
+    from ds_trainer.utils.torch_group import start_torch_group
+
+    try:
+        start_torch_group(resolve_ranks(os.environ), "cuda", timedelta(seconds=60))
+        store = made.pop("store")
+        store.add("here", 1)
+        while int(store.get("here")) < 2:
+            pass
+        print(json.dumps({name: str(value) for name, value in made.items()}))
+    except ConfigError as error:
+        print(json.dumps({"refused": str(error)}))
+"""
+
+
+def started(uuids: list[str]) -> list[dict[str, str]]:
+    """What two tasks of srun with one visible GPU each hand to torch."""
+    ranks = []
+    for rank, uuid in enumerate(uuids):
+        step = {**srun(rank, 2, 2), "MASTER_PORT": "", "SLURM_JOB_ID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        command = [sys.executable, "-c", textwrap.dedent(START), uuid]
+        ranks.append(subprocess.Popen(command, env={**kept, **step}, stdout=subprocess.PIPE, text=True))
+    try:
+        return [dict(json.loads(rank.communicate(timeout=120)[0].splitlines()[-1])) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_the_process_group_is_bound_to_the_only_visible_gpu() -> None:
+    for rank, made in enumerate(started(["GPU-0", "GPU-1"])):
+        wanted = {"backend": "nccl", "device_id": "cuda:0", "rank": str(rank), "world_size": "2", "timeout": "0:01:00"}
+        assert made == wanted
+
+
+def test_a_gpu_that_two_tasks_share_by_mistake_is_refused_before_nccl_starts() -> None:
+    first, second = started(["GPU-0", "GPU-0"])
+    assert first == second
+    assert "Two ranks of" in first["refused"] and "--gpus-per-task=1" in first["refused"]
