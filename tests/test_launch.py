@@ -200,7 +200,9 @@ def test_environment_refuses_what_cannot_serve(tmp_path: Path) -> None:
 def test_shell_files_pass_shellcheck(tmp_path: Path) -> None:
     scripts = [*(ROOT / "launch").glob("*.s*"), ROOT / ".ci" / "run", *(ROOT / "tests").rglob("*.sh")]
     scripts += (ROOT / "benchmarks").glob("*.sh")
-    assert {"_slurm.sh", "_venv.sh", "run", "nodes_srun.sbatch", "cluster.sh", "gpu.sh"} <= {path.name for path in scripts}
+    assert {"_slurm.sh", "_venv.sh", "run", "nodes_srun.sbatch", "cluster.sh", "gpu.sh"} <= {
+        path.name for path in scripts
+    }
     command = ["shellcheck", "--external-sources"]
     done = subprocess.run([*command, *map(str, scripts)], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout

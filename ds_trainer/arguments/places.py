@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ds_trainer.arguments.enums import NamedValue
+from ds_trainer.utils.devices import device_of
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, resolve_ranks
@@ -101,12 +102,12 @@ class Places:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process. Imports torch."""
-        import torch
+        """The device of this process: ``cpu``, or its GPU (:mod:`ds_trainer.utils.devices`). Imports torch.
 
-        if self.device_type == "cuda":
-            return torch.device("cuda", self.local_process_index)
-        return torch.device("cpu")
+        Raises:
+            ConfigError: this process sees GPUs, but fewer than there are ranks on its machine.
+        """
+        return device_of(resolve_ranks(os.environ), self.device_type)
 
     @property
     def n_gpu(self) -> int:
@@ -208,20 +209,10 @@ def _existing_group_size() -> int | None:
 
 
 def _start_group(info: RankInfo, device_type: str, timeout: timedelta) -> None:
-    """Join the process group that the engine would start later; it takes over the one it finds.
+    """Join the process group that the engine would start later; it takes over the one it finds."""
+    from ds_trainer.utils.torch_group import start_torch_group
 
-    DeepSpeed belongs to the floors below, so this is torch's own group, with the engine's backend and timeout.
-    """
-    import torch
-    import torch.distributed as dist
-
-    os.environ.update(info.environment())  # under srun torch and DeepSpeed do not find their variables otherwise
-    if device_type == "cuda":
-        device = torch.device("cuda", info.local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    start_torch_group(info, device_type, timeout)
     atexit.register(_leave_group)
 
 

@@ -14,16 +14,17 @@ import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from ds_trainer.engine.fresh_store import fresh_store, outlives_ranks
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
-from ds_trainer.utils.connections import end_connections, noted_connections
+from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
+from ds_trainer.utils.connections import end_connections
+from ds_trainer.utils.devices import announce_place, device_of
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
 from ds_trainer.utils.secrets import hide_in_logs
+from ds_trainer.utils.torch_group import prepare_process, start_torch_group
 
 logger = get_logger(__name__)
 
@@ -31,7 +32,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SHM_BUFFER_PREFIX = "deepspeed_allreduce_buffer"
 _SHM_OP = "deepspeed_shm_comm"
 _started: RankInfo | None = None
-_timeout = timedelta(minutes=30)
 
 
 def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> RankInfo:
@@ -45,25 +45,24 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         The place of this process.
 
     Raises:
-        ConfigError: the launcher's variables contradict each other.
+        ConfigError: the launcher's variables contradict each other, or ranks do not have a GPU each.
     """
-    global _started, _timeout
+    global _started
     import torch.distributed as dist
 
-    _timeout = timeout
+    set_collective_limit(timeout)
     if dist.is_initialized() and _started is not None:
         limit_collectives()
-        os.environ.update(_started.environment())  # DeepSpeed reads them for every engine
+        announce_place(_started, device_of(_started, device_type))  # DeepSpeed reads it for every engine
         return _started
     info = resolve_ranks(os.environ)
     if info.master_port == 0:
         info = replace(info, master_port=free_port())
-    os.environ.update(info.environment())
+    announce_place(info, device_of(info, device_type))
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
 
     import deepspeed
-    import torch
     from deepspeed.utils.logging import logger as deepspeed_logger
 
     hide_in_logs("DeepSpeed")
@@ -73,17 +72,12 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning
     )
     deepspeed.ops.__compatible_ops__[_SHM_OP] = False
-    if device_type == "cuda":
-        torch.cuda.set_device(info.local_rank)
+    if dist.is_initialized():
+        prepare_process(info, device_type)
+    else:
+        start_torch_group(info, device_type, timeout)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    with noted_connections():
-        if outlives_ranks(os.environ) and info.world_size > 1 and not dist.is_initialized():
-            store = fresh_store(info.rank, info.world_size, timeout)
-            place: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
-            if device_type == "cuda":
-                place["device_id"] = torch.device("cuda", info.local_rank)
-            dist.init_process_group(backend, store=store, **place)  # which DeepSpeed takes over
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)  # takes it over
     if dist.get_world_size() != info.world_size:
         raise ConfigError(
             f"There is a process group of {dist.get_world_size()} ranks, but the environment says {info.world_size} "
@@ -91,6 +85,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         )
     _started = info
     atexit.register(stop_process_group)
+    atexit.register(failures.end_if_stuck)  # before the one above
     return info
 
 
@@ -102,25 +97,17 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     Raises:
         PeerFailure: not all ranks came.
     """
-    import torch
-    import torch.distributed as dist
     from deepspeed.utils import groups
 
-    global _timeout
-    info, _timeout = _started, timeout
+    info = _started
     assert info is not None  # there was a process group
     failures.leave_group()
     forget_groups()
     groups._release_process_group_references()
     gc.collect()
-    end_connections(info.master_port)
+    end_connections(info.master_port, failures.store())
     store = failures.meet_again()
-    place: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
-    with noted_connections():
-        if device_type == "cuda":
-            dist.init_process_group("nccl", store=store, device_id=torch.device("cuda", info.local_rank), **place)
-        else:
-            dist.init_process_group("gloo", store=store, **place)
+    start_torch_group(info, device_type, timeout, store)
     failures.watch_peers()
 
 
@@ -136,7 +123,7 @@ def limit_collectives() -> None:
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         if dist.get_rank(group) >= 0:
-            dist.distributed_c10d._set_pg_timeout(_timeout, group)
+            dist.distributed_c10d._set_pg_timeout(collective_limit(), group)
 
 
 def stop_process_group() -> None:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.host_memory import free_host_memory
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -55,7 +55,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return int(psutil.virtual_memory().available)
+    return free_host_memory()
 
 
 @contextmanager

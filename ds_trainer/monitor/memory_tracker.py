@@ -26,6 +26,8 @@ from types import TracebackType
 import psutil
 import torch
 
+from ds_trainer.utils.threads import new_thread
+
 SAMPLING_SECONDS = 0.002  # often enough for tensors that are used, and no load on the interpreter's lock
 
 
@@ -102,7 +104,7 @@ class Stage:
         self._process = psutil.Process()
         self._cpu_before = self._cpu_peak = self._resident()
         self._stop = threading.Event()
-        thread = threading.Thread(target=_sample, args=(weakref.ref(self), self._stop), daemon=True)
+        thread = new_thread(_sample, weakref.ref(self), self._stop, name="ds_trainer-memory")
         thread.start()
         self._thread = thread
         weakref.finalize(self, self._stop.set)

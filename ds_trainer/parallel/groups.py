@@ -13,16 +13,20 @@ them, a group of all ranks is the default one, and all axes of size 1 share one 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ds_trainer.parallel.layout import AXES, Coordinates, ParallelLayout, Strides, groups_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.connections import noted_connections
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_votes import reachable_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_made: dict[tuple[Strides, str | None], ProcessGroup] = {}
+_made: dict[Strides, ProcessGroup] = {}
+_made_for_host: dict[Strides, ProcessGroup | None] = {}
 _of_layouts: dict[ParallelLayout, ParallelGroups] = {}
 _made_in: ProcessGroup | None = None  # the default group that they belong to
 
@@ -39,7 +43,7 @@ class ParallelGroups:
         gradient: ``dp x cp x sp`` ranks with the same parameters and other tokens.
         replica: ``cp x sp x tp`` ranks that work on the same samples.
         replica_host: the same ranks, for tensors in host memory (gloo), whatever the backend of the others.
-        world_host: all ranks, likewise.
+        world_host: all ranks, likewise; None where they cannot reach each other over gloo.
     """
 
     layout: ParallelLayout
@@ -52,7 +56,7 @@ class ParallelGroups:
     gradient: ProcessGroup
     replica: ProcessGroup
     replica_host: ProcessGroup
-    world_host: ProcessGroup
+    world_host: ProcessGroup | None
 
 
 _AXES_OF = {
@@ -71,6 +75,7 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
 
     Raises:
         ValueError: the process group has another number of ranks than the layout.
+        ConfigError: the ranks of a replica cannot reach each other over gloo.
     """
     import torch.distributed as dist
 
@@ -79,22 +84,50 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
     if _made_in is dist.group.WORLD and layout in _of_layouts:
         return _of_layouts[layout]
     mine = {name: group_along(layout.strides(axes)) for name, axes in _AXES_OF.items()}
-    mine["replica_host"], mine["world_host"] = mine["replica"], group_along(layout.strides(AXES))
+    mine["replica_host"] = mine["replica"]
+    world_host: ProcessGroup | None = dist.group.WORLD
     if dist.get_backend() != "gloo":
-        mine["world_host"] = group_along(layout.strides(AXES), "gloo")
+        world_host = _host_group(layout.strides(AXES))
         if layout.replica_size > 1:
-            mine["replica_host"] = group_along(layout.strides(_AXES_OF["replica"]), "gloo")
-    _of_layouts[layout] = ParallelGroups(layout, layout.coordinates(distributed.rank()), **mine)
+            replica_host = _host_group(layout.strides(_AXES_OF["replica"]))
+            if replica_host is None:
+                raise ConfigError(
+                    f"Batches are handed from rank to rank in each replica ({layout.describe()}) over gloo, which "
+                    "cannot connect the ranks. Set GLOO_SOCKET_IFNAME to the network interface between the machines, "
+                    "as for NCCL."
+                )
+            mine["replica_host"] = replica_host
+    place = layout.coordinates(distributed.rank())
+    _of_layouts[layout] = ParallelGroups(layout, place, **mine, world_host=world_host)
     return _of_layouts[layout]
 
 
-def group_along(strides: Strides, backend: str | None = None) -> ProcessGroup:
+def group_along(strides: Strides) -> ProcessGroup:
     """This rank's group of those that ``strides`` divide the world into, made at the first call. Collective then.
 
     Args:
         strides: the form of the groups (:meth:`ParallelLayout.strides`).
-        backend: None for that of the default group.
     """
+    world = _world()
+    if strides == (((1, world.size()),) if world.size() > 1 else ()):
+        return world
+    if strides not in _made:
+        with noted_connections():
+            _made[strides] = _make(world, strides)
+    return _made[strides]
+
+
+def _host_group(strides: Strides) -> ProcessGroup | None:
+    """The same for tensors in host memory, beside NCCL; None, on all ranks, where gloo cannot connect them."""
+    world = _world()
+    if strides not in _made_for_host:
+        with noted_connections():
+            _made_for_host[strides] = reachable_group(lambda limit: _make(world, strides, "gloo", limit))
+    return _made_for_host[strides]
+
+
+def _world() -> ProcessGroup:
+    """The default group. Groups that belong to an earlier one are forgotten."""
     global _made_in
     import torch.distributed as dist
 
@@ -103,15 +136,12 @@ def group_along(strides: Strides, backend: str | None = None) -> ProcessGroup:
     if _made_in is not world:
         forget_groups()
         _made_in = world
-    if backend is None and strides == (((1, world.size()),) if world.size() > 1 else ()):
-        return world
-    if (strides, backend) not in _made:
-        with noted_connections():
-            _made[strides, backend] = _make(world, strides, backend)
-    return _made[strides, backend]
+    return world
 
 
-def _make(world: ProcessGroup, strides: Strides, backend: str | None) -> ProcessGroup:
+def _make(
+    world: ProcessGroup, strides: Strides, backend: str | None = None, limit: timedelta | None = None
+) -> ProcessGroup:
     import torch.distributed as dist
 
     groups = groups_of(strides, world.size())
@@ -122,18 +152,21 @@ def _make(world: ProcessGroup, strides: Strides, backend: str | None) -> Process
         # one rank has none until somebody uses it, and then makes it alone.
         world.bound_device_id = None
         try:
-            return dist.new_group(own, backend=backend, use_local_synchronization=True)
+            return dist.new_group(own, limit, backend, use_local_synchronization=True)
         finally:
             world.bound_device_id = device
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
-        return dist.split_group(split_ranks=groups)
-    return dist.new_group(own, backend=backend, use_local_synchronization=True)
+        split = dist.split_group(split_ranks=groups)
+        assert split is not None  # every rank is in one of them
+        return split
+    return dist.new_group(own, limit, backend, use_local_synchronization=True)
 
 
 def forget_groups() -> None:
     """Let go of all groups, after the process group that they belong to."""
     global _made_in
     _made.clear()
+    _made_for_host.clear()
     _of_layouts.clear()
     _made_in = None
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.background.meeting import Meeting
-from ds_trainer.checkpoint.background.snapshot import Arena, Snapshot, fits_in_memory, sizes_of
+from ds_trainer.checkpoint.background.snapshot import Snapshot, fits_in_memory, sizes_of
 from ds_trainer.checkpoint.background.writing import BackgroundSave, BackgroundWork
 from ds_trainer.checkpoint.pieces.engine_files import engine_contents
 from ds_trainer.engine.state.pieces import all_in_memory, changes_in_steps_only

@@ -16,6 +16,7 @@ import torch
 
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.ranks import resolve_ranks
 
 _WRITTEN = "LOCAL_WORLD_SIZE"  # accelerate writes a 1 where the launcher said nothing
 
@@ -38,6 +39,8 @@ def attach_accelerate(device_type: str) -> Any:
         torch.set_num_threads(threads)
     if local_world is None:
         os.environ.pop(_WRITTEN, None)
+    # It took LOCAL_RANK, which is the index of the GPU: 0 on every rank where each is shown one.
+    state.local_process_index = resolve_ranks(os.environ).local_rank
     return state
 
 

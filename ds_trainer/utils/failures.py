@@ -33,11 +33,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.side_store import side_store
+from ds_trainer.utils.threads import new_thread
 
 POLL_SECONDS = 1.0
 # How long a failed rank waits for the others to fail likewise; ranks that do the same thing are seldom further apart.
 GRACE_SECONDS = 5.0
 ABORT_SECONDS = 3.0
+ABORT_TAKES_SECONDS = 20.0  # of NCCL; torch itself would wait for it as long as a collective may take
 EXIT_SECONDS = 12.0
 PATIENT_SECONDS = 120.0  # the same where the failed rank goes on and breaks the connection itself
 MEETING_SECONDS = 180.0
@@ -58,16 +61,17 @@ class _Watch:
     """Failures of this process group: what this rank tells and hears."""
 
     def __init__(self) -> None:
-        # A connection of its own: that of the process group may be busy waiting for a rank that is gone.
-        default: Any = dist.distributed_c10d._get_default_store()
-        self.store = default.clone()
-        _stores.append(default)
+        # Not the connection of the process group: that may be busy waiting for a rank that is gone.
+        self.store = side_store()
+        _stores.append(dist.distributed_c10d._get_default_store())
         self.group: Any = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.generation = 0  # of failures that all ranks had alike: everybody counts the same
         self.aborted = False
+        self.stuck: str | None = None  # why the process group was not aborted
+        self._aborting: threading.Thread | None = None
         self.lock = threading.Lock()
-        threading.Thread(target=self._look, name="ds_trainer-failures", daemon=True).start()
+        new_thread(self._look, name="ds_trainer-failures").start()
 
     def _key(self, name: str) -> str:
         return f"{_PREFIX}/{self.generation}/{name}"
@@ -104,12 +108,31 @@ class _Watch:
             time.sleep(0.05)
 
     def give_up(self) -> None:
-        """Leave the process group without asking the others; collectives of this rank that hang are ended (NCCL)."""
+        """Leave the process group without asking the others; collectives of this rank that hang are ended (NCCL).
+
+        Takes no longer than ``ABORT_TAKES_SECONDS`` and raises nothing: what went wrong is said, and kept in ``stuck``.
+        """
         with self.lock:
-            if not self.aborted and dist.is_initialized() and dist.group.WORLD is self.group:
+            first = not self.aborted and dist.is_initialized() and dist.group.WORLD is self.group
+            if first:
                 self.aborted = True
-                dist.distributed_c10d._abort_process_group()
-                self.group = None  # gloo closes its connections when nobody holds the group any more
+                self.stuck = f"the abort did not end within {ABORT_TAKES_SECONDS:.0f} s"
+                self._aborting = new_thread(self._abort, name="ds_trainer-abort")
+                self._aborting.start()
+        if self._aborting is None:
+            return
+        self._aborting.join(ABORT_TAKES_SECONDS)
+        if first and self.stuck is not None:
+            _say(f"rank {self.rank} could not abort its process group: {self.stuck}")
+        self.group = None  # gloo closes its connections when nobody holds the group any more
+
+    def _abort(self) -> None:
+        try:
+            dist.distributed_c10d._abort_process_group()
+        except BaseException as error:
+            self.stuck = f"{type(error).__name__}: {error}"
+        else:
+            self.stuck = None
 
     def _look(self) -> None:
         while not self.aborted:
@@ -122,7 +145,7 @@ class _Watch:
                 if dist.is_initialized() and dist.get_backend() == "nccl":
                     self.give_up()
                 if self._still_inside(generation, (PATIENT_SECONDS if _patient else EXIT_SECONDS) - ABORT_SECONDS):
-                    print(f"ds_trainer: rank {self.rank} ends: {said}.", file=sys.stderr, flush=True)
+                    _say(f"rank {self.rank} ends: {said}")
                     os._exit(1)
 
     def _still_inside(self, generation: int, seconds: float) -> bool:
@@ -183,9 +206,28 @@ def patience() -> Iterator[None]:
 
 
 def leave_group() -> None:
-    """Give up the process group. Connections of gloo end when all that held it has been let go too."""
+    """Give up the process group. Connections of gloo end when all that held it has been let go too.
+
+    Raises:
+        PeerFailure: it could not be aborted, so that another one cannot be made.
+    """
     if _watch is not None:
         _watch.give_up()
+        if _watch.stuck is not None:
+            raise PeerFailure(f"Rank {_watch.rank} could not abort its process group: {_watch.stuck}.")
+
+
+def store() -> Any:
+    """The store of the process group, also when that has been left; None where nobody watched."""
+    return None if _watch is None else _watch.store
+
+
+def end_if_stuck() -> None:
+    """When the process ends: end it at once if its process group could not be aborted; leaving it would hang."""
+    if _watch is not None and _watch.stuck is not None:
+        _say(f"rank {_watch.rank} ends without leaving its process group")
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def meet_again() -> Any:
@@ -224,6 +266,10 @@ def _share(watch: _Watch, error: BaseException) -> None:
     # A connection that broke without a word is that of a rank which was killed: it will not fail likewise.
     if not watch.tell(error, POLL_SECONDS if broken else GRACE_SECONDS):
         watch.give_up()
+
+
+def _say(text: str) -> None:
+    print(f"ds_trainer: {text}.", file=sys.stderr, flush=True)
 
 
 def _is_broken_connection(error: BaseException) -> bool:

@@ -8,6 +8,10 @@ Plain ``python`` sets nothing and is a world of one.
 Several of them may be there at once. What describes this process must agree. What describes the program around it is
 left alone: under ``torchrun`` inside of ``srun``, SLURM's task is the agent of a machine; under ``mpirun`` inside of an
 allocation, it is a daemon of MPI.
+
+DeepSpeed, accelerate and transformers take ``LOCAL_RANK`` for the index of the GPU. Where a rank is shown one GPU only,
+that index is 0 on every rank, and the rank on the machine is kept in ``DS_TRAINER_LOCAL_RANK``
+(:mod:`ds_trainer.utils.devices`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_trainer.utils.errors import ConfigError
 
@@ -28,6 +32,7 @@ _MACHINE_LAUNCHER_NAMES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 _FIRST_PORT, _PORTS = 20000, 20000
 _USUAL_PORT = 29500  # torch's own default
 _MPI_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_KEPT = "DS_TRAINER_LOCAL_RANK"
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,25 @@ class RankInfo:
     master_port: int
     launcher: str
 
-    def environment(self) -> dict[str, str]:
-        """The five variables that torch.distributed and DeepSpeed read."""
-        return {
+    def environment(self, device_index: int | None = None) -> dict[str, str]:
+        """The five variables that torch.distributed and DeepSpeed read.
+
+        Args:
+            device_index: the GPU of this process, which DeepSpeed looks for in LOCAL_RANK; default: ``local_rank``.
+                Where they differ, a sixth variable tells :func:`resolve_ranks` the local rank.
+        """
+        index = self.local_rank if device_index is None else device_index
+        names = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_RANK": str(index),
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": str(self.master_port),
         }
+        if index != self.local_rank:
+            # With the rank that it holds for: a process of another job may inherit it.
+            names[_KEPT] = f"{self.local_rank} of {self.rank}/{self.world_size}/{index}"
+        return names
 
 
 def resolve_ranks(environment: Mapping[str, str]) -> RankInfo:
@@ -92,6 +107,9 @@ def resolve_ranks(environment: Mapping[str, str]) -> RankInfo:
     in_step = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
     if "RANK" in environment:
         info = _from_launcher(environment)
+        kept, _, place = environment.get(_KEPT, "").partition(" of ")
+        if place == f"{info.rank}/{info.world_size}/{info.local_rank}":
+            return replace(info, local_rank=int(kept))  # resolved before, by this process or the one that started it
     elif mpi and not (mpi[0].local_rank not in environment and in_step):
         info = _from_mpi(environment, mpi[0])
     elif in_step:
@@ -116,6 +134,19 @@ def likely_rank(environment: Mapping[str, str]) -> int:
         candidates = ["RANK", *(names.rank for names in _MPI), "SLURM_PROCID"]
         given = [environment[name] for name in candidates if environment.get(name, "").isdigit()]
         return int(given[0]) if given else 0
+
+
+def known_local_size(environment: Mapping[str, str]) -> int | None:
+    """How many ranks the launcher has started on this machine; None where it does not say."""
+    names = ("LOCAL_WORLD_SIZE", *_LOCAL_SIZES, *(names.local_size for names in _MPI))
+    sizes = [int(text) for name in names if (text := environment.get(name, "")).isdigit()]
+    counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
+    if "SLURM_STEP_ID" in environment and counts and node.isdigit():
+        each = [
+            int(size) for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))
+        ]
+        sizes += each[int(node) : int(node) + 1]
+    return max(sizes, default=None)
 
 
 def free_port() -> int:

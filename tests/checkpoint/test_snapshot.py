@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from ds_trainer.checkpoint.background import arena as arenas
 from ds_trainer.checkpoint.background import snapshot as module
-from ds_trainer.checkpoint.background.snapshot import Arena, Snapshot, fits_in_memory, sizes_of
+from ds_trainer.checkpoint.background.arena import Arena
+from ds_trainer.checkpoint.background.snapshot import Snapshot, fits_in_memory, sizes_of
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.checkpoint.pieces.engine_files import engine_contents
 from ds_trainer.checkpoint.protocol.contents import Content, Held
@@ -77,12 +79,59 @@ def test_a_step_waits_for_what_is_copied_later() -> None:
 def test_memory_is_kept() -> None:
     arena, content = Arena(), content_of_all_types()
     arena.prepare(sizes_of([content]))
-    size, place = arena.nbytes, arena.block(0, 1).data_ptr()
+    size, place = arena.nbytes, arena.blocks(0, 1)[0].data_ptr()
     Snapshot([content], arena)
     assert size == sum(p.tensor.nbytes for p in content.pieces)
-    assert (arena.nbytes, arena.block(0, 1).data_ptr()) == (size, place)
+    assert (arena.nbytes, arena.blocks(0, 1)[0].data_ptr()) == (size, place)
     Snapshot([PiecesContent("x", [*content.pieces, piece("more", torch.rand(99))], {})], arena)
     assert arena.nbytes == size + 99 * 4
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("block", [8, 16, 64, 256])
+def test_a_file_may_lie_in_many_blocks(block: int, waits: bool) -> None:
+    """Pieces go on in the next block; what is written is the same."""
+    content, arena = content_of_all_types(), Arena(block=block)
+    snapshot = Snapshot([content, content], arena, lambda piece: waits)
+    snapshot.complete()
+    assert [written(copied) for copied in snapshot.files()] == [written(content)] * 2
+    size = sizes_of([content])[0]
+    assert [one.numel() for one in arena.blocks(0, size)][:-1] == [block] * ((size - 1) // block)
+    Snapshot([PiecesContent("x", [*content.pieces, piece("more", torch.rand(99))], {})], arena)
+    assert arena.nbytes == 2 * size + 99 * 4
+
+
+class Locked:
+    """What torch really takes for page-locked memory: the next power of two of each block."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def __call__(self, size: int, pinned: bool) -> torch.Tensor:
+        assert pinned
+        self.taken.append(1 << (size - 1).bit_length())
+        return torch.empty(size, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 1024, 1025, 3000, 84_003])
+def test_page_locked_memory_is_not_wasted(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block would take the next power of two: 137 GB for 84 GB."""
+    locked = Locked()
+    monkeypatch.setattr(arenas, "_memory", locked)
+    arena = Arena(pinned=True, block=1024, smallest=16)
+    arena.prepare([size, 100])
+    assert sum(locked.taken) == arena.nbytes == arena.room_for([size, 100]), "accounted for as it is"
+    assert size + 100 <= arena.nbytes < size + 100 + 2 * 16
+    assert max(locked.taken) <= 1024
+    taken = len(locked.taken)
+    assert sum(block.numel() for block in arena.blocks(0, size)) == size
+    assert len(locked.taken) == taken, "kept"
+
+
+def test_the_real_sizes_waste_little() -> None:
+    needed = 84 * 10**9
+    assert 0 <= Arena(pinned=True).room_for([needed]) - needed < 2**24
+    assert Arena(pinned=False).room_for([needed]) == needed
 
 
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

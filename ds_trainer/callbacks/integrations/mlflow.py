@@ -15,6 +15,7 @@ from ds_trainer.callbacks.integrations.hyperparameters import flattened, hyperpa
 from ds_trainer.callbacks.integrations.tracker import Tracker, logger, number
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.threads import new_executor
 
 
 class MLflowCallback(Tracker):
@@ -92,7 +93,7 @@ class MLflowCallback(Tracker):
                 metrics[_allowed(name)] = scalar
         sent = self.library().log_metrics(metrics, state.global_step, synchronous=False, run_id=self.run_id)
         if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(1, thread_name_prefix="mlflow-waiter")
+            self._waiter = new_executor("mlflow-waiter")
         self._sent.append(self._waiter.submit(sent.wait))
 
     def finish(self, args: Any, state: TrainerState, model: Any) -> None:

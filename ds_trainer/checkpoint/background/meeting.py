@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.side_store import side_store
 
 logger = get_logger(__name__)
 
@@ -43,8 +42,7 @@ class Meeting:
         self._patience: tuple[float, float] | None = None
         self._store: Any = None
         if self.world_size > 1:
-            default: Any = dist.distributed_c10d._get_default_store()
-            self._store = default.clone()  # a connection of its own: the others may be busy waiting
+            self._store = side_store()
 
     def give_up_after(self, seconds: float) -> None:
         """From now on wait no longer than this at a time, for ranks that may be gone; from any thread."""

@@ -8,72 +8,24 @@ are no masters) is copied at once: a forward pass may change it.
 
 from __future__ import annotations
 
-import mmap
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import psutil
 import torch
 
+from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.checkpoint.pieces.file import arrange, write_bytes
 from ds_trainer.checkpoint.protocol.contents import Content
 from ds_trainer.engine.state.pieces import Piece
 from ds_trainer.utils import distributed
+from ds_trainer.utils.host_memory import free_host_memory
 
 SHARE_OF_FREE_MEMORY = 0.7
 """Snapshots may take this much of the host memory that is free; the rest is for batches and the page cache."""
-
-_CHUNK = 32 * 2**20  # bytes
-
-
-class Arena:
-    """Host memory for one snapshot at a time, kept from one to the next: the first touch of memory is slow.
-
-    Args:
-        pinned: page-locked, which a GPU copies to without help of the CPU.
-    """
-
-    def __init__(self, pinned: bool = False) -> None:
-        self.pinned = pinned
-        self._blocks: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds now."""
-        return sum(block.numel() for block in self._blocks)
-
-    def block(self, index: int, size: int) -> torch.Tensor:
-        """``size`` bytes for the ``index``-th file of a snapshot: those of the snapshot before, if there are enough."""
-        while len(self._blocks) <= index:
-            self._blocks.append(torch.empty(0, dtype=torch.uint8))
-        if self._blocks[index].numel() < size:
-            self._blocks[index] = torch.empty(0, dtype=torch.uint8)  # let go first: both together may be too much
-            self._blocks[index] = _memory(size, self.pinned)
-        return self._blocks[index][:size]
-
-    def room_for(self, sizes: Sequence[int]) -> int:
-        """Bytes of memory that files of ``sizes`` bytes take: torch rounds page-locked memory up to a power of two."""
-        return sum(1 << max(0, size - 1).bit_length() if self.pinned else size for size in sizes)
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Take the memory for files of ``sizes`` bytes now, so that the first snapshot is as quick as the others."""
-        for index, size in enumerate(sizes):
-            block = self.block(index, size)
-            for start in range(0, size, _CHUNK):
-                block[start : start + _CHUNK].zero_()
-
-
-def _memory(size: int, pinned: bool) -> torch.Tensor:
-    if pinned or size == 0:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    pages = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -82,11 +34,12 @@ class Copied:
 
     name: str
     head: bytes
-    data: torch.Tensor
+    blocks: list[torch.Tensor]
 
     def write(self, stream: BinaryIO) -> None:
         stream.write(self.head)
-        write_bytes(stream, self.data)
+        for block in self.blocks:
+            write_bytes(stream, block)
 
 
 class Snapshot:
@@ -124,17 +77,21 @@ class Snapshot:
 
     def _copy(self, content: PiecesContent, arena: Arena, index: int, waits: Callable[[Piece], bool]) -> Copied:
         arranged = arrange(content.pieces, content.scalars)
-        data = arena.block(index, arranged.size)
-        position = 0
+        blocks = arena.blocks(index, arranged.size)
+        rest = list(blocks)
         for piece in arranged.pieces:
-            source = piece.tensor.detach().reshape(-1)
-            target = data[position : position + source.nbytes].view(source.dtype)
-            position += source.nbytes
-            if waits(piece):
-                self._waiting.append((target, source))
-            else:
-                target.copy_(source, non_blocking=self._stream is not None)
-        return Copied(content.name, arranged.head, data)
+            source = piece.tensor.detach().reshape(-1).view(torch.uint8)
+            while source.numel():  # it may go on in the next block
+                size = min(source.numel(), rest[0].numel())
+                target, part = rest[0][:size], source[:size]
+                if waits(piece):
+                    self._waiting.append((target, part))
+                else:
+                    target.copy_(part, non_blocking=self._stream is not None)
+                source, rest[0] = source[size:], rest[0][size:]
+                if not rest[0].numel():
+                    del rest[0]
+        return Copied(content.name, arranged.head, blocks)
 
     def complete(self) -> None:
         """Copy what may wait; from any thread, once.
@@ -180,7 +137,7 @@ def sizes_of(contents: Iterable[Content]) -> list[int]:
 
 def fits_in_memory(needed: int) -> bool:
     """Whether ``needed`` more bytes on every rank fit into what is free on its machine. Collective: one answer."""
-    found = distributed.gather_to_main((socket.gethostname(), int(psutil.virtual_memory().available), needed))
+    found = distributed.gather_to_main((socket.gethostname(), free_host_memory(), needed))
     taken: dict[str, int] = {}
     for host, _, size in found or ():
         taken[host] = taken.get(host, 0) + size

@@ -18,6 +18,7 @@ from ds_trainer.checkpoint.background.snapshot import Snapshot
 from ds_trainer.checkpoint.protocol.contents import Content
 from ds_trainer.checkpoint.protocol.sharing import Messages
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.threads import new_thread
 
 logger = get_logger(__name__)
 
@@ -44,7 +45,7 @@ class BackgroundWork(Generic[T]):
         self._result: T
         self._failure: BaseException | None = None
         # Not a daemon: a process that ends waits for it.
-        self._thread = threading.Thread(target=self._run, name=THREAD)
+        self._thread = new_thread(self._run, name=THREAD, daemon=False)
         self._thread.start()
 
     def _run(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.utils.threads import new_executor
 
 _CHUNK = 8 * 2**20  # bytes read at a time
 _LARGE = 2**20  # bytes from which a part is summed beside its writing
@@ -76,7 +76,7 @@ class _Summing(io.RawIOBase):
         self.size = 0
         self.crc32 = 0
         self._begun = 0  # bytes that the disk was told of
-        self._summer = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        self._summer = new_executor("checksum")
 
     def writable(self) -> bool:
         return True

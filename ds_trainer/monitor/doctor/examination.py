@@ -76,7 +76,8 @@ def examine(request: Request, info: RankInfo) -> list[Shared]:
         together.append(_arguments(argument_differences(here, own, digests, distributed.gather_objects), digests[0]))
     found.append((places[0], together))
 
-    mine = name_findings(info, len(firsts) > 1) + limit_findings(request.args.device_type == "cuda" or has_infiniband())
+    fast = request.args.device_type == "cuda" or has_infiniband()
+    mine = name_findings(info, len(firsts) > 1) + limit_findings(fast, info.rank, info.world_size)
     if firsts[here.host] == here.rank:
         mine = _machine(request, [cores for place, *_, cores in said if place.host == here.host]) + mine
     found += distributed.gather_objects((here, mine))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import psutil
+
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.processes import mapped_files
+from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
+from ds_trainer.utils.open_files import open_file_problem
 
 GIB = 2**30
 FEW_INODES = 10_000
@@ -21,7 +24,6 @@ _BUFFERS = "deepspeed_allreduce_buffer_*"
 FEW_FILES, TOO_FEW_FILES = 4096, 512
 FEW_PROCESSES = 4096
 SMALL_STACK = 8 * 2**20
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
@@ -99,8 +101,13 @@ def left_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
     return [path for path in mine if str(path) not in used]
 
 
-def limit_findings(fast_network: bool) -> list[Finding]:
-    """Limits of this process (``ulimit``). ``fast_network``: whether memory is locked for InfiniBand or GPUs."""
+def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> list[Finding]:
+    """Limits of this process (``ulimit``).
+
+    Args:
+        fast_network: whether memory is locked for InfiniBand or GPUs.
+        rank, world_size: of this process: rank 0 has connections to all others.
+    """
     files, stack = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_STACK)
     locked, processes = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NPROC)
     found = []
@@ -111,7 +118,13 @@ def limit_findings(fast_network: bool) -> list[Finding]:
 
     level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
     advice = "ulimit -n 65536 in the batch script (LimitNOFILE= of slurmd, --ulimit nofile= of docker)."
-    add("open files", files, files < FEW_FILES, advice, level)
+    problem = open_file_problem(rank, world_size)
+    if problem is not None:
+        said, cannot_meet = problem
+        level = Level.FAIL if cannot_meet or files < TOO_FEW_FILES else Level.WARN
+        found.append(Finding(level, "limit of open files", said, advice))
+    else:
+        add("open files", files, files < FEW_FILES, advice, level)
     add("processes", processes, processes < FEW_PROCESSES, "ulimit -u 65536: threads count too.")
     add("stack", stack, stack < SMALL_STACK, "ulimit -s 8192.")
     few = fast_network and locked != float("inf")
@@ -124,55 +137,17 @@ def _limit(which: int) -> float:
     return float("inf") if soft == resource.RLIM_INFINITY else float(soft)
 
 
-def memory_finding(local_ranks: int, cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Finding:
+def memory_finding(local_ranks: int) -> Finding:
     """Host memory that is left for this machine's ranks, with the limit of the cgroup (SLURM's, docker's)."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = _available() or total
-    limit, used = cgroup_memory(cgroups, own)
-    said = f"{size(available)} of {size(total)} available"
-    if limit is not None and limit < total:
-        available = min(available, limit - used)
-        said += f"; this job may use {size(limit)} and uses {size(used)}"
+    memory, limited = psutil.virtual_memory(), cgroup_memory()
+    available = free_host_memory()
+    said = f"{size(memory.available)} of {size(memory.total)} available"
+    if limited is not None and limited.limit < memory.total:
+        said += f"; this job may use {size(limited.limit)} and uses {size(limited.used)}"
     if available / local_ranks < 2 * GIB:
         each = f"{said}: {size(available / local_ranks)} for each of {local_ranks} ranks"
         return Finding(Level.WARN, "host memory", each, "Ask for more (--mem of SLURM, --memory of docker).")
     return Finding(Level.OK, "host memory", said)
-
-
-def cgroup_memory(cgroups: Path, own: Path) -> tuple[int | None, int]:
-    """Limit (None for none) and use in bytes: the tightest limit from this process's group up to the root."""
-    lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
-    tightest: tuple[int | None, int] = (None, 0)
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root, names = cgroups, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        here = root / group.strip("/")
-        for directory in [here, *here.parents]:
-            limit, used = (_number(directory / name) for name in names)
-            if limit is not None and (tightest[0] is None or limit < tightest[0]):
-                tightest = limit, used or 0
-            if directory == root:
-                break
-    return tightest
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _available() -> int | None:
-    path = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text(encoding="utf-8")) if path.is_file() else None
-    return int(match[1]) * 1024 if match else None
 
 
 def core_findings(affinities: Iterable[frozenset[int]], threads: str | None) -> list[Finding]:

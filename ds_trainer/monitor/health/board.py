@@ -13,9 +13,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ds_trainer.utils import distributed
+from ds_trainer.utils.side_store import side_store
 
 _PREFIX = "ds_trainer/health"
 
@@ -38,8 +37,7 @@ class Board:
         self._store: Any = None
         self._notes: dict[str, str] = {}  # where there is one rank
         if self.world_size > 1:
-            default: Any = dist.distributed_c10d._get_default_store()
-            self._store = default.clone()  # a connection of its own
+            self._store = side_store()
         self.put(f"members/{self.rank}", here)
 
     def member(self, rank: int) -> tuple[str, int] | None:

@@ -41,6 +41,7 @@ from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
 from ds_trainer.monitor.health.waits import WaitClock, counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.threads import new_thread
 
 logger = get_logger("monitor.health")
 
@@ -110,9 +111,9 @@ class Watchdog:
         self._talked_at = time.monotonic()
         self._neighbour: tuple[Any, float] = (None, self._talked_at)
         self._host = socket.gethostname()
-        self._threads = [threading.Thread(target=self._talk, name=OWN_THREADS[0], daemon=True)]
+        self._threads = [new_thread(self._talk, name=OWN_THREADS[0])]
         if math.isfinite(rules.limit.floor):
-            self._threads.append(threading.Thread(target=self._look, name=OWN_THREADS[1], daemon=True))
+            self._threads.append(new_thread(self._look, name=OWN_THREADS[1]))
 
     def start(self) -> None:
         """Begin to watch."""
@@ -338,7 +339,7 @@ class Watchdog:
         logger.error("%s\nStacks of all ranks: %s.%s", text, folder, end)
 
     def _end(self) -> None:
-        wish = threading.Thread(target=self.rules.last_wish, name="ds_trainer-last-wish", daemon=True)
+        wish = new_thread(self.rules.last_wish, name="ds_trainer-last-wish")
         wish.start()
         wish.join(self.rules.wish_seconds)
         time.sleep(_LEAVING_SECONDS)

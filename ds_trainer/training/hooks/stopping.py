@@ -13,6 +13,7 @@ from ds_trainer.checkpoint.protocol.directory import list_checkpoints
 from ds_trainer.training.hooks.background import BackgroundHooks
 from ds_trainer.training.stopping.stopper import Stopper
 from ds_trainer.utils import distributed
+from ds_trainer.utils.host_votes import host_votes
 
 
 class StoppingHooks(BackgroundHooks):
@@ -29,8 +30,8 @@ class StoppingHooks(BackgroundHooks):
         saves = args.enable_jit_checkpoint or (args.save_strategy != SaveStrategy.NO and not args.save_only_model)
         try:
             self._join_ranks()
-            group = self.groups.world_host if distributed.world_size() > 1 else None
-            self.stopper = Stopper(self._output_dir, saves, not args.save_only_model, args.time_limit_margin, group)
+            votes = host_votes(self.groups.world_host) if distributed.world_size() > 1 else None
+            self.stopper = Stopper(self._output_dir, saves, not args.save_only_model, args.time_limit_margin, votes)
             with ExitStack() as contexts:
                 contexts.enter_context(self.stopper)
                 if not saves:

@@ -16,6 +16,7 @@ from ds_trainer.training.hub.client import patiently
 from ds_trainer.training.hub.repository import Repository
 from ds_trainer.training.hub.staging import FOLDER
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.threads import new_executor
 
 logger = get_logger(__name__)
 
@@ -90,7 +91,7 @@ class Uploads:
             shutil.rmtree(staged, ignore_errors=True)
             raise
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="ds_trainer-hub")
+            self._worker = new_executor("ds_trainer-hub")
         push = self._worker.submit(self._push, staged, commits, repository, revision, nobody_waits)
         self._pending = [*(earlier for earlier in self._pending if not earlier.done()), push]
         return push

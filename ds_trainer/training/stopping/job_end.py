@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.threads import new_thread
 
 logger = get_logger(__name__)
 
@@ -55,7 +56,7 @@ class JobEnd:
                 self._job = job
         self._over = threading.Event()
         if self._job:
-            threading.Thread(target=self._ask_on, name="ds_trainer-job-end", daemon=True).start()
+            new_thread(self._ask_on, name="ds_trainer-job-end").start()
 
     def close(self) -> None:
         """Ask no more."""

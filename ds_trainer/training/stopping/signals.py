@@ -17,6 +17,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from ds_trainer.utils.threads import new_thread
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 BURST_SECONDS = 1.0
 """A scheduler and the launchers below it each pass a signal on: what comes within this time is one request."""
@@ -52,7 +54,7 @@ class SignalCounter:
         reader, writer = self._sockets = socket.socketpair()
         writer.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(reader,), name="ds_trainer-signals", daemon=True).start()
+        new_thread(self._listen, reader, name="ds_trainer-signals").start()
         for number in taken:
             before = signal.signal(number, _nothing)
             self._before[number] = signal.SIG_DFL if isinstance(before, _OnItsWay) else before

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.job_end import JobEnd
@@ -18,9 +17,7 @@ from ds_trainer.training.stopping.request import StopRequest
 from ds_trainer.training.stopping.signals import SignalCounter
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ds_trainer.utils.host_votes import HostVotes
 
 STOP_FILE = "STOP"
 JOB_STOP_FILE = "DS_TRAINER_STOP_FILE"
@@ -74,7 +71,7 @@ class Stopper:
             matter, and stop files just end the run.
         resumable: whether the run can go on from its checkpoints; where not, nobody is told to start it again.
         margin: seconds before the end of the job by which the last checkpoint is to be complete.
-        group: all ranks, for tensors in host memory; None for one process.
+        votes: how all ranks vote; None for one process.
 
     Attributes:
         saves: see above.
@@ -82,16 +79,14 @@ class Stopper:
         save_seconds: what the longest checkpoint of this run took; None before the first.
     """
 
-    def __init__(
-        self, output_dir: Path, saves: bool, resumable: bool, margin: float, group: ProcessGroup | None
-    ) -> None:
+    def __init__(self, output_dir: Path, saves: bool, resumable: bool, margin: float, votes: HostVotes | None) -> None:
         self.saves = saves
         self._resumable = saves and resumable
         self.agreed: StopRequest | None = None
         self.save_seconds: float | None = None
         self._margin = margin
         self._signals = SignalCounter()
-        self._vote = vote.StopVote(group)
+        self._vote = vote.StopVote(votes)
         self._rank = distributed.rank()
         self._files = {"stop file": (output_dir / STOP_FILE, STOPPED)} if self._rank == 0 else {}
         if self._rank == 0 and (named := os.environ.get(JOB_STOP_FILE)):

@@ -1,21 +1,16 @@
 """``StopVote``: all ranks learn at the same step whether one of them has been asked to stop, and nobody waits for it.
 
-At a step boundary each rank puts its wish into an all-reduce that runs beside the next step; its result is read at the
-boundary after that. On GPUs this is a group of gloo, so that the device is not asked. Votes are a fraction of a second
+At a step boundary each rank puts its wish into a vote that runs beside the next step; its result is read at the
+boundary after that. The device is not asked (:mod:`ds_trainer.utils.host_votes`). Votes are a fraction of a second
 apart: when the next one is, is voted on too, since clocks differ and steps do not.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable
 
 from ds_trainer.training.stopping.request import StopRequest, decode, encode
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ds_trainer.utils.host_votes import HostVotes
 
 SECONDS_BETWEEN = 0.25
 
@@ -24,12 +19,12 @@ class StopVote:
     """One training's votes.
 
     Args:
-        group: all ranks, for tensors in host memory; None for one process.
+        votes: how all ranks vote; None for one process.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
-        self._pending: tuple[torch.Tensor, Any] | None = None
+    def __init__(self, votes: HostVotes | None) -> None:
+        self._votes = votes
+        self._pending: Callable[[], list[int]] | None = None
         self._next = 0
         self._paced = True  # whether the vote under way knows how long steps are now
 
@@ -39,10 +34,7 @@ class StopVote:
 
     def now(self, wish: StopRequest | None) -> StopRequest | None:
         """Vote and wait for the others. Collective."""
-        votes = torch.tensor(encode(wish))
-        if self._group is not None:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        return decode(votes.tolist())
+        return wish if self._votes is None else decode(self._votes.begin(encode(wish))())
 
     def at(self, step: int, wish: StopRequest | None, step_seconds: float) -> StopRequest | None:
         """At a step boundary: what was agreed since the last one; begin another vote. Collective.
@@ -52,7 +44,7 @@ class StopVote:
             wish: of this rank.
             step_seconds: what a step takes.
         """
-        if self._group is None:
+        if self._votes is None:
             return wish
         if self._pending is not None:
             agreed = self.finish()
@@ -61,8 +53,7 @@ class StopVote:
         if step >= self._next:
             self._paced = True
             wait = max(1, int(SECONDS_BETWEEN / step_seconds)) if step_seconds > 0 else 1
-            votes = torch.tensor([*encode(wish), wait])
-            self._pending = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._pending = self._votes.begin([*encode(wish), wait])
             self._asked_at = step
         return None
 
@@ -74,8 +65,7 @@ class StopVote:
         """Wait for the vote under way, if there is one, and read it."""
         if self._pending is None:
             return None
-        (votes, work), self._pending = self._pending, None
-        work.wait()
-        *request, wait = votes.tolist()
+        result, self._pending = self._pending, None
+        *request, wait = result()
         self._next = self._asked_at + (wait if self._paced else 0)
         return decode(request)

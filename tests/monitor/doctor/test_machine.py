@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,6 @@ import pytest
 
 from ds_trainer.monitor.doctor.findings import Level
 from ds_trainer.monitor.doctor.machine import (
-    cgroup_memory,
     core_findings,
     disk_findings,
     left_buffers,
@@ -20,6 +21,7 @@ from ds_trainer.monitor.doctor.machine import (
     shared_memory_findings,
     size,
 )
+from ds_trainer.utils import open_files
 
 GIB = 2**30
 
@@ -83,25 +85,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad == ["limit of locked memory"]
     limits[resource.RLIMIT_NOFILE] = 256
     worst = next(finding for finding in limit_findings(fast_network=False) if finding.level == Level.FAIL)
-    assert (worst.name, worst.said) == ("limit of open files", "256")
+    assert (worst.name, worst.said) == ("limit of open files", "256, but rank 0 of 1 may come to 1026")
     assert "ulimit -n" in worst.remedy
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_memory_limit_of_a_job_counts(version: int, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/slurm/job_7/step_0\n" if version == 2 else "9:cpu:/\n4:memory:/slurm/job_7/step_0\n")
-    root = tmp_path / "cgroup" / ("" if version == 2 else "memory")
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    for directory, limit in (("slurm/job_7/step_0", "max"), ("slurm/job_7", str(8 * GIB)), ("slurm", str(64 * GIB))):
-        (root / directory).mkdir(parents=True, exist_ok=True)
-        (root / directory / names[0]).write_text(f"{limit}\n")
-        (root / directory / names[1]).write_text(f"{GIB}\n")
-    assert cgroup_memory(tmp_path / "cgroup", own) == (8 * GIB, GIB)
-
-
-def test_no_limit_of_memory(tmp_path: Path) -> None:
-    assert cgroup_memory(tmp_path, tmp_path / "none") == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +113,41 @@ def test_sizes() -> None:
         "1.0 GiB",
         "1024 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("soft", "rank", "world", "level", "said"),
+    [
+        (65536, 0, 4096, Level.OK, "65536"),
+        (8192, 0, 4096, Level.WARN, "8192, but rank 0 of 4096 may come to 9216"),
+        (8192, 1, 4096, Level.OK, "8192"),
+        (4096, 0, 4096, Level.FAIL, "4096, but rank 0 holds 8192 connections of 4096 ranks to the rendezvous store"),
+    ],
+)
+def test_open_files_are_compared_with_what_rank_0_needs(
+    soft: int, rank: int, world: int, level: Level, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
+    found = next(one for one in limit_findings(False, rank, world) if one.name == "limit of open files")
+    assert (found.level, found.said) == (level, said)
+
+
+def test_the_agent_of_torchrun_keeps_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the store in place of rank 0, and nobody raises its limit."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(open_files, "_inherited", 1024)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    found = next(one for one in limit_findings(False, 0, 1024) if one.name == "limit of open files")
+    assert found.level == Level.FAIL
+    assert found.said.startswith("1024, but torchrun's agent holds 2048 connections of 1024 ranks")
+    assert limit_findings(False, 1, 1024)[0].level == Level.OK
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    code = (
+        "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard));"
+        "from ds_trainer.utils.open_files import raise_open_file_limit as up; up(); up();"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,6 +25,7 @@ from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.stopper import JOB_STOP_FILE, TrainingStopped
 from ds_trainer.utils import distributed
+from ds_trainer.utils.host_votes import GroupVotes
 from tests.support.asking import At, send
 from tests.support.pool import pool
 from tests.support.resuming import Story, differences, make, run, told, watched
@@ -270,7 +271,7 @@ def test_ranks_vote_only_now_and_then() -> None:
 
 
 def votes_of_a_run() -> int:
-    ballot = vote.StopVote(distributed.dist.group.WORLD)
+    ballot = vote.StopVote(GroupVotes(distributed.dist.group.WORLD))
     ballot.now(None)
     votes = 0
     for step in range(1, 1001):

@@ -18,6 +18,7 @@ from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.request import StopRequest
 from ds_trainer.training.stopping.stopper import Stopper, TrainingStopped
 from ds_trainer.utils import distributed
+from ds_trainer.utils.host_votes import GroupVotes
 from tests.support.asking import At, send
 from tests.support.pool import pool
 from tests.support.resuming import StopAt, Tokens, differences, make, told, watched
@@ -167,7 +168,7 @@ def test_rounds_of_an_evaluation_are_slower_than_steps() -> None:
 
 def boundaries_until_agreed(paced: bool) -> int | None:
     """How many rounds pass until all know what one rank wishes at the first of them; None for more than 20."""
-    ballot = vote.StopVote(distributed.dist.group.WORLD)
+    ballot = vote.StopVote(GroupVotes(distributed.dist.group.WORLD))
     ballot.now(None)
     for step in (1, 2):
         ballot.at(step, None, 0.001)
@@ -195,7 +196,7 @@ def boundaries_until_file_is_seen(output_dir: str) -> int | None:
     clock, real = [0.0], time.perf_counter
     time.perf_counter = lambda: clock[0]  # type: ignore[assignment]
     try:
-        stopper = Stopper(Path(output_dir), True, True, 0.0, distributed.dist.group.WORLD)
+        stopper = Stopper(Path(output_dir), True, True, 0.0, GroupVotes(distributed.dist.group.WORLD))
         stopper.before_first_step()
         found = None
         for boundary in range(1, 25):

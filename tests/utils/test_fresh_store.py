@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_trainer.engine.fresh_store import agree_on_name, fresh_store, outlives_ranks
+from ds_trainer.utils.fresh_store import agree_on_name, fresh_store, outlives_ranks
 from ds_trainer.utils.ranks import free_port
 
 WORLD = 4

@@ -1,0 +1,192 @@
+"""gloo connects the ranks that talk to each other; a rank that fails ends its connections, whenever they were made."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_trainer.utils import side_store as module
+from ds_trainer.utils.open_files import STORE_CONNECTIONS
+from ds_trainer.utils.ranks import free_port
+from ds_trainer.utils.side_store import side_store
+from tests.support.pool import pool
+
+ROOT = Path(__file__).parents[2]
+
+
+def connections(with_store: bool = False) -> int:
+    """Established TCP connections of this process; those to the rendezvous store only if asked for."""
+    store = int(os.environ["MASTER_PORT"])
+    found = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+    return sum(with_store or store not in (one.laddr.port, one.raddr.port) for one in found)
+
+
+def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
+    """Connections that a group of all ranks and one of half of them take: when made, and after an all-reduce."""
+    before = os.environ["TORCH_GLOO_LAZY_INIT"]  # set by whoever started the process group
+    assert before == "1"
+    os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = []
+    try:
+        for halves in (1, 2):
+            gc.collect()
+            dist.barrier()
+            own, start = None, connections()
+            for half in range(halves):
+                ranks = list(range(half, world, halves))
+                group = dist.new_group(ranks, backend="gloo")
+                own = group if rank in ranks else own
+            made = connections() - start
+            total = torch.tensor([1])
+            dist.all_reduce(total, group=own)
+            assert int(total) == world // halves
+            found.append((made, connections() - start))
+    finally:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = before
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ranks_are_connected_when_they_talk(world: int) -> None:
+    for whole, half in pool(world).run(sockets_of_groups, "1"):
+        assert (whole[0], half[0]) == (0, 0), "nothing is connected when a group is made"
+        assert whole[1] <= 2 * (world - 1).bit_length() and half[1] <= 2 * (world // 2 - 1).bit_length()
+
+
+def test_without_it_every_rank_is_connected_to_every_other() -> None:
+    """Negative control."""
+    for whole, half in pool(8).run(sockets_of_groups, "0"):
+        assert (whole[0], half[0]) == (7, 3)
+
+
+RANK = """
+    import os, sys, time, torch, torch.distributed as dist
+    from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.utils import failures
+    from ds_trainer.utils.connections import end_connections
+
+    info = start_process_group("cpu")
+    failures.watch_peers()
+    held = dist.group.WORLD  # as a model or a closure would: gloo does not close its connections
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if info.rank == 1:
+        time.sleep(1.0)  # the others wait by now
+        print("ended", end_connections(info.master_port, failures.store()), flush=True)
+        time.sleep(60.0)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(total)
+    except RuntimeError:
+        print("awake", time.monotonic() - began, flush=True)
+    os._exit(0)
+"""
+
+
+# A rank dies before the other one has ever exchanged anything with it.
+DIES = """
+    import os, signal, time, torch, torch.distributed as dist
+    from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.utils import failures
+
+    info = start_process_group("cpu")
+    failures.watch_peers()
+    if info.rank == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3.0)
+    began = time.monotonic()
+
+    @failures.fails_together
+    def work():
+        dist.all_reduce(torch.ones(1))
+
+    try:
+        work()
+    except RuntimeError:
+        print("failed", time.monotonic() - began, flush=True)
+    os._exit(0)
+"""
+
+
+def run(script: str, world: int) -> list[str]:
+    """What each rank prints."""
+    code = textwrap.dedent(script)
+    meet = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in map(str, range(world)):
+        own = {**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)}
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=own, stdout=subprocess.PIPE, text=True))
+    try:
+        return [rank.communicate(timeout=180)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_connections_that_were_made_later_are_ended_too() -> None:
+    first, second, third = run(RANK, 3)
+    assert int(second.split()[1]) >= 2
+    for output in (first, third):
+        assert output.startswith("awake") and float(output.split()[1]) < 20
+
+
+def test_a_rank_that_died_before_it_was_connected_is_no_hang() -> None:
+    first, _ = run(DIES, 2)
+    assert first.startswith("failed") and float(first.split()[1]) < 20
+
+
+def test_threads_share_one_connection_to_the_store() -> None:
+    assert pool(2).run(stores_of_threads) == [1, 1]
+    assert STORE_CONNECTIONS == 2
+
+
+def stores_of_threads() -> int:
+    """Connections that failures, health and saves take together beside that of the process group."""
+    from ds_trainer.checkpoint.background.meeting import Meeting
+    from ds_trainer.monitor.health.board import Board
+    from ds_trainer.utils.failures import watch_peers
+
+    module._made = None  # of earlier cases
+    side_store()
+    watch_peers()
+    before = connections(with_store=True)
+    users: list[Any] = [Meeting(), Board()]
+    assert all(user._store is side_store() for user in users)
+    distinct = {id(user._store) for user in users}
+    dist.barrier()
+    assert connections(with_store=True) == before
+    return len(distinct)
+
+
+def test_what_ranks_say_in_the_store_is_no_pickle() -> None:
+    """Whoever reaches the port may write there; reading a pickle runs what it says."""
+    pool(2).run(speaks_json)
+
+
+def speaks_json() -> None:
+    import json
+
+    from ds_trainer.checkpoint.background.meeting import Meeting
+
+    meeting = Meeting()
+    assert meeting.gather(["Zürich\udc80", 1, None, [True]]) == [["Zürich\udc80", 1, None, [True]]] * 2
+    assert json.loads(meeting._store.get(f"{meeting._name}/1/{meeting.rank}"))[1] == 1
+    meeting._store.set(f"{meeting._name}/9/x", b"\x80\x04\x95")
+    try:
+        meeting._get("9/x")
+    except ValueError:
+        return
+    raise AssertionError("a pickle was read")

@@ -1,0 +1,272 @@
+"""Each rank has a GPU of its own under every launcher, and what cannot be is refused in words, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_trainer.utils.devices import check_own_devices, device_index
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.ranks import RankInfo, free_port, known_local_size, resolve_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def srun(rank: int, ranks: int = 16, each: int = 8) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_LOCALID": str(rank % each),
+        "SLURM_NODEID": str(rank // each),
+        "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{ranks // each})",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+
+
+def mpirun(rank: int, ranks: int = 8, each: int = 8) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(ranks),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % each),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(each),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def torchrun(rank: int, ranks: int = 16, each: int = 8) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank % each),
+        "LOCAL_WORLD_SIZE": str(each),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+
+
+@pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
+def test_the_local_rank_chooses_unless_one_gpu_is_visible(launcher: Any) -> None:
+    for rank in range(8):
+        environment = launcher(rank)
+        info = resolve_ranks(environment)
+        assert device_index(info, 8, environment) == rank % 8
+        assert device_index(info, 1, environment) == 0
+
+
+@pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
+def test_more_ranks_than_gpus_are_refused_on_all_ranks(launcher: Any) -> None:
+    """Also on those that would have had one: they would wait for the others."""
+    for rank in range(8):
+        environment = {**launcher(rank), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+        info = resolve_ranks(environment)
+        with pytest.raises(ConfigError) as refused:
+            device_index(info, 4, environment)
+        for said in (f"launcher: {info.launcher}", "8 ranks", "sees 4 GPUs", "CUDA_VISIBLE_DEVICES=0,1,2,3"):
+            assert said in str(refused.value)
+
+
+def test_by_hand_only_the_local_rank_is_known() -> None:
+    environment = {name: value for name, value in torchrun(5).items() if name != "LOCAL_WORLD_SIZE"}
+    with pytest.raises(ConfigError, match="at least 6 ranks"):
+        device_index(resolve_ranks(environment), 4, environment)
+    assert device_index(resolve_ranks({**environment, "LOCAL_RANK": "3"}), 4, environment) == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "expected"), [("8(x2)", "1", 8), ("4,2(x2),1", "0", 4), ("4,2(x2),1", "2", 2), ("4", "3", None)]
+)
+def test_ranks_of_a_machine_that_slurm_tells_of(counts: str, node: str, expected: int | None) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    assert known_local_size(step) == expected
+
+
+def test_the_place_survives_the_change_of_local_rank() -> None:
+    info = resolve_ranks(srun(11))
+    bound = {**srun(11), **info.environment(0)}
+    assert bound["LOCAL_RANK"] == "0"
+    again = resolve_ranks(bound)
+    assert (again.rank, again.world_size, again.local_rank) == (11, 16, 3)
+    child = {name: value for name, value in bound.items() if not name.startswith("SLURM")}
+    assert resolve_ranks({**child, "RANK": "0", "WORLD_SIZE": "1"}).local_rank == 0, "a job of its own that inherits it"
+    assert info.environment() == info.environment(3), "and nothing more where it is the index"
+    assert "DS_TRAINER_LOCAL_RANK" not in info.environment()
+
+
+# -- in processes that take themselves for ranks with GPUs -------------------------------------------------------------
+
+PROCESS = """
+    import json, os, sys
+    import torch
+
+    visible, chosen = int(sys.argv[1]), []
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: visible
+
+    def set_device(device):
+        index = torch.device(device).index if not isinstance(device, int) else device
+        assert 0 <= index < visible, f"invalid device ordinal {index}"
+        chosen.append(index)
+
+    torch.cuda.set_device = set_device
+    from ds_trainer import ConfigError, TrainingArguments
+    from ds_trainer.utils.ranks import resolve_ranks
+    from ds_trainer.utils.torch_group import prepare_process
+
+    try:
+        args = TrainingArguments("out", report_to=[])
+        before = [str(args.device), args.local_process_index, args.process_index, args.should_log]
+        prepare_process(resolve_ranks(os.environ), args.device_type)
+        after = [str(args.device), args.local_process_index, args.process_index, args.should_log]
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        engine = object.__new__(DeepSpeedEngine)
+        engine._configure_with_arguments(None, None)  # asserts that MPI says the same
+        index = os.environ["LOCAL_RANK"]
+        print(json.dumps({"before": before, "after": after, "chosen": chosen, "deepspeed": [engine.local_rank, index]}))
+    except ConfigError as error:
+        print(json.dumps({"refused": str(error), "chosen": chosen}))
+"""
+
+
+def process(place: dict[str, str], visible: int) -> dict[str, Any]:
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    environment = {**kept, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29500"}
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(visible)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
+def test_a_rank_takes_its_gpu_and_keeps_its_place(launcher: Any, visible: int, index: int) -> None:
+    place = launcher(3)
+    found = process(place, visible)
+    stands = [f"cuda:{index}", 3, 3, False]
+    assert found["before"] == found["after"] == stands, "local main process is the first of the machine, not of the GPU"
+    assert found["chosen"] == [index]
+    assert found["deepspeed"] == [index, str(index)]
+
+
+@pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
+def test_too_few_gpus_are_refused_before_anything_is_touched(launcher: Any) -> None:
+    found = process(launcher(0), 2)
+    assert "sees 2 GPUs" in found["refused"] and found["chosen"] == []
+
+
+# -- two ranks on one GPU ----------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, port: int) -> None:
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+def checked(uuids: list[str]) -> tuple[list[str | None], list[int]]:
+    """What each rank is told, and how much it asked of the store."""
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    stores = [Counting(port) for _ in uuids]
+
+    def rank(number: int) -> str | None:
+        info = RankInfo(number, len(uuids), number % 8, "127.0.0.1", port, "srun")
+        try:
+            check_own_devices(stores[number], info, uuids[number], timedelta(seconds=20))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(uuids)) as threads:
+        said = list(threads.map(rank, range(len(uuids))))
+    del server
+    return said, [store.calls for store in stores]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+def test_ranks_with_gpus_of_their_own_go_on(ranks: int) -> None:
+    said, calls = checked([f"GPU-{rank}" for rank in range(ranks)])
+    assert said == [None] * ranks
+    assert max(calls) <= 5, "whatever the number of ranks"
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    said, calls = checked(["GPU-0", *(f"GPU-{rank}" for rank in range(1, ranks - 1)), "GPU-0"])
+    assert all("have the same GPU (GPU-0)" in str(one) for one in said)
+    assert all("CUDA_VISIBLE_DEVICES=0" in str(one) and "launcher: srun" in str(one) for one in said)
+    assert max(calls) <= 7
+
+
+START = """
+    import json, os, sys
+    from types import SimpleNamespace
+    import torch, torch.distributed as dist
+
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=sys.argv[1])
+    made = {}
+    dist.init_process_group = lambda backend, **place: made.update(place, backend=backend)
+    from datetime import timedelta
+    from ds_trainer import ConfigError, TrainingArguments
+    from ds_trainer.utils.ranks import resolve_ranks
+    from ds_trainer.utils.torch_group import start_torch_group
+
+    try:
+        start_torch_group(resolve_ranks(os.environ), "cuda", timedelta(seconds=60))
+        store = made.pop("store")
+        store.add("here", 1)
+        while int(store.get("here")) < 2:
+            pass
+        print(json.dumps({name: str(value) for name, value in made.items()}))
+    except ConfigError as error:
+        print(json.dumps({"refused": str(error)}))
+"""
+
+
+def started(uuids: list[str]) -> list[dict[str, str]]:
+    """What two tasks of srun with one visible GPU each hand to torch."""
+    ranks = []
+    for rank, uuid in enumerate(uuids):
+        step = {**srun(rank, 2, 2), "MASTER_PORT": "", "SLURM_JOB_ID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        command = [sys.executable, "-c", textwrap.dedent(START), uuid]
+        ranks.append(subprocess.Popen(command, env={**kept, **step}, stdout=subprocess.PIPE, text=True))
+    try:
+        return [dict(json.loads(rank.communicate(timeout=120)[0].splitlines()[-1])) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_the_process_group_is_bound_to_the_only_visible_gpu() -> None:
+    for rank, made in enumerate(started(["GPU-0", "GPU-1"])):
+        wanted = {"backend": "nccl", "device_id": "cuda:0", "rank": str(rank), "world_size": "2", "timeout": "0:01:00"}
+        assert made == wanted
+
+
+def test_a_gpu_that_two_tasks_share_by_mistake_is_refused_before_nccl_starts() -> None:
+    first, second = started(["GPU-0", "GPU-0"])
+    assert first == second
+    assert "Two ranks of" in first["refused"] and "--gpus-per-task=1" in first["refused"]
