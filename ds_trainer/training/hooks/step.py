@@ -12,6 +12,7 @@ from torch import nn
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.parallel.attention import use_cut
+from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
@@ -20,6 +21,7 @@ from ds_trainer.training.model.randomness import randomness_of
 from ds_trainer.training.sequence import check_cut, takes_shifted_labels
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.utils import distributed
+from ds_trainer.utils.seeds import random_state, restore_random_state
 
 
 class StepHooks(Parts):
@@ -166,12 +168,30 @@ class StepHooks(Parts):
             loss = self.label_smoother(outputs, targets, num_items_in_batch)
             outputs = self.label_smoother.with_loss(outputs, loss)
         else:
-            keywords = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.normalised else {}
-            outputs = model(**inputs, **keywords)
-            loss = loss_in(outputs, model, inputs)
+            loss, outputs = self._loss_of_model(model, inputs, num_items_in_batch)
         if not self._loop_asks and num_items_in_batch is not None and self.loss_rule.normalised:
             loss = loss * self.layout.gradient_ranks
         return (loss, outputs) if return_outputs else loss
+
+    def _loss_of_model(
+        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss that the model computes, and its outputs: of the loss rule's kind."""
+        rule = self.loss_rule
+        if not rule.normalised or items is None:
+            keywords = {"num_items_in_batch": None} if rule.normalised else {}
+            outputs = model(**inputs, **keywords)
+            return loss_in(outputs, model, inputs), outputs
+        if not rule.auxiliary:
+            before = None if rule.verified else random_state()
+            outputs = model(**inputs, num_items_in_batch=items)
+            if before is None or not shows_auxiliary_loss(outputs):
+                return loss_in(outputs, model, inputs), outputs
+            rule.auxiliary = True
+            restore_random_state(before)
+        own = rule.count(inputs).to(self.device)
+        outputs = model(**inputs, num_items_in_batch=own.clamp(min=1).to(torch.float32))
+        return loss_in(outputs, model, inputs) * (own / items), outputs
 
     def compute_loss_context_manager(self) -> ExitStack:
         """The contexts in which the loss of a training step is computed: that of ``autocast_smart_context_manager``.

@@ -1,0 +1,50 @@
+"""Auxiliary losses: terms that a model adds to its loss and that are no sum over items.
+
+A mixture of experts adds its router's load-balancing loss (a z-loss, ...) to the cross-entropy: a mean over the
+micro-batch, times a coefficient. A model that divides its cross-entropy by the items ``N`` of the global batch adds
+that term undivided, so that its weight grows with the number of micro-batches and ranks. It has to count once: as the
+mean of the micro-batches' own terms ``a_i``, weighted with their items ``n_i``::
+
+    loss of the step = sum_i (S_i / N + a_i * n_i / N) = sum_i n_i / N * (S_i / n_i + a_i)
+
+``S_i`` is the sum of the losses of the items of micro-batch ``i``. So such a model is given ``n_i`` for the number of
+items, and what it returns is weighted with ``n_i / N``. That is exact for every term and every coefficient, and none of
+them has to be known.
+
+Source of the loss: Fedus et al. 2021, "Switch Transformers", section 2.2; ``load_balancing_loss_func`` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.data.columns import forward_names
+
+_OUTPUTS = ("aux_loss", "z_loss")  # of the names of outputs, their ends
+
+
+def adds_auxiliary_loss(model: nn.Module) -> bool:
+    """Whether ``model`` may add an auxiliary loss to its loss.
+
+    A model of your own says so by an attribute ``adds_auxiliary_loss = True``. Those of transformers have an argument
+    ``output_router_logits`` that switches it on, or a ``z_loss_coefficient`` (Bamba).
+
+    Args:
+        model: the innermost model.
+    """
+    declared = getattr(model, "adds_auxiliary_loss", None)
+    if isinstance(declared, bool):
+        return declared
+    coefficient = getattr(getattr(model, "config", None), "z_loss_coefficient", None)
+    return "output_router_logits" in forward_names(model) or bool(coefficient)
+
+
+def shows_auxiliary_loss(outputs: Any) -> bool:
+    """Whether a model's outputs have a value whose name ends with ``aux_loss`` or ``z_loss``."""
+    if not isinstance(outputs, Mapping):
+        return False
+    return any(str(name).endswith(_OUTPUTS) and isinstance(v, torch.Tensor) for name, v in outputs.items())
