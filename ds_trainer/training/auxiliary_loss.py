@@ -48,3 +48,16 @@ def shows_auxiliary_loss(outputs: Any) -> bool:
     if not isinstance(outputs, Mapping):
         return False
     return any(str(name).endswith(_OUTPUTS) and isinstance(v, torch.Tensor) for name, v in outputs.items())
+
+
+def with_unmasked_tokens(inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs`` with an ``attention_mask`` that masks some tokens or none, but not all.
+
+    A rank's part of cut sequences may hold nothing but padding. A router's mean over its tokens would be 0 / 0, and its
+    gradient nan although it is weighted with 0. Attention over a cut sequence does not read this mask. No
+    synchronisation.
+    """
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor):
+        return inputs
+    return {**inputs, "attention_mask": torch.where(mask.any(), mask, torch.ones_like(mask))}

@@ -78,7 +78,9 @@ def deepseek_v4() -> nn.Module:
     shape = {**_SHAPE, "num_key_value_heads": 1}
     del shape["intermediate_size"]
     experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_layer_types=["moe"] * 2)
-    attention = dict(head_dim=16, q_lora_rank=16, o_groups=2, o_lora_rank=8, index_n_heads=2, index_head_dim=8)
+    attention: dict[str, Any] = dict(head_dim=16, q_lora_rank=16, o_groups=2, o_lora_rank=8)
+    attention["layer_types"] = ["heavily_compressed_attention"] * 2
+    attention["compress_rates"] = {"heavily_compressed_attention": 4}  # sequences are short
     return _unequal(DeepseekV4ForCausalLM(DeepseekV4Config(**shape, **_ROUTED, **experts, **attention, hc_mult=2)))
 
 

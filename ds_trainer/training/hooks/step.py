@@ -12,7 +12,7 @@ from torch import nn
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.parallel.attention import use_cut
-from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss
+from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
@@ -176,8 +176,10 @@ class StepHooks(Parts):
     def _loss_of_model(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]:
-        """The loss that the model computes, and its outputs: of the loss rule's kind."""
+        """The loss that the model computes, as the loss rule wants it, and the model's outputs."""
         rule = self.loss_rule
+        if rule.auxiliary and self.sequence_cut is not None:
+            inputs = with_unmasked_tokens(inputs)
         if not rule.normalised or items is None:
             keywords = {"num_items_in_batch": None} if rule.normalised else {}
             outputs = model(**inputs, **keywords)
@@ -187,7 +189,7 @@ class StepHooks(Parts):
             outputs = model(**inputs, num_items_in_batch=items)
             if before is None or not shows_auxiliary_loss(outputs):
                 return loss_in(outputs, model, inputs), outputs
-            rule.auxiliary = True
+            rule.auxiliary = True  # from the first micro-batch on: it is computed once more
             restore_random_state(before)
         own = rule.count(inputs).to(self.device)
         outputs = model(**inputs, num_items_in_batch=own.clamp(min=1).to(torch.float32))
