@@ -16,6 +16,7 @@ Source of the loss: Fedus et al. 2021, "Switch Transformers", section 2.2; ``loa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,11 @@ import torch
 from torch import nn
 
 from ds_trainer.data.columns import forward_names
+from ds_trainer.utils.logging import get_logger
 
+logger = get_logger(__name__)
+
+_NOTICED = 1e-3  # of a loss: more than rounding in float32
 _OUTPUTS = ("aux_loss", "z_loss")  # of the names of outputs, their ends
 
 
@@ -61,3 +66,32 @@ def with_unmasked_tokens(inputs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(mask, torch.Tensor):
         return inputs
     return {**inputs, "attention_mask": torch.where(mask.any(), mask, torch.ones_like(mask))}
+
+
+def undivided_part(items: torch.Tensor, share: torch.Tensor) -> float:
+    """How much of ``share`` is not divided by ``items``: 0 for none of it, 1 for all. Waits for the device.
+
+    For a loss of ``S / N + A`` the derivative by ``N``, times ``N``, is ``-S / N``.
+
+    Args:
+        items: ``N``, a leaf that requires gradient.
+        share: computed from it; both after the backward pass, with their gradients. 0 where they have none.
+    """
+    if items.grad is None or share.grad is None:
+        return 0.0
+    value = (share.grad * share).detach()
+    part = float((value + items.detach() * items.grad) / value)
+    return part if math.isfinite(part) else 0.0
+
+
+def warn_of_undivided_part(items: torch.Tensor, share: torch.Tensor) -> None:
+    """Warn where part of a loss counts once for each micro-batch (:func:`undivided_part`)."""
+    part = undivided_part(items, share)
+    if abs(part) > _NOTICED:
+        logger.warning(
+            "%.1f %% of the first micro-batch's loss does not depend on num_items_in_batch, although the rest is "
+            "divided by it: this part counts once for each micro-batch of each rank. Weight it with the items of the "
+            "micro-batch over num_items_in_batch. A model that adds it by itself can leave that to the Trainer: set "
+            "`adds_auxiliary_loss = True` on it.",
+            100 * part,
+        )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.models import VOCABULARY
+from tests.support.models import VOCABULARY, PlainLanguageModel
 
 COEFFICIENT = 0.1
 
@@ -153,4 +153,40 @@ def step_loss(
         value = value + share(model, rows, items, [list(range(length))] if parts is None else parts)
         begin += size
     assert begin == samples
+    return value
+
+
+class OwnExperts(PlainLanguageModel):
+    """A model of one's own that divides its loss by the count and adds a term of its hidden states.
+
+    Args:
+        shows: the term is among the outputs, under the name that transformers gives it.
+        declared: value of ``adds_auxiliary_loss``; None leaves it away.
+    """
+
+    def __init__(self, shows: bool, declared: bool | None, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.shows = shows
+        if declared is not None:
+            self.adds_auxiliary_loss = declared
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **keywords: Any) -> Any:
+        hidden, _ = self.mixer(self.embedding(input_ids))
+        logits = self.head(self.dropout(self.norm(hidden)))
+        targets = labels[:, 1:]
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
+        items = keywords.get("num_items_in_batch")
+        items = targets.ne(-100).sum() if items is None else items
+        term = hidden.mean((0, 1)).square().sum() * 100
+        outputs = {"loss": total / items + COEFFICIENT * term, "logits": logits}
+        return {**outputs, "aux_loss": term} if self.shows else outputs
+
+
+def weighted_means(model: nn.Module, batch: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
+    """The loss of a step of micro-batches of ``micro``: what ``model`` returns for each, weighted with its targets."""
+    value, items = torch.zeros(()), batch["labels"][:, 1:].ne(-100).sum()
+    for begin in range(0, len(batch["labels"]), micro):
+        rows = {key: tensor[begin : begin + micro] for key, tensor in batch.items()}
+        outputs = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"], labels=rows["labels"])
+        value = value + outputs["loss"] * rows["labels"][:, 1:].ne(-100).sum() / items
     return value

@@ -12,7 +12,7 @@ from torch import nn
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.parallel.attention import use_cut
-from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
+from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss, warn_of_undivided_part, with_unmasked_tokens
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
@@ -118,6 +118,7 @@ class StepHooks(Parts):
         own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
         filler = isinstance(inputs, FillerBatch)
         inputs = self._prepare_inputs(inputs)
+        leaf: torch.Tensor | None = None
         with self.compute_loss_context_manager():
             if rule.verified:
                 loss = self.loss_of(model, inputs, count.divisor)
@@ -131,7 +132,13 @@ class StepHooks(Parts):
         share = rule.contribution(loss, own, count)
         if filler:
             share = share * 0.0
-        self.engine.backward(share)
+        micro_batches = self.current_gradient_accumulation_steps * self.layout.gradient_ranks
+        if leaf is None or not rule.normalised or micro_batches == 1:
+            self.engine.backward(share)
+        else:
+            share.retain_grad()
+            self.engine.backward(share)
+            warn_of_undivided_part(leaf, share)
         return share.detach()
 
     def compute_loss(
