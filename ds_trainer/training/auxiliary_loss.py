@@ -29,6 +29,8 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _NOTICED = 1e-3  # of a loss: more than rounding in float32
+_SWITCH = "output_router_logits"
+_IN_CONFIG = (_SWITCH, "z_loss_coefficient")
 _OUTPUTS = ("aux_loss", "z_loss")  # of the names of outputs, their ends
 
 
@@ -36,7 +38,7 @@ def adds_auxiliary_loss(model: nn.Module) -> bool:
     """Whether ``model`` may add an auxiliary loss to its loss.
 
     A model of your own says so by an attribute ``adds_auxiliary_loss = True``. Those of transformers have an argument
-    ``output_router_logits`` that switches it on, or a ``z_loss_coefficient`` (Bamba).
+    ``output_router_logits`` that switches it on, or a ``z_loss_coefficient`` in their config (Bamba).
 
     Args:
         model: the innermost model.
@@ -44,8 +46,8 @@ def adds_auxiliary_loss(model: nn.Module) -> bool:
     declared = getattr(model, "adds_auxiliary_loss", None)
     if isinstance(declared, bool):
         return declared
-    coefficient = getattr(getattr(model, "config", None), "z_loss_coefficient", None)
-    return "output_router_logits" in forward_names(model) or bool(coefficient)
+    config = getattr(model, "config", None)
+    return _SWITCH in forward_names(model) or any(bool(getattr(config, name, None)) for name in _IN_CONFIG)
 
 
 def shows_auxiliary_loss(outputs: Any) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
+import re
 from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from ds_trainer import Trainer
-from tests.support.compare import assert_equal, distances
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.training.auxiliary_loss import adds_auxiliary_loss, shows_auxiliary_loss, with_unmasked_tokens
+from ds_trainer.training.label_smoothing import label_smoother
+from tests.support.compare import assert_equal
 from tests.support.experts import COEFFICIENT, FAMILIES, OwnExperts, mixtral, step_loss, weighted_means
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, stack, train_plainly
@@ -20,6 +26,8 @@ from tests.support.runs import train_and_report
 
 SAMPLES, GLOBAL_BATCH = 32, 16
 SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0}
+
+FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "zero_stage": 2}  # on two ranks
 
 make_data = partial(RaggedTokens, SAMPLES)
 
@@ -133,7 +141,7 @@ def test_both_parts_of_the_loss(world: int, accumulation: int, tmp_path: Any) ->
 def test_families(family: str, tmp_path: Any) -> None:
     for world, accumulation in ((1, 8), (2, 4)):
         for found in run(tmp_path, world, FAMILIES[family], **sizes(world, accumulation), zero_stage=2):
-            assert_equal(found, reference(family, 2))
+            assert_equal(found, reference(family, 2), 1e-5 if family != "deepseek_v4" else 1e-4)  # weights of 1e-5
 
 
 RAGGED = {37: [1, 1, 1, 2], 35: [1, 1, 1]}  # micro-batches of the last step of an epoch
@@ -152,126 +160,133 @@ def test_fillers_and_ragged_batches_count_by_their_items(samples: int, stage: in
         assert_equal(found, wanted)
 
 
-# -- models and losses of one's own ----------------------------------------------------------------------------------
-
-FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "zero_stage": 2}  # on two ranks
+# -- what else a run may have ----------------------------------------------------------------------------------------
 
 
-def by_weighted_means(make_model: Any) -> Trajectory:
+def tuples() -> torch.nn.Module:
+    """A subclass whose forward names no arguments and whose outputs have no names."""
+    from transformers import MixtralForCausalLM
+
+    class Tuples(MixtralForCausalLM):
+        loss_type = "ForCausalLM"
+
+        def forward(self, **inputs: Any) -> Any:
+            return super().forward(**inputs, return_dict=False)
+
+    model = mixtral()
+    model.__class__ = Tuples
+    return model
+
+
+def with_adapters() -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(mixtral(), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+
+
+def test_outputs_without_names(tmp_path: Any) -> None:
+    for found in run(tmp_path, 2, tuples, **FOUR):
+        assert_equal(found, reference("mixtral", 2))
+
+
+def test_adapters(tmp_path: Any) -> None:
     loss = partial(weighted_means, micro=2)
-    return train_plainly(make_model(), make_data(), loss=loss, optimizer="sgd", learning_rate=0.3)
+    wanted = train_plainly(with_adapters(), make_data(), loss=loss, optimizer="sgd", learning_rate=0.3)
+    for found in run(tmp_path, 2, with_adapters, **FOUR):
+        assert_equal(found, wanted)
 
 
-@pytest.mark.parametrize(("shows", "declared"), [(True, None), (False, True), (True, True)])
-def test_a_model_of_ones_own(shows: bool, declared: bool | None, tmp_path: Any) -> None:
-    """It shows the term among its outputs, or says that there is one."""
-    make_model = partial(OwnExperts, shows, declared)
-    wanted = by_weighted_means(make_model)
-    for stage in (2, 3):
-        for found in run(tmp_path, 2, make_model, **{**FOUR, "zero_stage": stage}):
-            assert_equal(found, wanted)
-
-
-def test_a_term_that_is_found_in_the_outputs_costs_no_random_numbers(tmp_path: Any) -> None:
-    """The first micro-batch is computed twice, with the same dropout: bit for bit what a declared model gives."""
-    found, declared = (
-        run(tmp_path, 2, partial(OwnExperts, True, declaration, dropout=0.2), **FOUR)[0] for declaration in (None, True)
-    )
-    assert found.losses == declared.losses and found.grad_norms == declared.grad_norms
-
-
-class CallsOurs(Trainer):
-    """Adds nothing, and hands the count on."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        assert outputs.aux_loss is not None
-        return (loss, outputs) if return_outputs else loss
-
-
-class CallsOursWithoutTheCount(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-class OwnStep(Trainer):
-    """A training step as those written for transformers: the loss is averaged over the ranks by the backward pass."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        inputs = self._prepare_inputs(inputs)
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-class WeighsByItself(Trainer):
-    """A loss of one's own, as the documentation shows it."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        targets = labels[:, 1:]
-        total = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
-        auxiliary = COEFFICIENT * outputs.aux_loss * targets.ne(-100).sum()
-        loss = (total + auxiliary) / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
-
-
-@pytest.mark.parametrize("trainer_class", [CallsOurs, CallsOursWithoutTheCount, OwnStep, WeighsByItself])
-def test_hooks_of_a_subclass(trainer_class: type[Trainer], tmp_path: Any) -> None:
-    for found in run(tmp_path, 2, trainer_class=trainer_class, **FOUR):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputation(stage: int, tmp_path: Any) -> None:
+    for found in run(tmp_path, 2, activation_checkpointing=True, **{**FOUR, "zero_stage": stage}):
         assert_equal(found, reference("mixtral", 2))
 
 
-def with_function(make_model: Any, output_dir: str, weighted: bool, **arguments: Any) -> Trajectory:
-    def loss_function(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        targets = labels[:, 1:]
-        total = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
-        own = targets.ne(-100).sum()
-        return total / num_items_in_batch + COEFFICIENT * outputs.aux_loss * (
-            own / num_items_in_batch if weighted else 1.0
-        )
-
-    class WithFunction(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs, compute_loss_func=loss_function)
-
-    return train_and_report(make_model, make_data, output_dir, WithFunction, **arguments)
+ATTENTION_ALONE = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*self_attn\.(q|k|v)_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+    ],
+}
 
 
-def test_a_loss_function_weighs_the_term_by_itself(tmp_path: Any) -> None:
-    for found in pool(2).run(partial(with_function, mixtral, str(tmp_path), True, **SGD, **FOUR)):
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 2)])
+def test_tensor_parallelism(world: int, stage: int, tmp_path: Any) -> None:
+    """Ranks with slices of the same computation have the same term, which counts once."""
+    arguments = {"tensor_parallel_size": 2, "deepspeed": {"tensor_parallel": {"partition_config": ATTENTION_ALONE}}}
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16 // world, "zero_stage": stage}
+    for found in run(tmp_path, world, **arguments, **batch):
         assert_equal(found, reference("mixtral", 2))
 
 
-def warnings_of(job: Any) -> list[str]:
-    """What ``job`` warns of on this rank."""
-    from ds_trainer.training import auxiliary_loss
-
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    auxiliary_loss.logger.addHandler(handler)
-    try:
-        job()
-    finally:
-        auxiliary_loss.logger.removeHandler(handler)
-    return heard
+def evaluated(output_dir: str, **arguments: Any) -> float:
+    args = TrainingArguments(output_dir, use_cpu=True, disable_tqdm=True, **arguments)
+    return Trainer(mixtral(), args, eval_dataset=make_data()).evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("undivided", [True, False])
-def test_a_term_that_nobody_weighs_is_noticed(undivided: bool, tmp_path: Any) -> None:
-    """By the derivative of the first micro-batch's loss by the count; of a loss without such a term nothing is said."""
-    job = partial(with_function, mixtral, str(tmp_path), not undivided, max_steps=1, **SGD, **FOUR)
-    hidden = partial(OwnExperts, False, None if undivided else True)
-    own = partial(train_and_report, hidden, make_data, str(tmp_path), max_steps=1, **SGD, **FOUR)
-    for case in (job, own):
-        for heard in pool(2).run(warnings_of, case):
-            assert bool(heard) is undivided, heard
-            assert all("does not depend on num_items_in_batch" in message for message in heard)
+@pytest.mark.parametrize(("world", "micro", "layout"), [(1, 2, {}), (2, 2, {}), (2, 16, {}), (2, 2, {"sp": 2})])
+def test_evaluation_weighs_the_batches_own_terms(world: int, micro: int, layout: Any, tmp_path: Any) -> None:
+    data = make_data()
+    parts = [[*range(0, 6)], [*range(6, 12)]] if layout else None
+    with torch.no_grad():
+        batch = stack([data[index] for index in range(SAMPLES)])
+        wanted = float(step_loss(mixtral(), batch, partial(equal, micro), parts))
+    arguments = {"sequence_parallel_size": layout.get("sp", 1), "per_device_eval_batch_size": micro}
+    for found in pool(world).run(partial(evaluated, str(tmp_path), **arguments)):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}])
-def test_of_a_plain_model_nothing_is_said(precision: dict[str, bool], tmp_path: Any) -> None:
-    job = partial(train_and_report, tiny_llama, make_data, str(tmp_path), max_steps=1, **SGD, **FOUR, **precision)
-    assert pool(2).run(warnings_of, job) == [[], []]
+def test_every_model_of_transformers_that_adds_such_a_loss_is_known() -> None:
+    """Told from the source of their forward: a coefficient times something, added to the loss."""
+    import transformers
+
+    missed, seen = [], 0
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if not _TERM.search(source):
+            continue
+        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for kind in vars(module).values():
+            own = isinstance(kind, type) and issubclass(kind, torch.nn.Module) and kind.__module__ == module.__name__
+            if not own or "forward" not in vars(kind) or not _TERM.search(inspect.getsource(kind.forward)):
+                continue
+            seen += 1
+            model = kind.__new__(kind)
+            torch.nn.Module.__init__(model)
+            model.config = SimpleNamespace(z_loss_coefficient=0.01) if "z_loss_coefficient" in source else None
+            if not adds_auxiliary_loss(model):
+                missed.append(kind.__name__)
+    assert not missed and seen > 30
+
+
+_TERM = re.compile(r"loss_coef(ficient)? \* ")
+
+
+def test_who_adds_an_auxiliary_loss() -> None:
+    assert adds_auxiliary_loss(mixtral())
+    assert adds_auxiliary_loss(OwnExperts(False, True))
+    assert not adds_auxiliary_loss(OwnExperts(True, None))  # seen in its outputs instead
+    assert not adds_auxiliary_loss(tiny_llama())
+    term = torch.ones(())
+    assert shows_auxiliary_loss({"loss": term, "aux_loss": term})
+    assert shows_auxiliary_loss({"loss": term, "encoder_z_loss": term})
+    assert not shows_auxiliary_loss({"loss": term, "aux_loss": None})
+    assert not shows_auxiliary_loss((term, term))
+
+
+def test_a_mask_without_tokens_is_not_shown_to_a_router() -> None:
+    some, none = torch.tensor([[1, 0], [0, 0]]), torch.zeros(2, 2, dtype=torch.bool)
+    assert torch.equal(with_unmasked_tokens({"attention_mask": some})["attention_mask"], some)
+    assert with_unmasked_tokens({"attention_mask": none})["attention_mask"].all()
+    assert with_unmasked_tokens({"input_ids": some}) == {"input_ids": some}
+
+
+def test_smoothed_labels_leave_the_term_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("ds_trainer").propagate = True
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        label_smoother(mixtral(output_router_logits=False), 0.1, ["labels"])
+        assert not caplog.text
+        label_smoother(mixtral(), 0.1, ["labels"])
+    assert "label_smoothing_factor=0.1" in caplog.text and "without the auxiliary loss" in caplog.text
