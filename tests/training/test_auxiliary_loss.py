@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import re
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.auxiliary_loss import adds_auxiliary_loss, shows_auxiliary_loss, with_unmasked_tokens
 from ds_trainer.training.label_smoothing import label_smoother
-from tests.support.compare import assert_equal
+from ds_trainer.training.loss import loss_in
+from tests.support.compare import assert_equal, distances
 from tests.support.experts import COEFFICIENT, FAMILIES, OwnExperts, mixtral, step_loss, weighted_means
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, stack, train_plainly
@@ -66,6 +69,49 @@ def test_trajectory_is_that_of_one_process(world: int, stage: int, accumulation:
     wanted = reference("mixtral", arguments["per_device_train_batch_size"])
     for found in run(tmp_path, world, **arguments):
         assert_equal(found, wanted)
+
+
+class TakesTheSum(Trainer):
+    """Negative control: what the model returns is taken for a share, as transformers does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_rule.auxiliary, self.loss_rule.verified = False, True
+
+
+def test_the_oracle_notices_terms_that_are_added_up(tmp_path: Any) -> None:
+    for found in run(tmp_path, 2, trainer_class=TakesTheSum, **FOUR):
+        far = distances(found, reference("mixtral", 2))
+        assert min(far["losses"], far["grad_norms"], far["weights"]) > 0.1, far
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("make_model", "more"), [(tiny_llama, 0), (mixtral, 7)])
+def test_what_it_costs(make_model: Any, more: int, tmp_path: Any) -> None:
+    """Nothing for a model without such a loss; else a handful of operations on scalars and labels, and no waiting."""
+    model, batch = make_model(), stack([make_data()[index] for index in range(4)])
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
+    trainer.loss_rule.verified = True
+    items = torch.tensor(99.0)
+    with Operations() as plain:
+        loss_in(model(**batch, num_items_in_batch=items), model, batch)
+    with Operations() as found, trainer._asked_by_loop():
+        trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+    extra = Counter(found.names) - Counter(plain.names)
+    assert extra.total() <= more, extra
+    assert bool(extra) is bool(more)
+    assert not any("_local_scalar_dense" in name for name in extra), extra
 
 
 # -- sequences that are cut: every rank's part is a micro-batch for the router ---------------------------------------

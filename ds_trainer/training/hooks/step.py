@@ -132,12 +132,11 @@ class StepHooks(Parts):
         share = rule.contribution(loss, own, count)
         if filler:
             share = share * 0.0
-        micro_batches = self.current_gradient_accumulation_steps * self.layout.gradient_ranks
-        if leaf is None or not rule.normalised or micro_batches == 1:
-            self.engine.backward(share)
-        else:
+        watched = leaf is not None and rule.normalised and share.requires_grad and self._has_several_micro_batches
+        if watched:
             share.retain_grad()
-            self.engine.backward(share)
+        self.engine.backward(share)
+        if leaf is not None and watched:
             warn_of_undivided_part(leaf, share)
         return share.detach()
 
@@ -180,6 +179,11 @@ class StepHooks(Parts):
             loss = loss * self.layout.gradient_ranks
         return (loss, outputs) if return_outputs else loss
 
+    @property
+    def _has_several_micro_batches(self) -> bool:
+        """Whether the global batch is more than one micro-batch of one rank."""
+        return self.current_gradient_accumulation_steps * self.layout.gradient_ranks > 1
+
     def _loss_of_model(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]:
@@ -192,12 +196,14 @@ class StepHooks(Parts):
             outputs = model(**inputs, **keywords)
             return loss_in(outputs, model, inputs), outputs
         if not rule.auxiliary:
-            before = None if rule.verified else random_state()
+            first = not rule.verified
+            before = random_state() if first and torch.is_grad_enabled() else None
             outputs = model(**inputs, num_items_in_batch=items)
-            if before is None or not shows_auxiliary_loss(outputs):
+            if not (first and shows_auxiliary_loss(outputs)):
                 return loss_in(outputs, model, inputs), outputs
             rule.auxiliary = True  # from the first micro-batch on: it is computed once more
-            restore_random_state(before)
+            if before is not None:
+                restore_random_state(before)
         own = rule.count(inputs).to(self.device)
         outputs = model(**inputs, num_items_in_batch=own.clamp(min=1).to(torch.float32))
         return loss_in(outputs, model, inputs) * (own / items), outputs
