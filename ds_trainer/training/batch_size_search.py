@@ -103,7 +103,7 @@ def _out_of_memory(trainer: Trainer) -> str | None:
     trainer._build(1)
     rule = trainer.loss_rule
     # The rule is not to be verified by worthless numbers.
-    trainer.loss_rule = LossRule(rule.count, rule.normalised)
+    trainer.loss_rule = LossRule(rule.count, rule.normalised, rule.auxiliary)
     trainer.loss_rule.verified = True
     trainer._items = count = ItemCount(torch.ones((), device=trainer.device))
     try:

@@ -42,6 +42,12 @@ def label_smoother(model: nn.Module, factor: float, label_names: Sequence[str]) 
             _MULTI_LABEL,
         )
         return None
+    if getattr(getattr(base_model(model), "config", None), "output_router_logits", False):
+        logger.warning(
+            "label_smoothing_factor=%s: the loss is computed from the logits, without the auxiliary loss of the router "
+            "(output_router_logits=True). Set the factor to 0 to train with it.",
+            factor,
+        )
     return LabelSmoother(model, factor, label_names)
 
 

@@ -11,6 +11,9 @@ Two kinds of loss get there:
 * *mean*: the model returns the mean over the ``n`` items of its micro-batch and knows nothing of the others. Its loss
   is weighted with ``n / N``, which gives the same sum exactly.
 
+A model that adds an auxiliary loss is called with ``n`` instead of ``N`` and weighted with ``n / N``
+(:mod:`ds_trainer.training.auxiliary_loss`).
+
 Which of the two a loss is gets verified on the first batch instead of trusted: a model may accept the keyword and
 ignore it, and the gradient would silently come out too large.
 """
@@ -26,6 +29,7 @@ from torch import nn
 
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.data.sequence_cut import IGNORED as IGNORED  # as in torch's cross-entropy and Hugging Face's collators
+from ds_trainer.training.auxiliary_loss import adds_auxiliary_loss
 from ds_trainer.training.batches import labels_in, number_of_samples
 from ds_trainer.training.item_count import ItemCount
 from ds_trainer.utils.errors import ConfigError
@@ -150,11 +154,13 @@ class LossRule:
     Args:
         count: counts the items of a micro-batch.
         normalised: whether the loss is believed to be a sum divided by ``num_items_in_batch``.
+        auxiliary: whether the model may add terms to it that are no sum over items.
     """
 
-    def __init__(self, count: ItemCounter, normalised: bool) -> None:
+    def __init__(self, count: ItemCounter, normalised: bool, auxiliary: bool = False) -> None:
         self.count = count
         self.normalised = normalised
+        self.auxiliary = auxiliary
         self.verified = not normalised  # weighting a mean needs no belief
 
     def reject(self) -> None:
@@ -225,6 +231,6 @@ def loss_rule_of(
     else:
         declared = getattr(model, "accepts_loss_kwargs", None)
         normalised = accepts_item_count(model.forward) if declared is None else bool(declared)
-    rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalised)
+    rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalised, adds_auxiliary_loss(model))
     rule.verified = rule.verified or (smoothed and compute_loss is None)
     return rule

@@ -148,6 +148,6 @@ class PlanHooks(OptimizerHooks, DataHooks, StepHooks):
 
     @model_accepts_loss_kwargs.setter
     def model_accepts_loss_kwargs(self, value: bool) -> None:
-        self.loss_rule = LossRule(self.loss_rule.count, value)
+        self.loss_rule = LossRule(self.loss_rule.count, value, self.loss_rule.auxiliary)
 
     loss_is_scaled_for_ga = model_accepts_loss_kwargs  # its newer name

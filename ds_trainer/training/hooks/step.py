@@ -12,6 +12,7 @@ from torch import nn
 from ds_trainer.data.loader import FillerBatch
 from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.parallel.attention import use_cut
+from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss, warn_of_undivided_part, with_unmasked_tokens
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
 from ds_trainer.training.item_count import ItemCount
@@ -20,6 +21,7 @@ from ds_trainer.training.model.randomness import randomness_of
 from ds_trainer.training.sequence import check_cut, takes_shifted_labels
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.utils import distributed
+from ds_trainer.utils.seeds import random_state, restore_random_state
 
 
 class StepHooks(Parts):
@@ -116,6 +118,7 @@ class StepHooks(Parts):
         own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
         filler = isinstance(inputs, FillerBatch)
         inputs = self._prepare_inputs(inputs)
+        leaf: torch.Tensor | None = None
         with self.compute_loss_context_manager():
             if rule.verified:
                 loss = self.loss_of(model, inputs, count.divisor)
@@ -129,7 +132,12 @@ class StepHooks(Parts):
         share = rule.contribution(loss, own, count)
         if filler:
             share = share * 0.0
+        watched = leaf is not None and rule.normalised and share.requires_grad and self._has_several_micro_batches
+        if watched:
+            share.retain_grad()
         self.engine.backward(share)
+        if leaf is not None and watched:
+            warn_of_undivided_part(leaf, share)
         return share.detach()
 
     def compute_loss(
@@ -166,12 +174,39 @@ class StepHooks(Parts):
             loss = self.label_smoother(outputs, targets, num_items_in_batch)
             outputs = self.label_smoother.with_loss(outputs, loss)
         else:
-            keywords = {"num_items_in_batch": num_items_in_batch} if self.loss_rule.normalised else {}
-            outputs = model(**inputs, **keywords)
-            loss = loss_in(outputs, model, inputs)
+            loss, outputs = self._loss_of_model(model, inputs, num_items_in_batch)
         if not self._loop_asks and num_items_in_batch is not None and self.loss_rule.normalised:
             loss = loss * self.layout.gradient_ranks
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _has_several_micro_batches(self) -> bool:
+        """Whether the global batch is more than one micro-batch of one rank."""
+        return self.current_gradient_accumulation_steps * self.layout.gradient_ranks > 1
+
+    def _loss_of_model(
+        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss that the model computes, as the loss rule wants it, and the model's outputs."""
+        rule = self.loss_rule
+        if rule.auxiliary and self.sequence_cut is not None:
+            inputs = with_unmasked_tokens(inputs)
+        if not rule.normalised or items is None:
+            keywords = {"num_items_in_batch": None} if rule.normalised else {}
+            outputs = model(**inputs, **keywords)
+            return loss_in(outputs, model, inputs), outputs
+        if not rule.auxiliary:
+            first = not rule.verified
+            before = random_state() if first and torch.is_grad_enabled() else None
+            outputs = model(**inputs, num_items_in_batch=items)
+            if not (first and shows_auxiliary_loss(outputs)):
+                return loss_in(outputs, model, inputs), outputs
+            rule.auxiliary = True  # from the first micro-batch on: it is computed once more
+            if before is not None:
+                restore_random_state(before)
+        own = rule.count(inputs).to(self.device)
+        outputs = model(**inputs, num_items_in_batch=own.clamp(min=1).to(torch.float32))
+        return loss_in(outputs, model, inputs) * (own / items), outputs
 
     def compute_loss_context_manager(self) -> ExitStack:
         """The contexts in which the loss of a training step is computed: that of ``autocast_smart_context_manager``.
