@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.engine.fresh_store import fresh_store, outlives_ranks
+from ds_trainer.engine.scalars import admit_scalars
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
 from ds_trainer.utils.connections import end_connections, noted_connections
@@ -73,6 +74,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning
     )
     deepspeed.ops.__compatible_ops__[_SHM_OP] = False
+    admit_scalars()
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
