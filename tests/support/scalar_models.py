@@ -47,11 +47,12 @@ class Scalars(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.8))
         self.frozen = nn.Parameter(torch.tensor(0.5), requires_grad=False)
         self.head = nn.Linear(width, 1)
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = nn.BatchNorm1d(width, affine=False)
         self.register_buffer("offset", torch.tensor(0.25))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.first(x) * self.scale.exp() + self.offset
+        self.norm(hidden.detach())  # counts the batches, and changes nothing else
         hidden = self.second(hidden) * self.frozen
         predicted = self.head(hidden).squeeze(-1) * self.scale
         return F.mse_loss(predicted, labels), predicted
