@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _ScalarsAsBytes(TorchFunctionMode):
+class ScalarsAsBytes(TorchFunctionMode):
     """Inside, a tensor without dimensions is viewed as bytes like a vector with one element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ def admit_scalars() -> None:
 def _admitting(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def admitting(*args: Any, **kwargs: Any) -> Any:
-        with _ScalarsAsBytes():
+        with ScalarsAsBytes():
             return original(*args, **kwargs)
 
     admitting.admits_scalars = True  # type: ignore[attr-defined]
