@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from ds_trainer.engine.scalars import admit_scalars
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
 from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
@@ -72,6 +73,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
         "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning
     )
     deepspeed.ops.__compatible_ops__[_SHM_OP] = False
+    admit_scalars()
     if dist.is_initialized():
         prepare_process(info, device_type)
     else:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.tensor.repairs import present_if_empty
 from ds_trainer.engine.tensor.slices import is_sliced, sliced_layers, whole_shape
 
 
@@ -41,7 +42,7 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     layers = sliced_layers(parameters)
     owned = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
     held = {id(p): p for p in [*parameters, *owned]}
-    sharded = [p for p in held.values() if hasattr(p, "ds_id")]
+    sharded = [p for p in held.values() if hasattr(p, "ds_id") and not present_if_empty(p)]
     zero: Any = nullcontext()
     if sharded:
         import deepspeed

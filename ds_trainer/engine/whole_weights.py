@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_trainer.engine.tensor.repairs import present_if_empty
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 
@@ -29,7 +30,7 @@ SHARE_OF_FREE_MEMORY = 0.5
 
 def sharded_parameters(engine: DeepSpeedEngine) -> list[Any]:
     """The parameters that ZeRO-3 spreads over ranks; empty on lower stages."""
-    return [parameter for parameter in engine.module.parameters() if hasattr(parameter, "ds_id")]
+    return [p for p in engine.module.parameters() if hasattr(p, "ds_id") and not present_if_empty(p)]
 
 
 def whole_weights_fit(engine: DeepSpeedEngine) -> bool:

@@ -151,7 +151,7 @@ def to_universal(directory: Path, target: Path) -> None:
     )
     said = io.StringIO()  # progress bars
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _scalars_as_vectors():
             ds_to_universal.main(options)
     except Exception as error:
         shutil.rmtree(target, ignore_errors=True)
@@ -159,6 +159,24 @@ def to_universal(directory: Path, target: Path) -> None:
             f"{directory} could not be converted: DeepSpeed's ds_to_universal failed with {type(error).__name__}: "
             f"{str(error) or 'no message'}."
         ) from error
+
+
+@contextlib.contextmanager
+def _scalars_as_vectors() -> Iterator[None]:
+    """DeepSpeed 0.19.8 concatenates parameters, which torch refuses without dimensions: they get one for so long."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    merge = ds_to_universal.merge_tp_slices
+
+    def merged(info: Any, directory: str, slices: str, tp: int, name_and_shapes: tuple[str, Any]) -> Any:
+        name, shapes = name_and_shapes
+        return merge(info, directory, slices, tp, (name, [tuple(shape) or (1,) for shape in shapes]))
+
+    ds_to_universal.merge_tp_slices = merged
+    try:
+        yield
+    finally:
+        ds_to_universal.merge_tp_slices = merge
 
 
 def _contents(pieces: Iterator[Piece], state: ForeignState) -> Iterator[PiecesContent]:

@@ -129,7 +129,7 @@ class UniversalFiles:
                 self.state.scalars.setdefault(name, {})["step"] = value
                 continue
             if isinstance(value, dict):
-                value = value["param"]
+                value = value["param"] if shape else value["param"].reshape(())
             elif value.numel() != math.prod(shape):
                 raise ConfigError(f"{path} has {value.numel()} elements, but {name} has the shape {list(shape)}.")
             else:

@@ -81,7 +81,9 @@ def _write(checkpoint: Path, paths: list[Path], directory: Path, step: int) -> N
         stepped[name] = torch.Size(shape)
         for kind, dtype in kinds.items():
             file_name = "fp32" if kind == MASTER else kind
-            _save({"param": _whole(source, name, kind, shape, dtype)}, directory / "zero" / name / f"{file_name}.pt")
+            value = _whole(source, name, kind, shape, dtype)
+            # DeepSpeed 0.19.8 chunks it, which torch refuses without dimensions.
+            _save({"param": value if shape else value.reshape(1)}, directory / "zero" / name / f"{file_name}.pt")
         if "step" in (scalars := source.scalars(name)):
             counted = scalars["step"]
             _save(counted, directory / "zero" / name / "step.pt")

@@ -9,7 +9,7 @@ import torch
 
 from ds_trainer.checkpoint.foreign.engine_shards import ForeignState, model_files, without_parameters
 from ds_trainer.checkpoint.protocol.foreign_formats import read_foreign
-from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT, Piece
+from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT, Piece, elementwise, numbers_among
 from ds_trainer.parallel.places import Place
 from ds_trainer.utils.errors import ConfigError
 
@@ -61,14 +61,15 @@ class UnshardedFile:
         names = self._names(named)
         stepped = set(names.values())
         masters = self._masters or [named[name] for name in names.values()]
-        for (number, name), master in zip(names.items(), masters, strict=True):
-            place = Place.whole(master.shape)
+        states = [self._optimizer["state"].get(number, {}) for number in names]
+        numbers = numbers_among(zip(masters, states, strict=True))
+        for name, master, of in zip(names.values(), masters, states, strict=True):
+            place, tensors = Place.whole(master.shape), elementwise(master, of, numbers)
             yield Piece(name, MASTER, place, master.reshape(-1))
-            for key, value in self._optimizer["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == master.shape and key != "step":
-                    yield Piece(name, key, place, value.reshape(-1))
-                else:
-                    self.state.scalars.setdefault(name, {})[key] = value
+            for key, value in tensors.items():
+                yield Piece(name, key, place, value.reshape(-1))
+            for key in of.keys() - tensors.keys():
+                self.state.scalars.setdefault(name, {})[key] = of[key]
         for name, tensor in module.items():
             kind = BUFFER if name in buffers else WEIGHT
             if name not in stepped and not _is_tied(tensor, named, stepped):

@@ -7,7 +7,8 @@ the optimizer has masters of them: they follow by rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -79,19 +80,20 @@ def read_pieces(engine: TrainingEngine) -> Iterator[Pieces]:
     units = units_of(engine.deepspeed, engine.groups.place.tp)
     resident = [unit for unit in units if unit.tensor.numel() == unit.numel]
     first = Pieces(list(_not_stepped(engine, units)), {}, {})
+    numbers = numbers_among((unit.tensor, unit.states) for unit in units)
     for unit in resident:
-        _read_unit(engine, unit, first)
+        _read_unit(engine, unit, numbers, first)
     yield first
     for unit in units:
         if unit.tensor.numel() != unit.numel:
             with unit.present(False):
                 found = Pieces([], {}, {})
-                _read_unit(engine, unit, found)
+                _read_unit(engine, unit, numbers, found)
                 yield found
 
 
-def _read_unit(engine: TrainingEngine, unit: Unit, into: Pieces) -> None:
-    tensors = {MASTER: unit.tensor, **{k: v for k, v in unit.states.items() if _is_elementwise(k, v, unit)}}
+def _read_unit(engine: TrainingEngine, unit: Unit, numbers: set[str], into: Pieces) -> None:
+    tensors = {MASTER: unit.tensor, **elementwise(unit.tensor, unit.states, numbers)}
     for member in unit.members:
         if not _is_mine(engine, member.place):
             continue
@@ -103,7 +105,7 @@ def _read_unit(engine: TrainingEngine, unit: Unit, into: Pieces) -> None:
     rest = {key: value for key, value in unit.states.items() if key not in tensors}
     scalars = {key: value for key, value in rest.items() if _is_scalar(value)}
     for member in unit.members:
-        if scalars:
+        if scalars and math.prod(member.place.shape):  # without elements no state is kept, and none is needed
             into.scalars[member.name] = scalars
     extras = {key: value for key, value in rest.items() if key not in scalars}
     if extras and unit.members:
@@ -182,9 +184,29 @@ def writers_of_replicas(ranks: int) -> list[int]:
     return [index * ranks // writers for index in range(writers)]
 
 
-def _is_elementwise(key: str, value: Any, unit: Unit) -> bool:
-    # A parameter without dimensions has states without dimensions, and a step counter looks like one of them.
-    return type(value) is torch.Tensor and value.shape == unit.tensor.shape and key != "step"
+_NUMBERS_OF_TORCH = frozenset({"step", "eta", "mu", "mu_product"})  # of all optimizers; of ASGD; of NAdam
+
+
+def numbers_among(stepped: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> set[str]:
+    """Which states of an optimizer are one number for a whole parameter.
+
+    Of a parameter without dimensions, an average looks like such a number; of the others it does not. Where all
+    parameters are without dimensions, those of torch's optimizers are known by name.
+
+    Args:
+        stepped: each tensor that the optimizer steps, with its states.
+    """
+    seen: dict[str, bool] = {}
+    for tensor, states in stepped:
+        if tensor.dim():
+            seen.update({key: value.dim() == 0 for key, value in states.items() if isinstance(value, torch.Tensor)})
+    return {key for key, is_number in seen.items() if is_number} | (_NUMBERS_OF_TORCH - seen.keys())
+
+
+def elementwise(tensor: torch.Tensor, states: Mapping[str, Any], numbers: set[str]) -> dict[str, torch.Tensor]:
+    """Those of ``states`` that have one number for each element of ``tensor``; ``numbers`` have one for all."""
+    alike = {k: v for k, v in states.items() if type(v) is torch.Tensor and v.shape == tensor.shape and k != "step"}
+    return {key: value for key, value in alike.items() if value.dim() or key not in numbers}
 
 
 def _is_scalar(value: Any) -> bool:

@@ -39,7 +39,7 @@ def completed_cut(groups: ParallelGroups, whole_logits: bool) -> Iterator[None]:
         if getattr(model, "ds_autotp_parsed", False):
             return original(engine, model, settings)  # by an engine before, and completed then
         given_loss = loss_of_its_own(model)
-        with lora_is_cut():
+        with lora_is_cut(), _input_embeddings_may_be_missing(model):
             replaced = original(engine, model, settings)
         mark_sliced_embeddings(model, groups.tp)
         if not any(is_sliced(parameter) for parameter in model.parameters()):
@@ -58,3 +58,24 @@ def completed_cut(groups: ParallelGroups, whole_logits: bool) -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._apply_autotp_partitioning = original
+
+
+@contextmanager
+def _input_embeddings_may_be_missing(model: Any) -> Iterator[None]:
+    """DeepSpeed 0.19.8 asks for ``get_input_embeddings()``, which models of two towers (CLIP) do not implement.
+
+    It only wants a tied embedding that is no ``nn.Embedding``; the others it finds by itself.
+    """
+    getter = getattr(model, "get_input_embeddings", None)
+    try:
+        if getter is not None:
+            getter()
+        missing = False
+    except NotImplementedError:
+        missing = True
+        model.get_input_embeddings = lambda: None
+    try:
+        yield
+    finally:
+        if missing:
+            del model.get_input_embeddings

@@ -68,19 +68,22 @@ def keep_empty_slices(engine: Any) -> None:
 
     def fetch(layer: nn.Module, forward: bool) -> None:
         for parameter in layer.parameters(recurse=False):
-            if getattr(parameter, "ds_numel", None) == 0:
-                _declare_present(parameter)
+            present_if_empty(parameter)
         original(layer, forward=forward)
 
     coordinator.fetch_sub_module = fetch
 
 
-def _declare_present(parameter: Any) -> None:
+def present_if_empty(parameter: Any) -> bool:
+    """Whether a parameter that ZeRO-3 shards has no elements; it is whole then. DeepSpeed would fail to gather it."""
+    if getattr(parameter, "ds_numel", None) != 0:
+        return False
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
         parameter.data = parameter.new_empty(parameter.ds_shape)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
+    return True
 
 
 def admit_generation(engine: Any) -> None:
