@@ -97,12 +97,14 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
                 mine["replica_host"] = group
     groups = ParallelGroups(layout, layout.coordinates(rank), **mine)
     _made[layout] = (world, groups)
+    distributed.use_host_group(groups.world_host)
     return groups
 
 
 def forget_groups() -> None:
     """Let go of all groups, after the process group that they belong to."""
     _made.clear()
+    distributed.use_host_group(None)
 
 
 class Mpu:
