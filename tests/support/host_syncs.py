@@ -1,12 +1,12 @@
 """What would make the host wait on a GPU, found in a run on CPUs.
 
 On a CPU, device and host are the same memory, and nothing waits. :class:`PretendedDevice` tells them apart: the trainer
-and DeepSpeed are given the device ``cpu:0``, and a tensor counts as a *device* tensor if it was made or copied there, is
-an optimizer's or model's, or was computed from one. Host tensors are all others. Two modes of torch see every operation
-of the thread (autograd's and DeepSpeed's included, since a backward pass on the CPU runs in the caller's thread), and
-record what on CUDA blocks until the device has got there:
+and DeepSpeed are given the device ``cpu:0``, and a tensor counts as a *device* tensor if it was made or copied there,
+or was computed from one. Host tensors are all others. Two modes of torch see every operation of the thread (autograd's
+and DeepSpeed's included, since a backward pass on the CPU runs in the caller's thread), and record what on CUDA blocks
+until the device has got there:
 
-* reading a device tensor: ``item``, ``bool``, ``int``, ``float``, ``tolist``, ``numpy``, ``cpu``, ``to("cpu")``, printing;
+* reading a device tensor: ``item``, ``bool``, ``int``, ``float``, ``tolist``, ``numpy``, ``cpu``, ``to("cpu")``, print;
 * operations whose output size depends on values: ``nonzero``, ``unique``, ``masked_select``, indexing by a mask;
 * copies between host and device without ``non_blocking``, ``torch.tensor(..., device=)`` among them, which copies from
   pageable memory;
