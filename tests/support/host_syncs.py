@@ -119,6 +119,11 @@ class PretendedDevice:
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._storages[reference.cdata] = reference
 
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which was copied to host memory."""
+        self._storages.pop(tensor.untyped_storage()._cdata, None)
+        return tensor
+
     def holds(self, value: Any) -> bool:
         """Whether ``value`` is a tensor of the device."""
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -259,6 +264,8 @@ class _Calls(TorchFunctionMode):
                 return function(*args, **kwargs)
         if function is torch.tensor and not isinstance(first, torch.Tensor) and device.any_in(first):
             device.note("torch.tensor of tensors on the device")
+        if function is torch.as_tensor and device.holds(first) and _asked_device(kwargs) == torch.device("cpu"):
+            return self._moved(torch.Tensor.to, (first, torch.device("cpu")), {})
         makes = function in (torch.tensor, torch.as_tensor) and _asked_device(kwargs) == DEVICE
         if makes and device.holds(first):
             return function(*args, **kwargs)
@@ -286,7 +293,8 @@ class _Calls(TorchFunctionMode):
             device.note("cpu()" if function is torch.Tensor.cpu else "to the host")
         with device.quiet():  # memory of its own, as on a GPU
             result = function(*args, **kwargs)
-            return result.clone() if result.untyped_storage()._cdata == args[0].untyped_storage()._cdata else result
+            shares = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+            return device.take(result.clone() if shares else result)
 
 
 class _Operations(TorchDispatchMode):
@@ -304,10 +312,11 @@ class _Operations(TorchDispatchMode):
             return self._collective(function, name, there, args, kwargs)
         goes_there = there
         if name == "_to_copy":
-            wanted = _asked_device(kwargs)
-            goes_there = there if wanted is None else wanted == DEVICE
+            # Away from the device only _Calls knows of: to the C++ of torch, which names the device of a change of type
+            # too (autograd does in every one), it is "cpu".
+            goes_there = there or _asked_device(kwargs) == DEVICE
             if goes_there != there and not kwargs.get("non_blocking", False):
-                device.note("copy to the device" if goes_there else "copy to the host")
+                device.note("copy to the device")
         elif name == "copy_":
             target, source = device.holds(args[0]), device.holds(args[1])
             if target != source and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):

@@ -173,6 +173,13 @@ def test_nor_does_an_evaluation(world: int, arguments: dict[str, Any], allowed: 
         assert ours(found) == allowed
 
 
+def _gradient(there: torch.Tensor) -> torch.Tensor:
+    weights = there.detach().clone().requires_grad_()
+    weights.to(torch.bfloat16).sum().backward()
+    assert weights.grad is not None
+    return weights.grad
+
+
 CONTROLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "item": lambda there, here: there[0].item(),
     "bool": lambda there, here: bool(there[0] > 0),
@@ -184,6 +191,8 @@ CONTROLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "cpu": lambda there, here: there.cpu(),
     "to the host": lambda there, here: there.to("cpu"),
     "to the host, another type": lambda there, here: there.to("cpu", torch.float64),
+    "as_tensor of the host": lambda there, here: torch.as_tensor(there, device="cpu"),
+    "after the gradient of a change of type": lambda there, here: _gradient(there).tolist(),
     "to the device": lambda there, here: here.to(DEVICE),
     "like a tensor there": lambda there, here: here.to(there),
     "tensor": lambda there, here: torch.tensor(3.0, device=DEVICE),
@@ -204,6 +213,7 @@ CONTROLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 HARMLESS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "on the host": lambda there, here: (here.tolist(), bool(here.sum()), here[here > 0], here.numpy()),
+    "copied to the host before": lambda there, here: there.to("cpu", non_blocking=True).tolist(),
     "on the device": lambda there, here: (there + 1).double().to(DEVICE).clamp(min=0).sum(),
     "without blocking": lambda there, here: (here.to(DEVICE, non_blocking=True), there.copy_(here, non_blocking=True)),
     "filled in": lambda there, here: torch.full((), 3.0, device=there.device) * there,
