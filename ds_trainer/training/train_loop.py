@@ -46,7 +46,7 @@ _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "shoul
 
 
 def _agree(control: TrainerControl) -> None:
-    """Make one rank's decision everybody's, so that no rank enters a collective alone. One all-reduce, between hosts."""
+    """Make one rank's decision everybody's, so that no rank enters a collective alone. Between hosts."""
     votes = distributed.agree(torch.tensor([int(getattr(control, name)) for name in _DECISIONS]))
     for name, vote in zip(_DECISIONS, votes, strict=True):
         setattr(control, name, bool(vote))

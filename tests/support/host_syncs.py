@@ -151,18 +151,6 @@ class PretendedDevice:
             self._quiet -= 1
 
     @contextmanager
-    def watched(self) -> Iterator[list[HostSync]]:
-        """Record inside; gives the list of what is found there."""
-        before, self.watching = self.watching, True
-        first = len(self.records)
-        found: list[HostSync] = []
-        try:
-            yield found
-        finally:
-            self.watching = before
-            found += self.records[first:]
-
-    @contextmanager
     def pretended(self) -> Iterator[PretendedDevice]:
         """Inside, trainers that are made believe in the device."""
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

@@ -1,4 +1,4 @@
-"""A CUDA graph writes the outputs of a forward pass to where those of the pass before were: nothing may be kept there."""
+"""A CUDA graph writes the outputs of a forward pass over those of the pass before: nothing may be kept there."""
 
 from __future__ import annotations
 
