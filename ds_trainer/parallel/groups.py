@@ -99,6 +99,7 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
             mine["replica_host"] = replica_host
     place = layout.coordinates(distributed.rank())
     _of_layouts[layout] = ParallelGroups(layout, place, **mine, world_host=world_host)
+    distributed.use_host_group(world_host)
     return _of_layouts[layout]
 
 
@@ -169,6 +170,7 @@ def forget_groups() -> None:
     _made_for_host.clear()
     _of_layouts.clear()
     _made_in = None
+    distributed.use_host_group(None)
 
 
 class Mpu:

@@ -73,6 +73,7 @@ class BackgroundSaves:
         self.in_flight: InFlight | None = None
         self.ended = 0.0
         self._preparing: BackgroundWork[None] | None = None
+        self._asked: distributed.Agreement | None = None  # whether the save is under way on any rank
         self.possible = self._are_possible()
         if self.possible:
             self._meeting = Meeting()
@@ -139,6 +140,8 @@ class BackgroundSaves:
     def settle(self, wait: bool) -> None:
         """At a step boundary: if the save is done on all ranks (``wait``: when it is), tell of it. Collective.
 
+        Nobody waits for an answer: what ranks say at one boundary is read at the next.
+
         Raises:
             Exception: what the save failed with, where :attr:`InFlight.told` raises it; on all ranks.
         """
@@ -149,8 +152,11 @@ class BackgroundSaves:
             # Asking each other meanwhile: who waits in a thread's join for a rank that was killed waits for ever.
             while distributed.agree(torch.tensor([int(not flight.save.wait(_ASK_SECONDS))]))[0]:
                 pass
-        elif distributed.agree(torch.tensor([int(not flight.save.done)]))[0]:
-            return
+        elif self._asked is None or self._asked.result()[0]:
+            self._asked = distributed.Agreement(torch.tensor([int(not flight.save.done)]))
+            if distributed.world_size() > 1 or self._asked.result()[0]:
+                return
+        self._asked = None
         self.in_flight = None
         self.ended = flight.save.ended
         outcome: Path | BaseException

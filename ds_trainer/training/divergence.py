@@ -106,10 +106,10 @@ class DivergenceGuard:
             if loss is not None and self._spikes is not None:
                 self._spikes.add(loss)
             return Update.APPLIED
-        own = [float(share) for share in shares]
-        told = distributed.gather_objects((own, self._samples(len(batches))))
-        if not is_spike and engine.scales_loss and all(math.isfinite(x) for losses, _ in told for x in losses):
+        own = torch.stack(list(shares)).tolist()
+        if not is_spike and engine.scales_loss and not self._any_rank_lost(own):
             return Update.LEFT_OUT  # the loss scale was too large, as it has to be now and then
+        told = distributed.gather_objects((own, self._samples(len(batches))))
         spike = f"the loss is {loss:g}, the median of the steps before {self._median:g}" if is_spike else ""
         return self._incident(spike, told, batches, own)
 
@@ -122,6 +122,11 @@ class DivergenceGuard:
         loss = torch.stack(list(shares)).sum().double()
         distributed.all_reduce_sum(loss)
         return float(loss) / self._trainer.layout.tp  # tensor-parallel ranks hold the same shares
+
+    @staticmethod
+    def _any_rank_lost(own: list[float]) -> bool:
+        """Whether a loss is not finite on some rank. Collective."""
+        return bool(distributed.agree(torch.tensor([int(not all(map(math.isfinite, own)))]))[0])
 
     def _samples(self, rounds: int) -> list[list[int]] | None:
         return self._trainer.data_place.samples_ahead(rounds)

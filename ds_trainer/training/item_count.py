@@ -63,6 +63,15 @@ class ItemCount:
         return self._exact
 
 
+def count_for(device: torch.device, count: torch.Tensor) -> torch.Tensor:
+    """``count``, a scalar, on ``device``, without waiting for it.
+
+    A count in host memory is read there and becomes a tensor by a kernel that fills the number in; copying it would
+    wait for the device, since the memory is pageable.
+    """
+    return count if count.device == device else torch.full((), int(count), dtype=count.dtype, device=device)
+
+
 def _divisor(items: torch.Tensor) -> torch.Tensor:
     """A batch without any target has a gradient of zero, not of nan."""
     return items.clamp(min=1).to(torch.float32)

@@ -7,7 +7,8 @@ One optimizer step::
     reduce, clip, update; advance the schedule
     log, evaluate, save, stop: as the callbacks decide, agreed by all ranks
 
-Nothing on the per-micro-batch path waits for the device, logs, or walks modules.
+Nothing on the per-micro-batch path waits for the device, logs, or walks modules; what a step waits for is listed in
+docs/throughput.md.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "shoul
 
 
 def _agree(control: TrainerControl) -> None:
-    """Make one rank's decision everybody's, so that no rank enters a collective alone. One all-reduce."""
+    """Make one rank's decision everybody's, so that no rank enters a collective alone. Between hosts."""
     votes = distributed.agree(torch.tensor([int(getattr(control, name)) for name in _DECISIONS]))
     for name, vote in zip(_DECISIONS, votes, strict=True):
         setattr(control, name, bool(vote))

@@ -2,6 +2,9 @@
 
 Ranks decide together: whatever changes control flow (stop, save, evaluate) goes through :func:`agree` at a step
 boundary, so that no rank can wait in a collective that the others never enter.
+
+Control flow lives on the host, so decisions travel between hosts: over a group for tensors in host memory (gloo), once
+:func:`use_host_group` has named it. The device is not asked then, and goes on computing.
 """
 
 from __future__ import annotations
@@ -47,6 +50,25 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
+_host: tuple[ProcessGroup, ProcessGroup] | None = None  # the world, and all of its ranks for tensors in host memory
+
+
+def use_host_group(group: ProcessGroup | None) -> None:
+    """Send decisions and objects over ``group``: all ranks, for tensors in host memory. None: as before it was named.
+
+    On all ranks at the same point of the program.
+    """
+    global _host
+    _host = None if group is None or dist.group.WORLD is None else (dist.group.WORLD, group)
+
+
+def host_group() -> ProcessGroup | None:
+    """All ranks for tensors in host memory; None where there is no such group (yet), and the default one must do."""
+    if _host is not None and _host[0] is dist.group.WORLD:
+        return _host[1]
+    return dist.group.WORLD if is_initialized() and dist.get_backend() == "gloo" else None
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:
@@ -64,10 +86,14 @@ def all_reduce_sum(tensor: torch.Tensor, *, group: ProcessGroup | None = None, a
 
 
 def agree(votes: torch.Tensor) -> list[int]:
-    """1 on every rank where one rank says 1, element by element. The one primitive behind every shared decision."""
+    """The largest of all ranks' ``votes``, element by element. The one primitive behind every shared decision.
+
+    Waits for the slowest host; for the device only before there is a :func:`host_group`.
+    """
     if world_size() > 1:
-        votes = votes.to(collective_device())
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        group = host_group()
+        votes = votes if group is not None else votes.to(collective_device())
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return [int(vote) for vote in votes.tolist()]
 
 
@@ -76,6 +102,29 @@ def alike(text: str) -> bool:
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     largest, smallest = agree(torch.tensor([number, -number]))
     return largest == -smallest
+
+
+class Agreement:
+    """:func:`agree` on its way: begun at one step boundary and read at a later one, so that nobody waits. Collective.
+
+    Args:
+        votes: integers, in host memory; not to be used by others any more.
+    """
+
+    def __init__(self, votes: torch.Tensor) -> None:
+        self._votes = votes
+        self._work: Work | None = None
+        if world_size() > 1:
+            group = host_group()
+            self._votes = votes if group is not None else votes.to(collective_device())
+            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result(self) -> list[int]:
+        """What all ranks said. To be asked for by all of them at the same boundary."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return [int(vote) for vote in self._votes.tolist()]
 
 
 _told = itertools.count()
@@ -106,7 +155,7 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=host_group())
     return values
 
 
@@ -135,5 +184,5 @@ def broadcast_object(value: Any) -> Any:
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=host_group())
     return values[0]

@@ -167,8 +167,9 @@ def events_of(output_dir: str, until: int, arguments: dict[str, Any]) -> tuple[A
 
 def test_callbacks_hear_of_a_checkpoint_when_it_is_there(tmp_path: Path) -> None:
     for saves, order, names in pool(2).run(events_of, str(tmp_path), 3, {"max_steps": 5, "save_steps": 2}):
-        # The first was due at step 2, and done at the boundary of step 3. The last is waited for when training ends.
-        assert saves[0] == (3, 2, True)
+        # The first was due at step 2, and done at the boundary of step 3, where the ranks ask each other; the answer is
+        # read at the next one. The last is waited for when training ends.
+        assert saves[0] == (4, 2, True)
         assert [step for _, step, _ in saves] == [2, 4, 5]
         assert all(there for _, _, there in saves)
         assert order[-2:] == ["save 5", "end"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ import torch
 from ds_trainer import ConfigError, TrainingArguments
 from ds_trainer.monitor.health.replay import replay
 from ds_trainer.monitor.records import read_records
+from ds_trainer.training.data_place import DataPlace
+from ds_trainer.training.divergence import DivergenceGuard, Update
+from ds_trainer.utils import distributed
 from tests.support.diverging import Rows, ends, run, run_in_fp16, trapped
 from tests.support.pool import pool
 from tests.support.resuming import Story, differences
@@ -281,6 +286,40 @@ def test_a_loss_scale_that_was_too_large_is_no_incident(stage: int, tmp_path: Pa
         assert counted["at"] == [] and counted["tried"] == story.step == STEPS
         assert scale < 2**31
         assert rates(story)[0] == rates(story)[1]  # nothing was updated in the first step
+
+
+def asked_for_an_overflow(output_dir: str) -> tuple[int, int, int]:
+    """Steps left out; how often all ranks' losses were gathered, and samples named."""
+    left_out, gathered, named = [], [], []
+    update, gather, samples = DivergenceGuard.update, distributed.gather_objects, DataPlace.samples_ahead
+
+    def counted_update(guard: Any, *args: Any) -> Update:
+        outcome = update(guard, *args)
+        left_out.extend([outcome] if outcome is Update.LEFT_OUT else [])
+        return outcome
+
+    def counted_gather(value: Any) -> list[Any]:
+        if sys._getframe(1).f_globals["__name__"] == DivergenceGuard.__module__:
+            gathered.append(value)
+        return gather(value)
+
+    def counted_samples(place: Any, rounds: int) -> Any:
+        named.append(rounds)
+        return samples(place, rounds)
+
+    with (
+        mock.patch.object(DivergenceGuard, "update", counted_update),
+        mock.patch.object(distributed, "gather_objects", counted_gather),
+        mock.patch.object(DataPlace, "samples_ahead", counted_samples),
+    ):
+        run_in_fp16(output_dir, Rows(STEPS, SIZE), scale_power=31, zero_stage=1)
+    return len(left_out), len(gathered), len(named)
+
+
+def test_an_overflow_of_the_loss_scale_names_no_samples(tmp_path: Path) -> None:
+    """In fp16 that is usual: whether a loss is not finite anywhere is asked, and nothing that grows with the ranks."""
+    for left_out, gathered, named in pool(2).run(asked_for_an_overflow, str(tmp_path)):
+        assert left_out > 0 and (gathered, named) == (0, 0)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -12,7 +12,7 @@ import torch
 
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, write_json, write_text_atomic
-from ds_trainer.utils.seeds import random_state, restore_random_state, set_seed
+from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process, set_seed
 from ds_trainer.utils.sizes import parse_size
 
 
@@ -56,3 +56,13 @@ def test_sizes(text: str, size: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)
+
+
+def test_seeding_this_process_is_seeding() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    set_seed(3**33)
+    wanted = drawn()
+    seed_this_process(3**33)
+    assert drawn() == wanted

@@ -28,7 +28,7 @@ from ds_trainer.training.batches import number_of_samples, on_device
 from ds_trainer.training.evaluation.gathering import gather_rounds
 from ds_trainer.training.evaluation.kept import Kept
 from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
-from ds_trainer.training.evaluation.nested import detached, plain_numbers
+from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_numbers
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.rounds import rounds_in_step, with_last_marked
 from ds_trainer.utils import distributed
@@ -61,6 +61,8 @@ class EvalLoop:
         rows = loader.samples if isinstance(loader, PlannedLoader) else 0
         self._kept = {kind: Kept(args.eval_do_concat_batches, self._as_objects, rows) for kind in _KINDS}
         self._every = args.eval_accumulation_steps or self._waits(trainer.device)
+        # A CUDA graph writes the outputs of its next batch to the place of these. What is gathered is a copy already.
+        self._copies = args.torch_compile and distributed.world_size() == 1 and self._every != 1
         self._speaks = trainer.layout.speaks(distributed.rank())
         self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._speaks)
         self._samples = 0
@@ -89,7 +91,7 @@ class EvalLoop:
             if self._keep:
                 places = self.loader.places(index - 1) if isinstance(self.loader, PlannedLoader) else None
                 for kind in _KINDS[:2] if self._batch_metrics else _KINDS:
-                    self._kept[kind].add(found[kind], places)
+                    self._kept[kind].add(map_leaves(_copied, found[kind]) if self._copies else found[kind], places)
             if every is not None and index % every == 0:
                 for kept in self._kept.values():
                     kept.to_host()
@@ -169,3 +171,7 @@ class EvalLoop:
         counted = counted.to(distributed.collective_device())
         distributed.all_reduce_sum(counted)
         return int(counted)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_trainer.training.item_count import count_for
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 
@@ -44,7 +45,7 @@ class LossMean:
         """Add a batch: the mean loss over its ``items`` (a count), a scalar. A mean over nothing counts for nothing."""
         if not self._counts:
             return
-        items = items.to(self._device).double()
+        items = count_for(self._device, items).double()
         loss = loss.detach().to(self._device).double().mean()
         total = torch.where(items > 0, loss * items, 0.0)
         finite = total.isfinite()

@@ -29,7 +29,7 @@ from ds_trainer.training.evaluation.rejoin import rejoined
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
-from ds_trainer.training.item_count import ItemCount
+from ds_trainer.training.item_count import ItemCount, count_for
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
@@ -178,7 +178,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
         has_loss = labels is not None or by_itself or self._loss_needs_no_labels()
-        items = self.loss_rule.count(inputs).clamp(min=1).to(self.device, torch.float32)
+        items = count_for(self.device, self.loss_rule.count(inputs)).clamp(min=1).to(torch.float32)
         with torch.no_grad(), self._own_part(inputs, has_loss) as own, self.compute_loss_context_manager():
             cut = active_cut()
             own_items = items
@@ -234,7 +234,7 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
     def _loss_of_all_parts(self, loss: torch.Tensor, own: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """The mean loss over a batch of ``items`` from that of this rank's part, which has ``own`` of them. Collective
         over the ranks that share the sequences."""
-        share = self.loss_rule.contribution(loss, own.to(self.device), ItemCount(items)).to(torch.float32)
+        share = self.loss_rule.contribution(loss, count_for(self.device, own), ItemCount(items)).to(torch.float32)
         distributed.all_reduce_sum(share, group=self.groups.sequence)
         return share
 

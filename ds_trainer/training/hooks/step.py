@@ -15,7 +15,7 @@ from ds_trainer.parallel.attention import use_cut
 from ds_trainer.training.auxiliary_loss import shows_auxiliary_loss, warn_of_undivided_part, with_unmasked_tokens
 from ds_trainer.training.batches import check_names, checked_batch, labels_in, on_device
 from ds_trainer.training.hooks.parts import Parts
-from ds_trainer.training.item_count import ItemCount
+from ds_trainer.training.item_count import ItemCount, count_for
 from ds_trainer.training.loss import loss_in
 from ds_trainer.training.model.randomness import randomness_of
 from ds_trainer.training.sequence import check_cut, takes_shifted_labels
@@ -31,6 +31,8 @@ class StepHooks(Parts):
     _training_step_takes: set[str]
     _nobody_looks_at_counts: bool
     _items: ItemCount | None = None
+    # Batches of the step and their items, where losses are means: they are weighted with them.
+    _counts: Mapping[int, tuple[Any, torch.Tensor]] = {}
     _loop_asks = False
     _names_checked = False
     _cut_checked = False
@@ -47,8 +49,11 @@ class StepHooks(Parts):
             afterwards: :mod:`ds_trainer.training.item_count`.)
         """
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        self._counts = {}
         counts = [self.loss_rule.count(checked_batch(batch)) for batch in batches]
-        own = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.int64, device=device)
+        if not self.loss_rule.normalised:
+            self._counts = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
+        own = count_for(device, torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64))
         # Batches are whole here, and all ranks of a replica hold the same one.
         self._items = ItemCount.of_all_ranks(own, self._nobody_looks_at_counts, self.replicas_group())
         return batches, self._items.divisor
@@ -71,8 +76,10 @@ class StepHooks(Parts):
     def call_training_step(self, inputs: Any, items: ItemCount) -> torch.Tensor:
         """:meth:`training_step` with the arguments that it takes."""
         keywords = {"num_items_in_batch": items.divisor} if self._training_step_takes else {}
-        place = self.layout.coordinates(self.args.process_index)
-        numbers = randomness_of(self.layout, place, self.args.seed, self.state.global_step, self._micro_batch)
+        numbers: AbstractContextManager[None] = nullcontext()
+        if self.layout.replica_size > 1:
+            place, step = self.groups.place, self.state.global_step
+            numbers = randomness_of(self.layout, place, self.args.seed, step, self._micro_batch)
         self._micro_batch += 1
         with self.accelerator.batch(inputs), self._own_part(inputs) as own, numbers:
             return self.accelerator.share_of(self.training_step(self.model_wrapped, own, **keywords))
@@ -115,7 +122,7 @@ class StepHooks(Parts):
         rule = self.loss_rule
         if not (model.training and self.model.training):  # a callback may have left it in evaluation mode
             model.train()
-        own = None if rule.verified and rule.normalised else rule.count(inputs).to(self.device)
+        own = None if rule.verified and rule.normalised else self._own_items(inputs)
         filler = isinstance(inputs, FillerBatch)
         inputs = self._prepare_inputs(inputs)
         leaf: torch.Tensor | None = None
@@ -135,10 +142,19 @@ class StepHooks(Parts):
         watched = leaf is not None and rule.normalised and share.requires_grad and self._has_several_micro_batches
         if watched:
             share.retain_grad()
+        # Kept over steps, while a CUDA graph writes its next loss to the place of this one.
+        kept = share.detach().clone() if share is loss else share.detach()
         self.engine.backward(share)
         if leaf is not None and watched:
             warn_of_undivided_part(leaf, share)
-        return share.detach()
+        return kept
+
+    def _own_items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Items of a micro-batch, on the device: as they were counted when it was fetched, where it is the same."""
+        fetched, count = self._counts.get(id(inputs), (None, None))
+        if count is None or fetched is not inputs:
+            count = self.loss_rule.count(inputs)
+        return count_for(self.device, count)
 
     def compute_loss(
         self,

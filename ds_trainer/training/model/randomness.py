@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ds_trainer.parallel.layout import Coordinates, ParallelLayout
-from ds_trainer.utils.seeds import random_state, restore_random_state, set_seed
+from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process
 
 _SEEDS = 62  # bits, as many as every generator takes
 
@@ -42,7 +42,7 @@ def randomness_of(layout: ParallelLayout, place: Coordinates, seed: int, step: i
         yield
         return
     outside = random_state()
-    set_seed(seed_of(seed, step, micro_batch, place))
+    seed_this_process(seed_of(seed, step, micro_batch, place))
     try:
         yield
     finally:
