@@ -6,7 +6,7 @@ buckets than the others: the ranks wait for ever, or add gradients of different 
 itself; stage 3 cannot be completed in this way (:mod:`ds_trainer.engine.zero3.module_guard`).
 
 The order is the reverse of the parameters' order in the model, which is roughly the order of the backward pass, as in
-PyTorch's ``DistributedDataParallel``. A gradient that comes early waits for those before it: in a transformer, until its
+PyTorch's ``DistributedDataParallel``. A gradient that comes early waits for those before it: in a transformer until its
 layer is done; where a module is left out, at most until the end of the backward pass.
 """
 

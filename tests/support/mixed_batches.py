@@ -104,14 +104,14 @@ class MixtureModel(nn.Module):
 
     shifts_labels = True
 
-    def __init__(self, seed: int = 0, experts: int = 4, frozen_embedding: bool = False, by_keyword: bool = False) -> None:
+    def __init__(self, frozen_embedding: bool = False, by_keyword: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.by_keyword = by_keyword
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList()
         for _ in range(2):
-            self.layers.append(nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "mixture": MixtureBlock(WIDTH, experts)}))
+            self.layers.append(nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "mixture": MixtureBlock(WIDTH, 4)}))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         if frozen_embedding:
             self.tokens.requires_grad_(False)

@@ -61,7 +61,7 @@ def train_plainly(
 ) -> Trajectory:
     """Train ``model`` in place and record what happened. The learning rate falls linearly to zero.
 
-    ``seed`` is that of the order; None: the order of the data. ``optimizer`` is adamw, sgd, or ``f(model, groups)`` that makes one.
+    ``optimizer`` is adamw, sgd, or ``f(model, groups)`` that makes one. Without a ``seed`` the data keeps its order.
     """
     decayed = [p for n, p in model.named_parameters() if "norm" not in n and "bias" not in n]
     rest = [p for n, p in model.named_parameters() if "norm" in n or "bias" in n]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.compare import assert_equal, relative
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.engine.zero3.module_guard import ModuleGuard
+from tests.support.compare import assert_equal, relative
 from tests.support.mixed_batches import (
     Experts,
     Images,
@@ -24,6 +25,7 @@ from tests.support.mixed_batches import (
     collate,
     plain_loss,
 )
+from tests.support.models import tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import RankFailure, close_pools, pool
 from tests.support.runs import train_and_report
@@ -77,15 +79,17 @@ def make_data(place: str) -> Rows:
 
 
 @cache
-def reference(place: str, steps: int = STEPS) -> Trajectory:
-    return train_plainly(
-        TwoTowers(), make_data(place), loss=plain_loss, collate=collate, global_batch=GLOBAL_BATCH, steps=steps
-    )
+def reference(place: str, steps: int = STEPS, clip: float = 0.0) -> Trajectory:
+    sizes: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "steps": steps, "clip": clip}
+    return train_plainly(TwoTowers(), make_data(place), loss=plain_loss, collate=collate, **sizes)
 
 
 def job(place: str, tmp_path: Any, **arguments: Any) -> Any:
     values: dict[str, Any] = dict(
-        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS, max_grad_norm=0.0,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        max_grad_norm=0.0,
         remove_unused_columns=False,
     )
     data = partial(make_data, place)
@@ -93,7 +97,8 @@ def job(place: str, tmp_path: Any, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("stage", "place"), [*product((0, 1, 2), PLACES), *product((3,), ("nowhere", "everywhere", "in some micro-batches"))]
+    ("stage", "place"),
+    [*product((0, 1, 2), PLACES), *product((3,), ("nowhere", "everywhere", "in some micro-batches"))],
 )
 def test_numbers_of_one_process(stage: int, place: str, tmp_path: Any) -> None:
     """ZeRO 0, 1 and 2: wherever images are missing. ZeRO 3: where all ranks call the tower, or none."""
@@ -120,19 +125,12 @@ def test_bf16(stage: int, settings: dict[str, Any], tmp_path: Any) -> None:
     arguments = {"zero_stage": stage, "bf16": True, "max_grad_norm": 0.1, "deepspeed": settings}
     found = pool(2).run(job("on rank 0", tmp_path, **arguments), timeout=90)
     assert_equal(found[0], found[1], 0.0)
-    wanted = clipped_reference("on rank 0")
+    wanted = reference("on rank 0", clip=0.1)
     assert relative(found[0].losses, wanted.losses) < 0.01
     assert relative(found[0].grad_norms, wanted.grad_norms) < 0.05
 
 
-@cache
-def clipped_reference(place: str) -> Trajectory:
-    return train_plainly(
-        TwoTowers(), make_data(place), loss=plain_loss, collate=collate, global_batch=GLOBAL_BATCH, steps=STEPS, clip=0.1
-    )
-
-
-# -- ZeRO-3: one error on all ranks --------------------------------------------------------------------------------------
+# -- ZeRO-3: one error on all ranks ------------------------------------------------------------------------------------
 
 
 def end_of_a_program(place: str, directory: str, **arguments: Any) -> None:
@@ -195,7 +193,7 @@ def test_stage_3_ends_all_ranks_with_the_name_of_the_module(
         assert done == step
 
 
-# -- experts that are modules of their own ------------------------------------------------------------------------------
+# -- experts that are modules of their own -----------------------------------------------------------------------------
 
 # Rows in the order of the data: the two of rank 0, the two of rank 1. Expert 3 gets no token anywhere.
 TOKENS = Experts([[0], [0, 1], [2], [2, 1]])
@@ -207,8 +205,12 @@ def make_tokens() -> Rows:
 
 def mixture_job(make_model: Any, tmp_path: Any, **arguments: Any) -> Any:
     values: dict[str, Any] = dict(
-        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS, max_grad_norm=0.0,
-        train_sampling_strategy="sequential", remove_unused_columns=False,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
     )
     return partial(train_and_report, make_model, make_tokens, str(tmp_path), **{**values, **arguments})
 
@@ -227,12 +229,79 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "plain"), (1, "plain"), (2, "plain"), *product((3,), MODELS)]
-)
+@pytest.mark.parametrize(("stage", "kind"), [(0, "plain"), (1, "plain"), (2, "plain"), *product((3,), MODELS)])
 def test_experts_that_get_tokens_on_one_rank_only(stage: int, kind: str, tmp_path: Any) -> None:
     settings: dict[str, Any] = {}
     if stage == 3:
         settings["deepspeed"] = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     for found in pool(2).run(mixture_job(MODELS[kind], tmp_path, zero_stage=stage, **settings), timeout=90):
         assert_equal(found, mixture_reference(MODELS[kind]))
+
+
+# -- what the guard costs ----------------------------------------------------------------------------------------------
+
+
+def asked_in_each_step(place: str, directory: str, checkpointing: bool = False, evaluations: bool = False) -> list[int]:
+    """How often this rank could not tell by itself what the others do, step by step."""
+    from transformers import TrainerCallback
+
+    counts: list[int] = []
+    agree = ModuleGuard._agree
+
+    def counted(self: ModuleGuard, *arguments: Any) -> None:
+        counts[-1] += 1
+        agree(self, *arguments)
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *arguments: Any, **keywords: Any) -> None:
+            counts.append(0)
+
+    args = TrainingArguments(
+        directory,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=9,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        eval_strategy="epoch" if evaluations else "no",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        deepspeed={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+        gradient_checkpointing=checkpointing,
+    )
+    data = Rows(SAMPLES, Images(ALTERNATING if place == "alternating" else PLACES[place]))
+    model = tiny_llama() if checkpointing else TwoTowers()
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collate, callbacks=[Steps()])
+    counts.append(0)
+    ModuleGuard._agree = counted  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    finally:
+        ModuleGuard._agree = agree  # type: ignore[method-assign]
+        trainer.engine.close()
+    return counts[1:]
+
+
+ALTERNATING = [row for row in range(SAMPLES) if row % 8 < 4]  # in the order of the data: every other micro-batch
+
+
+@pytest.mark.parametrize("evaluations", [False, True])
+def test_nothing_is_asked_once_the_way_is_known(evaluations: bool, tmp_path: Any) -> None:
+    for counts in pool(2).run(asked_in_each_step, "everywhere", str(tmp_path), False, evaluations):
+        assert counts[0] > 20
+        first_evaluation = 2 if evaluations else 0  # it belongs to the step before it
+        assert [step for step, count in enumerate(counts) if count] == sorted({0, first_evaluation})
+
+
+def test_nothing_is_asked_with_activation_checkpointing(tmp_path: Any) -> None:
+    for counts in pool(2).run(asked_in_each_step, "nowhere", str(tmp_path), True):
+        assert counts[0] > 20
+        assert set(counts[1:]) == {0}
+
+
+def test_ways_that_all_ranks_take_in_turn_cost_one_question_a_micro_batch(tmp_path: Any) -> None:
+    """Images in every other micro-batch, on all ranks: no error, and hardly a cost after the first of each kind."""
+    for counts in pool(2).run(asked_in_each_step, "alternating", str(tmp_path)):
+        assert counts[0] > 20
+        assert set(counts[1:]) == {2}

@@ -1,8 +1,8 @@
 """``Deviations``: a rank that is about to leave the way all ranks went before asks whether the others do so too.
 
-The others do not know that they are asked: where they go on as before, they wait in a gather. So they are asked over the
-store of the process group, and a thread answers for a rank that has not moved for a second. Nothing is sent while all
-ranks go the way they know.
+The others do not know that they are asked: where they go on as before, they wait in a gather. So they are asked over
+the store of the process group, and a thread answers for a rank that has not moved for a while. Nothing is sent while
+all ranks go the way they know.
 """
 
 from __future__ import annotations

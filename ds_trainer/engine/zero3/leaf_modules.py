@@ -1,9 +1,9 @@
 """MoE blocks as ZeRO-3 leaf modules: all experts of a block are gathered together, whichever of them get tokens.
 
-ZeRO-3 gathers a module's parameters when the module is called, and a gather needs all ranks. An expert that is a module
-of its own is called only where it gets tokens: the others wait for ever. DeepSpeed has leaf modules for that, and a list
-of three classes; here MoE blocks are found by their structure. Models that stack the experts of a block into one
-parameter, as transformers does since version 5, need no leaf module and get none.
+ZeRO-3 gathers a module's parameters when the module is called, and a gather needs all ranks. An expert that is a
+module of its own is called only where it gets tokens: the others wait for ever. DeepSpeed has leaf modules for that,
+and a list of three classes; here MoE blocks are found by their structure. Models that stack the experts of a block into
+one parameter, as transformers does since version 5, need no leaf module and get none.
 
 **The structure.** A list of at least two modules that are alike (class, names and shapes of the parameters), each
 without parameters that are vectors by themselves (a norm, as every transformer layer has); and, in the module that

@@ -7,8 +7,8 @@ the ranks wait for ever or, where sizes are equal, get parameters of different m
 The guard sees every module before its gather, every gradient before its reduction, forward and backward:
 
 * As all ranks did before at this place, and never anything else: nothing is sent. That is the steady state.
-* A place where no rank has been (the first pass): before each gather an all-reduce of one number compares what the ranks
-  have done since the last one. Likewise where ranks have gone on in different ways before, all together.
+* A place where no rank has been (the first pass): before each gather an all-reduce of two numbers compares what the
+  ranks have done since the last one. Likewise where ranks have gone on in different ways before, all together.
 * Another module than ever before at this place: this rank knows that before it gathers, and asks the others
   (:mod:`ds_trainer.engine.zero3.deviations`). Text-only micro-batches on all ranks are no error.
 
