@@ -1,8 +1,8 @@
-"""``Deviations``: a rank that is about to leave the way all ranks went before asks whether the others do so too.
+"""``Deviations``: a rank that is about to run a module where all ranks ran another one before asks the others.
 
-The others do not know that they are asked: where they go on as before, they wait in a gather. So they are asked over
-the store of the process group, and a thread answers for a rank that has not moved for a while. Nothing is sent while
-all ranks go the way they know.
+The training threads of the others cannot answer: if they continue as before, they wait in a gather. So the question
+goes through the store of the process group, and a thread of each rank answers if its rank has not moved between two
+looks. Nothing is sent while all ranks repeat what they did before.
 """
 
 from __future__ import annotations

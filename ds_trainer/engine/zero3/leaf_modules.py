@@ -44,11 +44,12 @@ def make_leaves(model: nn.Module) -> list[str]:
 
 
 def reduce_leaves_in_time(model: nn.Module) -> None:
-    """Let the gradients of leaf modules be reduced when they are all there, not before.
+    """Reduce the gradients of leaf modules when all of them are computed, not before.
 
     DeepSpeed 0.19.8 reduces them in the module's full backward hook. PyTorch runs that hook when the gradients of the
-    module's positional inputs are known; where none of those needs one, before the first gradient of a parameter is
-    there: zeros would be reduced. So the input is handed over by position, and needs a gradient.
+    module's positional inputs are known; if none of those requires one, it runs before any parameter has its gradient.
+    DeepSpeed then reduces zeros, and the backward pass crashes. So the input is passed by position here, and requires
+    a gradient.
     """
     from deepspeed.utils import get_z3_leaf_modules
 

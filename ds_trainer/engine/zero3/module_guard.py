@@ -6,10 +6,10 @@ the ranks wait for ever or, where sizes are equal, get parameters of different m
 
 The guard sees every module before its gather, every gradient before its reduction, forward and backward:
 
-* As all ranks did before at this place, and never anything else: nothing is sent. That is the steady state.
-* A place where no rank has been (the first pass): before each gather an all-reduce of two numbers compares what the
-  ranks have done since the last one. Likewise where ranks have gone on in different ways before, all together.
-* Another module than ever before at this place: this rank knows that before it gathers, and asks the others
+* Where all ranks have always done the same at this point, nothing is sent. That is the steady state.
+* In the first pass, an all-reduce of two numbers before each gather compares what the ranks have done since the last
+  one. The same happens where ranks have continued in different ways before, all together.
+* A rank that is about to run something new at a known point knows that before it gathers, and asks the others
   (:mod:`ds_trainer.engine.zero3.deviations`). Text-only micro-batches on all ranks are no error.
 
 So no gather is ever entered unless all ranks enter it.
@@ -37,7 +37,7 @@ _REMEDY = (
     "ZeRO-3 gathers the parameters of a module on all ranks together, so in each micro-batch all ranks must call the "
     "same modules. Give every micro-batch an input for that module (for images: a blank one, whose features are "
     "multiplied by zero), or train with zero_stage=2, which needs no such thing. Experts that are modules of their own "
-    "belong into a ZeRO-3 leaf module (zero_optimization.leaf_module in the DeepSpeed configuration)."
+    "belong in a ZeRO-3 leaf module (zero_optimization.leaf_module in the DeepSpeed configuration)."
 )
 
 
