@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 2.0  # a rank that stands still for other reasons (a save) asks the store as often
 _LONGEST_PAUSE = 0.25
 
 Position = tuple[int, int]

@@ -60,16 +60,17 @@ def reduce_leaves_in_time(model: nn.Module) -> None:
                 for name, parameter in inspect.signature(module.forward).parameters.items()
                 if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
             ]
-            module.register_forward_pre_hook(_InputNeedsGradient(names), prepend=True, with_kwargs=True)
+            hook = torch.compiler.disable(_InputNeedsGradient(names).prepare)
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 class _InputNeedsGradient:
-    """A forward pre-hook; ``names`` are those of the arguments that can be handed over by position."""
+    """What is done before the forward pass; ``names`` are those of the arguments that can be passed by position."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return None
         values, rest = list(args), dict(kwargs)

@@ -82,7 +82,8 @@ class ModuleGuard:
         ranks = torch.distributed.get_process_group_ranks(self._group)
         name = f"ds_trainer/modules/{next(_made)}/{ranks[0]}"
         self._deviations = Deviations(name, len(ranks), self._position, self._describe)
-        self._hook = self._module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        begin = torch.compiler.disable(self._begin)  # torch compiles a module together with its hooks
+        self._hook = self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         self._watch_gathers(offload.get_param_coordinator())
         if offload is not engine.optimizer:
             self._watch_reductions(engine.optimizer)
