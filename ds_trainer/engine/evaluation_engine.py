@@ -17,6 +17,8 @@ from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
+from ds_trainer.engine.zero3.leaf_modules import make_leaves
+from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 
@@ -70,13 +72,18 @@ class EvaluationEngine:
             settings = {key: value for key, value in settings.items() if key not in (*HALF_TYPES, "torch_autocast")}
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
+        if config.get("zero_optimization.stage") == 3:
+            make_leaves(model)
         with completed_cut(self.groups, whole_logits):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
         limit_collectives()
+        self._module_guard = guard_modules(self.deepspeed)
 
     def close(self) -> None:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""
+        if self._module_guard is not None:
+            self._module_guard.close()
         self.deepspeed.destroy()
         forget_layout()

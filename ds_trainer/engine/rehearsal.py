@@ -92,6 +92,8 @@ def rehearse(engine: TrainingEngine, passes: Sequence[Callable[[], Any]], device
         RuntimeError: what one of the passes raises; out of memory, for instance.
     """
     module: nn.Module = engine.deepspeed.module
+    if engine.module_guard is not None:
+        engine.module_guard.close()  # it would ask the other ranks
     with without_communication(), _put_back(module, device):
         try:
             states = torch.empty(_size_of_states(engine, module), dtype=torch.uint8, device=device)

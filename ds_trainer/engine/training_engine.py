@@ -21,10 +21,13 @@ from ds_trainer.engine.finite_step import complete_checks, factor_of, left_out, 
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
+from ds_trainer.engine.reduction_order import reduce_in_fixed_order
 from ds_trainer.engine.tensor.agreement import GradientAgreement
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.tensor.slices import gradient_norm
+from ds_trainer.engine.zero3.leaf_modules import make_leaves, reduce_leaves_in_time
+from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
@@ -59,6 +62,7 @@ class TrainingEngine:
 
     Attributes:
         before_step: called once before the next :meth:`step`: who copies masters and optimizer states has it wait.
+        module_guard: ends all ranks where they would run different modules under ZeRO-3; None at other stages.
         guarded: gradients that are not finite are kept from the weights (:mod:`ds_trainer.engine.finite_step`).
 
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
@@ -87,6 +91,8 @@ class TrainingEngine:
         self._clipping: float = config.get("gradient_clipping")
         self.deepspeed: DeepSpeedEngine
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
+        if self.stage == 3:
+            make_leaves(model)
         with no_step_before_the_first(), completed_cut(self.groups, whole_logits):
             keywords = {given: optimizer, "config": config.to_dict(), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
@@ -97,6 +103,10 @@ class TrainingEngine:
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
         check_beliefs(self.deepspeed, self.groups, *sizes)
         limit_collectives()
+        reduce_in_fixed_order(self.deepspeed)
+        if self.stage == 3:
+            reduce_leaves_in_time(model)
+        self.module_guard = guard_modules(self.deepspeed)
         self.guarded = True
         complete_checks(self.deepspeed.optimizer)
         self.scales_loss = scales_loss(self.deepspeed)
@@ -120,6 +130,10 @@ class TrainingEngine:
     def begin_micro_batch(self, last: bool) -> None:
         """Announce a micro-batch; with ``last`` its backward pass completes the reduction of gradients."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
+        if self.module_guard is not None:
+            step = self.deepspeed.global_steps + 1
+            self.module_guard.micro_batch = self.module_guard.micro_batch + 1 if step == self.module_guard.step else 1
+            self.module_guard.step = step
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate ``loss``, a scalar already divided by the item count of the global batch."""
@@ -209,6 +223,8 @@ class TrainingEngine:
     def close(self) -> None:
         """Give back memory and hooks. The module stays usable where it is not sharded."""
         module = self.deepspeed.module
+        if self.module_guard is not None:
+            self.module_guard.close()
         self.deepspeed.destroy()
         forget_layout()
         if self._compiled:

@@ -55,13 +55,13 @@ def train_plainly(
     clip: float = 0.0,
     global_batch: int = 16,
     steps: int = 4,
-    seed: int = 42,
+    seed: int | None = 42,
     autocast: bool = False,
     collate: Any = stack,
 ) -> Trajectory:
     """Train ``model`` in place and record what happened. The learning rate falls linearly to zero.
 
-    ``optimizer`` is adamw, sgd, or ``f(model, groups)`` that makes one.
+    ``optimizer`` is adamw, sgd, or ``f(model, groups)`` that makes one. Without a ``seed`` the data keeps its order.
     """
     decayed = [p for n, p in model.named_parameters() if "norm" not in n and "bias" not in n]
     rest = [p for n, p in model.named_parameters() if "norm" in n or "bias" in n]
@@ -76,7 +76,9 @@ def train_plainly(
     record = Trajectory([], [], [], {})
     epoch, done = 0, 0
     while done < steps:
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        order = list(range(len(data)))
+        if seed is not None:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         for start in range(0, len(data), global_batch):
             if done == steps:
                 break

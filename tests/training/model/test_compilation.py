@@ -54,7 +54,7 @@ def train(make_model: Any, make_data: Any, output_dir: Path, **changes: Any) -> 
 regression = partial(train, Regression, partial(regression_rows, 24))
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 2), (2, 3)])
 def test_numbers_and_names_stay(world: int, stage: int, tmp_path: Path) -> None:
     ((wanted, none, names, _),) = pool(1).run(partial(regression, tmp_path, per_device_train_batch_size=8))
     changes = {"per_device_train_batch_size": 8 // world, "zero_stage": stage, "torch_compile_backend": "aot_eager"}

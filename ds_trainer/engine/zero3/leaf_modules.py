@@ -1,0 +1,131 @@
+"""MoE blocks as ZeRO-3 leaf modules: all experts of a block are gathered together, whichever of them get tokens.
+
+ZeRO-3 gathers a module's parameters when the module is called, and a gather needs all ranks. An expert that is a
+module of its own is called only where it gets tokens: the others wait for ever. DeepSpeed has leaf modules for that,
+and a list of three classes; here MoE blocks are found by their structure. Models that stack the experts of a block into
+one parameter, as transformers does since version 5, need no leaf module and get none.
+
+**The structure.** A list of at least two modules that are alike (class, names and shapes of the parameters), each
+without parameters that are vectors by themselves (a norm, as every transformer layer has); and, in the module that
+owns the list or the one around that, a router: a matrix with one row for each of them, as wide as what they read. The
+whole model is never a leaf.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of ``model`` whose experts are modules of their own, by name; the outermost where one holds another."""
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            block = _block_around(name, list(module.children()), modules)
+            if block:
+                found[block] = modules[block]
+    return {name: found[name] for name in found if not any(name.startswith(f"{other}.") for other in found)}
+
+
+def make_leaves(model: nn.Module) -> list[str]:
+    """Mark the MoE blocks of ``model`` as leaf modules, before ``deepspeed.initialize``; returns their names."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    blocks = moe_blocks(model)
+    for block in blocks.values():
+        set_z3_leaf_module(block, True)
+    return list(blocks)
+
+
+def reduce_leaves_in_time(model: nn.Module) -> None:
+    """Reduce the gradients of leaf modules when all of them are computed, not before.
+
+    DeepSpeed 0.19.8 reduces them in the module's full backward hook. PyTorch runs that hook when the gradients of the
+    module's positional inputs are known; if none of those requires one, it runs before any parameter has its gradient.
+    DeepSpeed then reduces zeros, and the backward pass crashes. So the input is passed by position here, and requires
+    a gradient.
+    """
+    from deepspeed.utils import get_z3_leaf_modules
+
+    for module in get_z3_leaf_modules(model):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            names = [
+                name
+                for name, parameter in inspect.signature(module.forward).parameters.items()
+                if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            ]
+            hook = torch.compiler.disable(_InputNeedsGradient(names).prepare)
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+class _InputNeedsGradient:
+    """What is done before the forward pass; ``names`` are those of the arguments that can be passed by position."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        values, rest = list(args), dict(kwargs)
+        for name in self._names[len(values) :]:
+            if name not in rest:
+                break
+            values.append(rest.pop(name))
+        if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            for index, value in enumerate(values):
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    values[index] = value.detach().requires_grad_()
+                    break
+        return tuple(values), rest
+
+
+def _block_around(name: str, experts: list[nn.Module], modules: dict[str, nn.Module]) -> str:
+    """The name of the MoE block that holds the list ``name`` of ``experts``; empty where there is none."""
+    if len(experts) < 2 or not _are_experts(experts):
+        return ""
+    own = {id(parameter) for expert in experts for parameter in expert.parameters()}
+    widths = {width for parameter in experts[0].parameters() for width in _shape(parameter)}
+    around = name
+    for _ in range(2):
+        around = around.rpartition(".")[0]
+        if not around:  # the whole model
+            return ""
+        rest = [p for p in _candidates(modules[around]) if id(p) not in own]
+        if any(_shape(p)[0] == len(experts) and _shape(p)[1] in widths for p in rest if len(_shape(p)) == 2):
+            return around
+    return ""
+
+
+def _are_experts(modules: list[nn.Module]) -> bool:
+    first = _signature(modules[0])
+    if not first or any(_signature(module) != first for module in modules[1:]):
+        return False
+    return all(
+        any(len(_shape(p)) > 1 for p in part.parameters(recurse=False))
+        for part in modules[0].modules()
+        if any(True for _ in part.parameters(recurse=False))
+    )
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    """Class, and names and shapes of the parameters; empty where there are none."""
+    shapes = tuple((name, _shape(parameter)) for name, parameter in module.named_parameters())
+    return (type(module), *shapes) if shapes else ()
+
+
+def _candidates(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that may be a router's: not those of embeddings."""
+    for part in module.modules():
+        if not isinstance(part, nn.Embedding):
+            yield from part.parameters(recurse=False)
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # the whole one where ZeRO-3 has partitioned it

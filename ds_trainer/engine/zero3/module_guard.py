@@ -1,0 +1,212 @@
+"""``ModuleGuard``: under ZeRO-3, ranks that are about to run different modules end with an error instead of a hang.
+
+ZeRO-3 gathers the parameters of a module when it is called, and reduces gradients in the order in which they come. Both
+need all ranks. A rank whose micro-batch leaves a module out (no images for the vision tower) goes on to another gather:
+the ranks wait for ever or, where sizes are equal, get parameters of different modules and never know.
+
+The guard sees every module before its gather, every gradient before its reduction, forward and backward:
+
+* Where all ranks have always done the same at this point, nothing is sent. That is the steady state.
+* In the first pass, an all-reduce of two numbers before each gather compares what the ranks have done since the last
+  one. The same happens where ranks have continued in different ways before, all together.
+* A rank that is about to run something new at a known point knows that before it gathers, and asks the others
+  (:mod:`ds_trainer.engine.zero3.deviations`). Text-only micro-batches on all ranks are no error.
+
+So no gather is ever entered unless all ranks enter it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.engine.zero3.deviations import Deviations
+from ds_trainer.engine.zero3.module_paths import ModulePaths
+from ds_trainer.utils import distributed
+
+_END, _REDUCED = 0, 1
+_FIRST = 2  # from here on modules have even numbers, gradients odd ones
+_made = itertools.count()
+
+_REMEDY = (
+    "ZeRO-3 gathers the parameters of a module on all ranks together, so in each micro-batch all ranks must call the "
+    "same modules. Give every micro-batch an input for that module (for images: a blank one, whose features are "
+    "multiplied by zero), or train with zero_stage=2, which needs no such thing. Experts that are modules of their own "
+    "belong in a ZeRO-3 leaf module (zero_optimization.leaf_module in the DeepSpeed configuration)."
+)
+
+
+class ModulesDiffer(RuntimeError):
+    """Ranks are about to run different modules under ZeRO-3. The text names ranks, modules, micro-batch and remedy."""
+
+
+def guard_modules(engine: Any) -> ModuleGuard | None:
+    """Guard DeepSpeed's ``engine``; None where it does not gather parameters from other ranks."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    if not isinstance(offload, DeepSpeedZeRoOffload) or distributed.group_size(offload.dp_process_group) == 1:
+        return None
+    return ModuleGuard(engine, offload)
+
+
+class ModuleGuard:
+    """Guards one engine, from now on.
+
+    Args:
+        engine: DeepSpeed's, with ZeRO-3; it may train or not.
+        offload: what gathers its parameters.
+
+    Attributes:
+        step, micro_batch: where training is, counted from 1; for messages.
+    """
+
+    def __init__(self, engine: Any, offload: Any) -> None:
+        from deepspeed import comm
+
+        self._all_reduce, self._maximum = comm.all_reduce, comm.ReduceOp.MAX
+        self._module: nn.Module = engine.module
+        self._group: Any = offload.dp_process_group
+        self._device = distributed.collective_device()
+        self._paths = ModulePaths()
+        self._new: list[int] = []  # steps that the ranks have not compared yet
+        self._passes = 0
+        self._inputs: tuple[str, ...] = ()
+        self._lock = threading.Lock()  # a leaf module's hooks may run in several threads of the backward pass
+        self.step = self.micro_batch = 0
+        ranks = torch.distributed.get_process_group_ranks(self._group)
+        name = f"ds_trainer/modules/{next(_made)}/{ranks[0]}"
+        self._deviations = Deviations(name, len(ranks), self._position, self._describe)
+        begin = torch.compiler.disable(self._begin)  # torch compiles a module together with its hooks
+        self._hook = self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        self._watch_gathers(offload.get_param_coordinator())
+        if offload is not engine.optimizer:
+            self._watch_reductions(engine.optimizer)
+
+    def close(self) -> None:
+        """Guard no more."""
+        self._deviations.close()
+        self._hook.remove()
+        self._follow = lambda event, module=None: None  # type: ignore[method-assign]
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def _watch_gathers(self, coordinator: Any) -> None:
+        prologue = coordinator.trace_prologue
+
+        def watched(module: nn.Module) -> None:
+            self._follow(_FIRST + 2 * int(module.ds_id), module)  # type: ignore[arg-type]
+            prologue(module)
+
+        coordinator.trace_prologue = watched
+
+    def _watch_reductions(self, optimizer: Any) -> None:
+        reduce, finish = (
+            optimizer.reduce_ready_partitions_and_remove_grads,
+            optimizer.overlapping_partition_gradients_reduce_epilogue,
+        )
+
+        def reduced(parameter: Any) -> None:
+            self._follow(_FIRST + 2 * int(parameter.ds_id) + 1)
+            reduce(parameter)
+
+        def finished() -> None:
+            self._follow(_REDUCED)
+            finish()
+
+        optimizer.reduce_ready_partitions_and_remove_grads = reduced
+        optimizer.overlapping_partition_gradients_reduce_epilogue = finished
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._passes:
+            self._follow(_END)
+        self._inputs = tuple(name for name, value in kwargs.items() if value is not None)
+        self._passes += 1
+        self._paths.begin((module.training, torch.is_grad_enabled()))
+
+    def _follow(self, event: int, module: nn.Module | None = None) -> None:
+        """All ranks are to do ``event`` now: nobody gathers or reduces before that is known.
+
+        Raises:
+            ModulesDiffer: not all do.
+        """
+        with self._lock:
+            if not self._paths.follow(event):
+                self._agree(event, module)
+
+    # -- where it is not known already --------------------------------------------------------------------------------
+
+    def _agree(self, event: int, module: nn.Module | None) -> None:
+        known = self._paths.known
+        if len(known) == 1:
+            other = self._deviations.ask(self._position(), event)
+            if other is not None:
+                does = other.get("event", known[0])
+                self._raise([(self._describe(), event), (other, does)])
+        else:
+            self._new.append(event)
+            # What needs no other rank can be compared later.
+            if known or module is None or _gathers(module):
+                self._compare()
+        self._paths.take(event)
+
+    def _compare(self) -> None:
+        """Whether all ranks have done the same since they were compared last. Collective; waits for the device."""
+        number = zlib.crc32(repr(self._new).encode())
+        found = torch.tensor([number, -number], device=self._device)
+        self._all_reduce(found, op=self._maximum, group=self._group)
+        if found.tolist() != [number, -number]:
+            said: list[Any] = [None] * distributed.group_size(self._group)
+            torch.distributed.all_gather_object(said, (self._describe(), self._new), group=self._group)
+            place = next(i for i in itertools.count() if len({tuple(new[i : i + 1]) for _, new in said}) > 1)
+            different: dict[int, dict[str, Any]] = {}  # one rank for each way
+            for who, new in said:
+                different.setdefault(new[place] if place < len(new) else _END, who)
+            self._raise([(who, event) for event, who in different.items()])
+        self._new.clear()
+
+    # -- what is said of it -------------------------------------------------------------------------------------------
+
+    def _position(self) -> tuple[int, int]:
+        return self._passes, self._paths.place
+
+    def _describe(self) -> dict[str, Any]:
+        return {"rank": distributed.rank(), "inputs": list(self._inputs)}
+
+    def _raise(self, ways: list[tuple[dict[str, Any], int]]) -> None:
+        where = f"optimizer step {self.step}, micro-batch {self.micro_batch}" if self._module.training else "evaluation"
+        ways = sorted(ways, key=lambda way: way[0]["rank"])
+        does = "; ".join(f"rank {who['rank']} {self._name(event)}" for who, event in ways)
+        inputs = "; ".join(f"rank {who['rank']}: {', '.join(who['inputs']) or 'positional'}" for who, _ in ways)
+        raise ModulesDiffer(
+            f"Ranks are about to run different modules under ZeRO-3 ({where}): {does}. Inputs of their micro-batches: "
+            f"{inputs}. {_REMEDY}"
+        )
+
+    def _name(self, event: int) -> str:
+        if event < _FIRST:
+            return "ends its pass" if event == _END else "ends its backward pass"
+        number, is_gradient = divmod(event - _FIRST, 2)
+        if is_gradient:
+            owners: Any = self._module.named_parameters()
+        else:
+            owners = self._module.named_modules()
+        name = next((name for name, owner in owners if getattr(owner, "ds_id", None) == number), "?")
+        return f"has a gradient of '{name}'" if is_gradient else f"runs '{name or 'the whole model'}'"
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` have to be gathered before it can run."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+    from deepspeed.utils import z3_leaf_module
+
+    return any(
+        parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        for parameter in iter_params(module, recurse=z3_leaf_module(module))
+    )
