@@ -42,7 +42,7 @@ def scalar_as_kept(unit: Unit, key: str, value: Any) -> Any:
 
 
 def _counter_of(optimizer: torch.optim.Optimizer, value: Any) -> Any:
-    """``step`` as a float32 tensor for torch's optimizers, as an int for DeepSpeed's: offload exchanges one for the other."""
+    """``step`` as torch's optimizers (float32 tensor) or DeepSpeed's (int) count: offload exchanges one for the other."""
     library = next((c.__module__.partition(".")[0] for c in type(optimizer).__mro__ if _is_optimizer(c)), "")
     if library == "torch" and not isinstance(value, torch.Tensor):
         return torch.tensor(float(value), dtype=torch.float32)

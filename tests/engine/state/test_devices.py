@@ -1,4 +1,4 @@
-"""Where the states lie that are put back: on a GPU a step counter on the host ends a fused step. Shown on device meta."""
+"""Where the states lie that are put back, shown on device meta: a GPU takes no counter on the host for a fused step."""
 
 from __future__ import annotations
 
