@@ -2,9 +2,9 @@
 (``data_types.grad_accum_dtype``).
 
 DeepSpeed sums in the type of the weights unless it is told otherwise. A ring adds one rank after the other, and
-accumulation one micro-batch after the other: a term below half a unit in the last place of the partial sum is lost. bf16
-has 8 significant bits, fp16 11. ``benchmarks/gradient_sums.py`` simulates it; up to the limits below the error stays
-near 1 %.
+accumulation one micro-batch after the other: a term below half a unit in the last place of the partial sum is lost.
+bf16 has 8 significant bits, fp16 11. ``benchmarks/gradient_sums.py`` simulates it; up to the limits below the error
+stays near 1 %.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What DeepSpeed 0.19.8 does not do about the types in which gradients are summed.
 
-**Accumulation in float32 without ZeRO.** It refuses ``data_types.grad_accum_dtype: fp32`` at stage 0. So it is not told of it, and the parameters take float32
-gradients instead (``Tensor.grad_dtype``): autograd adds every micro-batch in float32, and DeepSpeed reduces and steps
-what it finds. ZeRO 1, 2 and 3 accumulate by themselves.
+**Accumulation in float32 without ZeRO.** It refuses ``data_types.grad_accum_dtype: fp32`` at stage 0. So it is not told
+of it, and the parameters take float32 gradients instead (``Tensor.grad_dtype``): autograd adds every micro-batch in
+float32, and DeepSpeed reduces and steps what it finds. ZeRO 1, 2 and 3 accumulate by themselves.
 
 **Reduction after autocast.** That an engine of this process used autocast stays in a global, and every later one at
 ZeRO 1 to 3 would reduce in the type of its weights, whatever ``communication_data_type`` says.

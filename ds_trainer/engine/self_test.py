@@ -5,10 +5,10 @@ finds it: docs/doctor.md), and ZeRO-2 with bf16 was wrong on GPUs in 0.18.3 to 0
 once. So a tiny model is trained for two steps through the same engine as a real run:
 
 * A layer is used twice. Another one is below reentrant checkpointing, which runs a backward pass inside the outer one.
-* A step has two micro-batches. Each micro-batch of each rank has a token of its own, and with it a row of the embedding
+* A step has two micro-batches. Each micro-batch of a rank has a token of its own, and with it a row of the embedding
   whose gradient nobody else adds to: what is lost or counted twice is named.
-* Of many ranks, 64 that are spread over nodes and places in a node add to the gradient; the others add zero. So a sum in
-  bf16 has no more terms than such a sum can take, the tolerance is the same for any number of ranks, and neither the
+* Of many ranks, 64 that are spread over nodes and places in a node add to the gradient; the others add zero. So a sum
+  in bf16 has no more terms than such a sum can take, the tolerance is the same for any number of ranks, and neither the
   model nor the reference grows with them.
 * Buckets are so small that the gradient needs several.
 * The first step has a learning rate of zero: gradients left over from it would show in the second one.

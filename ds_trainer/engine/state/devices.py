@@ -1,4 +1,4 @@
-"""Where an optimizer keeps the states that are no elements of its parameters: step counters, factors, quantization maps.
+"""Where an optimizer keeps states of another shape than its parameter's: step counters, factors, quantization maps.
 
 A checkpoint is read into host memory. torch's optimizers keep ``step`` there too, unless they run fused or capturable:
 then it lies on the device of the parameter, and a step with a counter on the host raises. ``Optimizer.load_state_dict``
@@ -42,7 +42,7 @@ def scalar_as_kept(unit: Unit, key: str, value: Any) -> Any:
 
 
 def _counter_of(optimizer: torch.optim.Optimizer, value: Any) -> Any:
-    """``step`` as torch's optimizers (float32 tensor) or DeepSpeed's (int) count: offload exchanges one for the other."""
+    """``step`` as torch's optimizers (float32 tensor) or DeepSpeed's (int) keep it: offload exchanges them."""
     library = next((c.__module__.partition(".")[0] for c in type(optimizer).__mro__ if _is_optimizer(c)), "")
     if library == "torch" and not isinstance(value, torch.Tensor):
         return torch.tensor(float(value), dtype=torch.float32)
