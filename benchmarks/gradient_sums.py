@@ -71,14 +71,17 @@ COLUMNS = {
 def table(norms: bool = False) -> str:
     """A table in Markdown: a row for each number of terms; of each column the worst of the three kinds of terms."""
     rows = [f"| terms | {' | '.join(COLUMNS)} |", f"|---{'|---' * len(COLUMNS)}|"]
-    for ranks in RANKS:
-        cells = []
-        for column in COLUMNS.values():
-            found = [sum_in(*column, ranks, noise) for noise in SIGNALS.values()]
-            worst = max((abs(one.norm), one.norm) for one in found)[1] if norms else max(one.error for one in found)
-            cells.append(f"{worst:+.2%}" if norms else f"{worst:.2%}" if worst >= 5e-5 else f"{worst:.0e}")
-        rows.append(f"| {ranks:,} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, *(row(ranks, norms) for ranks in RANKS)])
+
+
+def row(ranks: int, norms: bool = False) -> str:
+    """The row of the table for ``ranks`` terms."""
+    cells = []
+    for column in COLUMNS.values():
+        found = [sum_in(*column, ranks, noise) for noise in SIGNALS.values()]
+        worst = max((abs(one.norm), one.norm) for one in found)[1] if norms else max(one.error for one in found)
+        cells.append(f"{worst:+.2%}" if norms else f"{worst:.2%}" if worst >= 5e-5 else f"{worst:.0e}")
+    return f"| {ranks:,} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

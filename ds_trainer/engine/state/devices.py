@@ -56,7 +56,10 @@ def _is_optimizer(of: type) -> bool:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it, however deep in mappings, lists and tuples, on ``device``."""
+    """``value`` with every tensor in it on ``device``, however deep in mappings, lists, tuples and attributes.
+
+    An object keeps its identity: of GaLore and APOLLO, a state is one that holds the matrix of a projection.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -64,4 +67,7 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         of = [on_device(one, device) for one in value]
         return type(value)(*of) if hasattr(value, "_fields") else type(value)(of)
+    if not isinstance(value, type):
+        for name, of in getattr(value, "__dict__", {}).items():
+            vars(value)[name] = on_device(of, device)
     return value

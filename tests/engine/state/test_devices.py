@@ -124,6 +124,23 @@ def test_states_of_another_shape_follow_the_parameter_however_deep_they_lie() ->
     assert unit.states["name"] == "x"
 
 
+class Projector:
+    """As GaLore's."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.matrix, self.rank, self.both = matrix, 2, [matrix, matrix]
+
+
+def test_a_state_that_is_an_object_has_its_tensors_there_too() -> None:
+    unit = unit_on("meta", torch.optim.SGD)
+    projector = Projector(torch.ones(3))
+    _write_unit(unit, OnlyExtras({"projector": projector, "kind": Projector}))
+    assert unit.states["projector"] is projector
+    assert projector.matrix.device.type == projector.both[1].device.type == "meta"
+    assert projector.rank == 2
+    assert unit.states["kind"] is Projector
+
+
 def test_a_rollback_keeps_what_the_optimizer_chose() -> None:
     """The optimizer has stepped: its own tensor says where it keeps this state."""
     unit = unit_on("meta", torch.optim.NAdam)
