@@ -62,7 +62,10 @@ def _can_accumulate_in_float32(draft: Draft, model: str, layout: ParallelLayout)
         return False  # low-precision gradients are asked for
     if draft.mentions(f"{_ZERO}.zenflow") or draft.asked(f"{_ZERO}.offload_optimizer.super_offload"):
         return False  # they accumulate in ways of their own
+    optimizer = str(draft.config.get("optimizer.type", "")).lower()
+    if optimizer == "lamb":
+        return False  # its kernel takes the gradients themselves, in the type of the weights
     if model != "bf16" or draft.config.get(f"{_ZERO}.stage") != 1:
         return True
-    by_muon = str(draft.config.get("optimizer.type", "")).lower() == "muon" and layout.tp > 1
+    by_muon = optimizer == "muon" and layout.tp > 1
     return not by_muon and draft.asked(f"{_ZERO}.compute_grad_norm") is not False

@@ -10,17 +10,17 @@ import torch
 
 from ds_trainer.config.gradient_dtypes import TERMS
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # they are scripts, not a package
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts, not a package
 
 from gradient_sums import SIGNALS, ring, row, sum_in, tree
 
+PAGE = Path(__file__).parents[2] / "docs" / "loss.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("terms", [8, 64, 256])
 def test_the_page_has_what_the_simulation_gives(terms: int) -> None:
-    assert row(terms) in (ROOT / "docs" / "loss.md").read_text(encoding="utf-8")
+    assert row(terms) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", TERMS)

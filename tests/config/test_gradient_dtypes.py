@@ -80,6 +80,7 @@ def test_autocast_of_a_file_without_a_type_is_bf16() -> None:
     "arguments",
     [
         {"zero_stage": 1, "max_grad_norm": 0.0, "deepspeed": {"zero_optimization": {"compute_grad_norm": False}}},
+        {"zero_stage": 0, "optim": "lamb", "device": "cuda"},
         {"zero_stage": 1, "optim": "muon", "tensor_parallel_size": 2, "world": 2},
         {
             "zero_stage": 1,

@@ -127,6 +127,11 @@ EXAMPLES: dict[str, Example] = {
         {"grad_accum_dtype": "fp32"},
         ("grad_accum_dtype=fp16 (argument)", "bf16=True (argument)"),
     ),
+    "lamb-accumulation": Example(
+        {"optim": "lamb", "bf16": True, "zero_stage": 0, "device": "cuda", "grad_accum_dtype": "fp32"},
+        {"grad_accum_dtype": "auto"},
+        ("grad_accum_dtype=fp32 (argument)", "optim=lamb"),
+    ),
     "bf16-stage-1-accumulation-needs-norm": Example(
         {
             "bf16": True,

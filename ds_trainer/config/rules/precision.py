@@ -85,6 +85,14 @@ PRECISION = (
         "Use grad_accum_dtype=fp32, or leave it out.",
     ),
     Rule(
+        "lamb-accumulation",
+        "Precision",
+        (_ACCUMULATE, "optimizer.type"),
+        lambda c: c.optimizer == "lamb" and c.accumulation_dtype != c.model_dtype,
+        "the kernel of Lamb takes gradients in the type of the weights",
+        "Leave grad_accum_dtype out, or use optim=adamw_torch.",
+    ),
+    Rule(
         "bf16-stage-1-accumulation-needs-norm",
         "Precision",
         (_ACCUMULATE, _STAGE, "zero_optimization.compute_grad_norm"),
