@@ -51,6 +51,8 @@ BETTER: dict[str, str] = {
     "data_seed": "The order of samples follows from seed and epoch alone, whatever the layout.",
     "sortish_sampler": "Global batches, not those of one rank, have similar lengths: the same for every layout.",
     "generation_config": "Also a mapping of its fields. An invalid one is refused at construction.",
+    "communication_data_type": "An addition: a bf16 sum over hundreds of ranks would lose terms.",
+    "grad_accum_dtype": "An addition: a bf16 sum over hundreds of micro-batches would lose terms.",
     "generation_gather": "An addition: ZeRO-3 generates with all weights gathered where they fit.",
     "train_sampling_strategy": "The same samples form a global batch whatever the layout.",
 }

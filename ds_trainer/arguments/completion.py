@@ -31,6 +31,8 @@ _AS_ENUM = (
     "lr_scheduler_type",
     "optim",
     "torch_autocast",
+    "communication_data_type",
+    "grad_accum_dtype",
     "offload_optimizer",
     "offload_param",
     "logging_strategy",

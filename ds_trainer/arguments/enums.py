@@ -195,8 +195,17 @@ class OffloadDevice(NamedValue):
 
 
 class AutocastDtype(NamedValue):
-    """Compute type of ``torch_autocast``: weights stay float32, safe modules run in this type."""
+    """Compute type of ``torch_autocast``: weights stay float32, safe modules run in this type. fp16 is refused."""
 
     NONE = "none"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class GradientDtype(NamedValue):
+    """Type in which gradients are summed; ``auto`` follows from the number of terms."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"

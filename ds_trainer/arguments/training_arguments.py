@@ -18,6 +18,7 @@ from ds_trainer.arguments.enums import (
     DebugOption,
     DivergencePolicy,
     GenerationGather,
+    GradientDtype,
     HangAction,
     HubStrategy,
     IntervalStrategy,
@@ -106,7 +107,17 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
 
     bf16: bool = _precision("bfloat16 weights and compute with float32 master weights.", False)
     fp16: bool = _precision("float16 weights and compute with dynamic loss scale; needs a GPU.", False)
-    torch_autocast: AutocastDtype | str = _precision("(own) float32 weights, compute in this type.", "none")
+    torch_autocast: AutocastDtype | str = _precision("(own) float32 weights, compute in bf16 where it is safe.", "none")
+    communication_data_type: GradientDtype | str = _precision(
+        "(own) Type in which gradients are summed over ranks: auto (that of the weights, fp32 with many ranks), fp32, "
+        "bf16, fp16.",
+        "auto",
+    )
+    grad_accum_dtype: GradientDtype | str = _precision(
+        "(own) Type in which gradients are summed over micro-batches: auto (that of the weights, fp32 with many "
+        "micro-batches), fp32, bf16, fp16.",
+        "auto",
+    )
     bf16_full_eval: bool = _precision("Evaluate with bfloat16 weights.", False)
     fp16_full_eval: bool = _precision("Evaluate with float16 weights.", False)
     tf32: bool | None = _precision("TensorFloat-32 matrix products on NVIDIA GPUs; default: as torch is set.")

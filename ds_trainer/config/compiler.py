@@ -18,6 +18,7 @@ from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.draft import Draft, flatten
 from ds_trainer.config.environment import Environment
+from ds_trainer.config.gradient_dtypes import write_gradient_dtypes
 from ds_trainer.config.library_optimizers import LibraryOptimizer, library_optimizer
 from ds_trainer.config.optimizer_block import write_optimizer
 from ds_trainer.config.rules import Case, broken_rules
@@ -84,6 +85,7 @@ def compile_config(
     _precision(draft, args)
     _zero(draft, args, layout, shape or ModelShape(), library if client_optimizer is None else None)
     write_optimizer(draft, args, device, client_optimizer)
+    write_gradient_dtypes(draft, args, layout)
     _scheduler(draft, args, total_steps)
     _engine(draft, args)
     draft.take_the_rest()
@@ -187,6 +189,8 @@ def _precision(draft: Draft, args: TrainingArguments) -> None:
         draft.argument("torch_autocast.dtype", dtype, "torch_autocast")
     elif args.given("torch_autocast") and draft.mentions("torch_autocast.enabled"):
         draft.argument("torch_autocast.enabled", False, "torch_autocast")
+    elif draft.asked("torch_autocast.enabled") is True:
+        draft.derive("torch_autocast.dtype", _TORCH_DTYPES[AutocastDtype.BF16], "without one, torch's is fp16 on GPUs")
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------------------------

@@ -175,7 +175,9 @@ def _torch_adam(draft: Draft, args: TrainingArguments, device: str, kind: Optimi
     if path not in draft.config and not (draft.mentions(f"{zero}.zenflow") and draft.asked(path) is None):
         draft.derive(path, use, why)
     use = bool(draft.config.get(path, False))
-    fused = f"{_PARAMS}.fused"
-    if use and fused not in draft.config and "fused" in kind.own:
-        draft.derive(fused, args.optim == OptimizerNames.ADAMW_TORCH_FUSED, f"optim={args.optim}")
+    fused, foreach = f"{_PARAMS}.fused", draft.config.get(f"{_PARAMS}.foreach", draft.asked(f"{_PARAMS}.foreach"))
+    wanted = args.optim == OptimizerNames.ADAMW_TORCH_FUSED and foreach is not True
+    # Only where it is true: torch takes a false one as "no foreach either".
+    if use and fused not in draft.config and "fused" in kind.own and (wanted or draft.mentions(fused)):
+        draft.derive(fused, wanted, f"optim={args.optim}")
     return use

@@ -54,11 +54,7 @@ def complete_checks(optimizer: Any) -> None:
 
 def scales_loss(engine: Any) -> bool:
     """Whether DeepSpeed's ``engine`` scales the loss, so that a gradient may overflow without anybody's fault."""
-    optimizer = engine.optimizer
-    by_autocast = getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(
-        optimizer, "torch_autocast_gradscaler", None
-    )
-    return bool(engine.fp16_enabled()) or by_autocast is not None
+    return bool(engine.fp16_enabled())
 
 
 @contextmanager

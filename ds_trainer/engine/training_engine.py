@@ -19,6 +19,13 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.finite_step import complete_checks, factor_of, left_out, scales_loss
 from ds_trainer.engine.first_step import no_step_before_the_first
+from ds_trainer.engine.gradient_dtypes import (
+    Float32Accumulation,
+    accumulates_here,
+    forget_autocast,
+    keep_reduction_dtype,
+    told_to_deepspeed,
+)
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.reduction_order import reduce_in_fixed_order
@@ -93,8 +100,9 @@ class TrainingEngine:
         given = "model_parameters" if isinstance(optimizer, list) else "optimizer"
         if self.stage == 3:
             make_leaves(model)
+        forget_autocast(model)
         with no_step_before_the_first(), completed_cut(self.groups, whole_logits):
-            keywords = {given: optimizer, "config": config.to_dict(), "mpu": mpu}
+            keywords = {given: optimizer, "config": told_to_deepspeed(config), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
         # DeepSpeed writes this into every checkpoint; what it uses itself it has read by now.
         self.deepspeed.config = without_secrets(self.deepspeed.config)
@@ -109,6 +117,8 @@ class TrainingEngine:
         self.module_guard = guard_modules(self.deepspeed)
         self.guarded = True
         complete_checks(self.deepspeed.optimizer)
+        keep_reduction_dtype(self.deepspeed.optimizer, bool(config.get("torch_autocast.enabled")))
+        self._accumulation = Float32Accumulation(model) if accumulates_here(config) else None
         self.scales_loss = scales_loss(self.deepspeed)
         by_deepspeed = config.get("compile.deepcompile") or config.get("compile.autoep_non_moe")
         self.before_step: Callable[[], None] | None = None
@@ -134,6 +144,8 @@ class TrainingEngine:
             step = self.deepspeed.global_steps + 1
             self.module_guard.micro_batch = self.module_guard.micro_batch + 1 if step == self.module_guard.step else 1
             self.module_guard.step = step
+        if last and self._accumulation is not None:
+            self._accumulation.complete()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate ``loss``, a scalar already divided by the item count of the global batch."""
@@ -171,17 +183,12 @@ class TrainingEngine:
             self._agreement = None
         if self._own_norm:
             self._grad_norm = gradient_norm(self._parameters, self.groups)
-            leave_out = leave_out or (self.guarded and not self.scales_loss and not bool(self._grad_norm.isfinite()))
+            leave_out = leave_out or (self.guarded and not bool(self._grad_norm.isfinite()))
         with left_out(self.deepspeed.optimizer) if leave_out else nullcontext():
             self.deepspeed.step()
-        applied = self.deepspeed.was_step_applied()
-        if self._own_norm and self.scales_loss:  # the scaler of autocast leaves a step out and tells nobody
-            return applied and bool(self._grad_norm.isfinite())
-        return applied
+        return self.deepspeed.was_step_applied()
 
     def _clip_and_keep_norm(self) -> None:
-        if self.scales_loss:  # it has unscaled the gradients meanwhile
-            self._grad_norm = gradient_norm(self._parameters, self.groups)
         torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, self._grad_norm)
 
     def grad_norm(self) -> float:
@@ -225,6 +232,8 @@ class TrainingEngine:
         module = self.deepspeed.module
         if self.module_guard is not None:
             self.module_guard.close()
+        if self._accumulation is not None:
+            self._accumulation.close()
         self.deepspeed.destroy()
         forget_layout()
         if self._compiled:

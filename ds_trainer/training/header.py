@@ -60,7 +60,7 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
 def _precision(trainer: Trainer) -> str:
     if not trainer.compiled.get("torch_autocast.enabled"):
         return trainer.engine.precision
-    dtype = str(trainer.compiled.get("torch_autocast.dtype", "the device's default")).removeprefix("torch.")
+    dtype = str(trainer.compiled.get("torch_autocast.dtype")).removeprefix("torch.")
     return f"fp32, autocast {dtype}"
 
 

@@ -55,7 +55,7 @@ _ABOUT = {
     "max_steps": "the steps over which the schedule is spread, from max_steps or num_train_epochs",
     "train_dataset": "samples of an epoch",
 }
-NAMES = (*_PLAIN, "max_steps", "global_batch", "train_dataset", "deepspeed", *_OTHER_NAMES)
+NAMES = (*_PLAIN, "grad_accum_dtype", "max_steps", "global_batch", "train_dataset", "deepspeed", *_OTHER_NAMES)
 """What ``allow_changed`` may name."""
 
 
@@ -63,6 +63,8 @@ def trajectory_of(trainer: Trainer, plan: RunPlan) -> dict[str, Any]:
     """All that decides the trajectory, as plain data by name."""
     args = trainer.args
     found = {name: plain(getattr(args, name)) for name in _PLAIN if hasattr(args, name)}
+    if str(args.grad_accum_dtype) != "auto":
+        found["grad_accum_dtype"] = str(args.grad_accum_dtype)
     found["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     found["global_batch"] = trainer.batch_plan.step_size

@@ -79,8 +79,7 @@ def flop_rule(model: nn.Module) -> FlopRule | None:
 def number_format(trainer: Trainer) -> str:
     """In which format the matrix products of a run are computed: ``bf16``, ``fp16``, ``tf32`` or ``fp32``."""
     if trainer.compiled.get("torch_autocast.enabled"):
-        dtype = str(trainer.compiled.get("torch_autocast.dtype", ""))
-        return "bf16" if "bfloat16" in dtype or "bf16" in dtype else "fp16"
+        return "bf16"
     precision = trainer.engine.precision
     if precision == "fp32" and trainer.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return "tf32"

@@ -173,6 +173,8 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "bf16": Effect(True, in_config("bf16.enabled")),
     "fp16": Effect(True, in_config("fp16.enabled")),
     "torch_autocast": Effect("bf16", in_config("torch_autocast.dtype")),
+    "communication_data_type": Effect("fp32", in_config("communication_data_type")),
+    "grad_accum_dtype": Effect("fp32", in_config("data_types.grad_accum_dtype")),
     "bf16_full_eval": Shown("tests.training.evaluation.test_evaluation::test_half_precision_evaluation"),
     "fp16_full_eval": Shown("tests.training.evaluation.test_evaluation::test_half_precision_evaluation"),
     "tf32": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),

@@ -18,6 +18,8 @@ from ds_trainer.utils.errors import ConfigError
 
 OWN = {
     "torch_autocast",
+    "communication_data_type",
+    "grad_accum_dtype",
     "zero_stage",
     "offload_optimizer",
     "offload_param",

@@ -164,8 +164,29 @@ def test_fp16_on_a_gpu_has_a_dynamic_loss_scale() -> None:
 def test_fp16_on_a_cpu_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"fp16=True \(argument\): fp16 needs a GPU.*bf16=True"):
         compiled(fp16=True)
-    with pytest.raises(ConfigError, match=r"torch_autocast=fp16 \(argument\).*needs a GPU.*torch_autocast=bf16"):
-        compiled(torch_autocast="fp16")
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_to_fp16_is_refused_everywhere_with_the_remedy(stage: int, device: str) -> None:
+    with pytest.raises(ConfigError, match=r"torch_autocast=fp16 \(argument\).*torch_autocast=bf16, or fp16=True"):
+        compiled(torch_autocast="fp16", zero_stage=stage, device=device)
+    for spelled in ("float16", "torch.float16", "fp16"):
+        own = {"torch_autocast": {"enabled": True, "dtype": spelled}}
+        with pytest.raises(ConfigError, match=r"torch_autocast\.dtype=.*loss scale"):
+            compiled(deepspeed=own, zero_stage=stage, device=device)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad"])
+def test_fused_is_written_only_where_it_is_true(optim: str) -> None:
+    """torch takes fused=False for "no foreach either", and steps one parameter after the other."""
+    for device in ("cpu", "cuda"):
+        config = compiled(optim=optim, device=device)
+        assert config.get("optimizer.params.fused") is (True if optim == "adamw_torch_fused" else None)
+    asked = compiled(optim="adamw_torch", optim_args="fused=False")
+    assert asked.get("optimizer.params.fused") is False
+    each = compiled(optim_args="foreach=True")
+    assert each.get("optimizer.params.fused") is None
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -83,7 +83,11 @@ EXAMPLES: dict[str, Example] = {
     ),
     "lamb-needs-whole-tensors": Example({"optim": "lamb", "zero_stage": 1, "device": "cuda"}, {"zero_stage": 0}),
     "fp16-needs-gpu": Example({"fp16": True}, {"device": "cuda"}, ("fp16=True (argument)", "bf16=True")),
-    "fp16-autocast-needs-gpu": Example({"torch_autocast": "fp16"}, {"device": "cuda"}),
+    "fp16-autocast": Example(
+        {"torch_autocast": "fp16", "device": "cuda"},
+        {"torch_autocast": "bf16"},
+        ("torch_autocast=fp16 (argument)", "torch_autocast=bf16, or fp16=True"),
+    ),
     "autocast-on-float32": Example(
         {"bf16": True, "deepspeed": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
         {"bf16": False},
@@ -118,10 +122,37 @@ EXAMPLES: dict[str, Example] = {
         },
         {"deepspeed": {"bf16": _STATES}},
     ),
-    "accumulation-dtype-at-stage-0": Example(
-        {"bf16": True, "zero_stage": 0, "deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}},
-        {"zero_stage": 1},
-        ('data_types.grad_accum_dtype="fp32"', "zero_stage=0"),
+    "accumulation-dtype": Example(
+        {"bf16": True, "grad_accum_dtype": "fp16"},
+        {"grad_accum_dtype": "fp32"},
+        ("grad_accum_dtype=fp16 (argument)", "bf16=True (argument)"),
+    ),
+    "lamb-accumulation": Example(
+        {"optim": "lamb", "bf16": True, "zero_stage": 0, "device": "cuda", "grad_accum_dtype": "fp32"},
+        {"grad_accum_dtype": "auto"},
+        ("grad_accum_dtype=fp32 (argument)", "optim=lamb"),
+    ),
+    "bf16-stage-1-accumulation-needs-norm": Example(
+        {
+            "bf16": True,
+            "zero_stage": 1,
+            "max_grad_norm": 0.0,
+            "grad_accum_dtype": "fp32",
+            "deepspeed": zero(compute_grad_norm=False),
+        },
+        {"zero_stage": 2},
+        ("grad_accum_dtype=fp32 (argument)", "compute_grad_norm=false"),
+    ),
+    "quantized-gradients-in-16-bits": Example(
+        {
+            "bf16": True,
+            "zero_stage": 3,
+            "device": "cuda",
+            "communication_data_type": "fp32",
+            "deepspeed": zero(**_QUANTISED),
+        },
+        {"communication_data_type": "auto"},
+        ("zero_quantized_gradients=true", "communication_data_type=fp32 (argument)"),
     ),
     "half-at-stage-0-with-slices": Example(
         {"bf16": True, "zero_stage": 0, "tensor_parallel_size": 2, "world": 2},

@@ -45,6 +45,16 @@ def test_every_stage_and_precision_is_right_here(ranks: int) -> None:
         assert max(one.error for one in reports if one.precision == "bf16") < 0.03
 
 
+def all_types() -> list[GradientReport]:
+    types = {"communication_data_type": "fp32", "grad_accum_dtype": "fp32"}
+    return [report(zero_stage=stage, bf16=True, **types) for stage in range(4)]
+
+
+def test_sums_in_float32_are_right_at_every_stage() -> None:
+    for reports in pool(2).run(all_types):
+        assert [one.wrong for one in reports] == [()] * 4
+
+
 def others() -> list[GradientReport]:
     """Autocast; sliced layers are left out of the test; a user's own way of reducing."""
     own = {"zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": False}}
@@ -164,6 +174,76 @@ def kept_gradients() -> GradientReport:
 
 def test_gradients_of_the_step_before_are_noticed() -> None:
     assert not pool(1).run(kept_gradients)[0].good
+
+
+# -- many ranks, simulated: every contributor's gradient by a bf16 model, added in bf16 in the order of a ring --------
+
+
+def ring_sum(ranks: int, step: int, lost: int | None = None) -> dict[str, torch.Tensor]:
+    """What a ring of ``ranks`` bf16 gradients gives; ``lost`` is a contributor whose gradient does not arrive."""
+    number = len(self_test.contributors(ranks))
+    total: dict[str, torch.Tensor] = {}
+    for contributor in range(number):
+        model = TinyModel(self_test.COMMON_TOKENS + number * self_test.ACCUMULATION).bfloat16()
+        for micro_batch in range(self_test.ACCUMULATION):
+            batch = self_test.samples(contributor, micro_batch, step)
+            weight = 1 / (number * self_test.ACCUMULATION * self_test.MICRO_BATCH)
+            (model(batch["tokens"], batch["targets"]) * weight).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            part = parameter.grad if contributor != lost else torch.zeros_like(parameter.grad)
+            total[name] = part if contributor == 0 else total[name] + part
+    return {name: gradient.double() for name, gradient in total.items()}
+
+
+def simulated(ranks: int, found: dict[str, torch.Tensor]) -> GradientReport:
+    return self_test._compare(found, [float("nan")] * 2, ranks, 1, "bf16", self_test.TOLERANCE["bf16"])
+
+
+def test_1024_ranks_in_bf16_are_not_refused() -> None:
+    found = simulated(1024, ring_sum(1024, 1))
+    assert (found.wrong, found.ranks) == ((), 1024)
+
+
+def test_all_1024_ranks_would_be_too_many_terms_for_any_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "CONTRIBUTORS", 1024)
+    found = simulated(1024, ring_sum(1024, 1))
+    assert found.error > 0.3
+    assert not found.good
+
+
+def test_what_one_rank_of_1024_does_not_add_is_noticed_and_named() -> None:
+    rank = self_test.contributors(1024)[40]
+    found = simulated(1024, ring_sum(1024, 1, lost=40))
+    assert any(f"of rank {rank} adds to the gradient is lost" in sentence for sentence in found.wrong)
+
+
+def test_a_gradient_that_is_averaged_over_other_ranks_is_noticed() -> None:
+    halved = {name: gradient * 63 / 128 for name, gradient in ring_sum(1024, 1).items()}
+    assert not simulated(1024, halved).good
+
+
+def test_contributors_are_spread_over_nodes_and_places_in_a_node() -> None:
+    assert self_test.contributors(1) == [0]
+    assert self_test.contributors(64) == list(range(64))
+    for ranks in (65, 100, 1000, 1024, 4096):
+        found = self_test.contributors(ranks)
+        assert len(found) == len(set(found)) == 64
+        assert found == sorted(found)
+        assert found[-1] < ranks
+    assert {rank % 8 for rank in self_test.contributors(1024)} == set(range(8))
+    assert len({rank // 8 for rank in self_test.contributors(1024)}) == 64
+
+
+def only_three_contribute() -> list[GradientReport]:
+    """Real ranks of which one adds zero."""
+    with replaced(self_test, "CONTRIBUTORS", 3):
+        return [report(zero_stage=stage, bf16=True) for stage in range(4)]
+
+
+def test_ranks_that_add_nothing_change_nothing() -> None:
+    for reports in pool(4).run(only_three_contribute):
+        assert [one.wrong for one in reports] == [()] * 4
 
 
 # -- nothing is left behind -------------------------------------------------------------------------------------------

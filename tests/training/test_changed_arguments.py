@@ -65,6 +65,7 @@ CHANGED: list[tuple[str, Any, str]] = [
     ("train_sampling_strategy", "sequential", "train_sampling_strategy was random"),
     ("per_device_train_batch_size", 2, "global_batch was 4"),
     ("bf16", True, "bf16 was false"),
+    ("grad_accum_dtype", "fp32", "grad_accum_dtype was null"),
     ("deepspeed", {"gradient_clipping": 1.0, "data_types": {"grad_accum_dtype": "fp32"}}, "deepspeed."),
 ]
 

@@ -7,6 +7,7 @@ from ds_trainer.config.rules.case import Rule
 _STAGE = "zero_optimization.stage"
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 _ACCUMULATE = "data_types.grad_accum_dtype"
+_COMMUNICATE = "communication_data_type"
 
 PRECISION = (
     Rule(
@@ -18,16 +19,16 @@ PRECISION = (
         "Use bf16=True, or neither for float32.",
     ),
     Rule(
-        "fp16-autocast-needs-gpu",
+        "fp16-autocast",
         "Precision",
         ("torch_autocast.dtype",),
         lambda c: (
             c.on("torch_autocast.enabled")
             and str(c.get("torch_autocast.dtype")).removeprefix("torch.") in ("float16", "fp16", "half")
-            and c.on_cpu
         ),
-        "autocast to fp16 needs a GPU, and this run is on the CPU",
-        "Use torch_autocast=bf16.",
+        "DeepSpeed 0.19.8 clips and reports the gradient of autocast to fp16 multiplied by the loss scale, and never "
+        "lowers that scale after an overflow",
+        "Use torch_autocast=bf16, or fp16=True.",
     ),
     Rule(
         "autocast-on-float32",
@@ -76,12 +77,42 @@ PRECISION = (
         "Set bf16.bf16_optimizer_states to true, or offload_optimizer=cpu with optim=adamw_torch.",
     ),
     Rule(
-        "accumulation-dtype-at-stage-0",
+        "accumulation-dtype",
         "Precision",
-        (_ACCUMULATE, _STAGE, "bf16.enabled", "fp16.enabled"),
-        lambda c: c.stage == 0 and c.accumulation_dtype != c.model_dtype,
-        "without ZeRO gradients are accumulated in the type of the weights",
-        "Set zero_stage to 1 or more, or remove data_types.grad_accum_dtype.",
+        (_ACCUMULATE, "bf16.enabled", "fp16.enabled"),
+        lambda c: c.accumulation_dtype not in ("fp32", c.model_dtype),
+        "gradients are accumulated in the type of the weights, or in float32",
+        "Use grad_accum_dtype=fp32, or leave it out.",
+    ),
+    Rule(
+        "lamb-accumulation",
+        "Precision",
+        (_ACCUMULATE, "optimizer.type"),
+        lambda c: c.optimizer == "lamb" and c.accumulation_dtype != c.model_dtype,
+        "the kernel of Lamb takes gradients in the type of the weights",
+        "Leave grad_accum_dtype out, or use optim=adamw_torch.",
+    ),
+    Rule(
+        "bf16-stage-1-accumulation-needs-norm",
+        "Precision",
+        (_ACCUMULATE, _STAGE, "zero_optimization.compute_grad_norm"),
+        lambda c: (
+            c.stage == 1
+            and c.model_dtype == "bf16"
+            and c.accumulation_dtype == "fp32"
+            and not c.offloads("optimizer", "cpu")
+            and c.zero("compute_grad_norm", True) is False
+        ),
+        "ZeRO stage 1 in bf16 with float32 accumulation always computes the gradient norm",
+        "Remove zero_optimization.compute_grad_norm, or use zero_stage=2.",
+    ),
+    Rule(
+        "quantized-gradients-in-16-bits",
+        "Precision",
+        ("zero_optimization.zero_quantized_gradients", _COMMUNICATE),
+        lambda c: c.zero("zero_quantized_gradients", False) is True and c.get(_COMMUNICATE) == "fp32",
+        "quantized gradients are sent as integers of 16-bit gradients",
+        "Remove communication_data_type, or zero_quantized_gradients.",
     ),
     Rule(
         "half-at-stage-0-with-slices",

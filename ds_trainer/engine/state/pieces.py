@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ds_trainer.engine.state.devices import on_device, scalar_as_kept
 from ds_trainer.engine.state.units import Unit, place_of, shard_place, units_of, weights_follow
 from ds_trainer.parallel.places import Place
 
@@ -259,9 +260,9 @@ def _write_unit(unit: Unit, source: Source) -> None:
             if kind in source.kinds(member.name):
                 _fill(present, member.offset, source, member.name, kind, member.place)
     for key, value in scalars.items():
-        states[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        states[key] = scalar_as_kept(unit, key, value)
     if unit.members:
-        states.update(source.extras(unit.members[0].name))
+        states.update(on_device(source.extras(unit.members[0].name), unit.tensor.device))
 
 
 def _fill(tensor: torch.Tensor, offset: int, source: Source, name: str, kind: str, place: Place) -> None:

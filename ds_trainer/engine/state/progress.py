@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ds_trainer.engine.state.devices import on_device
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# How an optimizer computes is this run's choice: where its counters lie follows from it.
+_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -26,9 +31,6 @@ def _stateful(engine: DeepSpeedEngine) -> Iterator[tuple[str, Any]]:
     """Parts that know how to write down their own state."""
     if engine.lr_scheduler is not None:
         yield "schedule", engine.lr_scheduler
-    autocast = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    if autocast is not None:
-        yield "autocast", autocast
     if engine.random_ltd_enabled():
         yield "random_ltd", engine.random_ltd_scheduler
 
@@ -41,6 +43,23 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter group. Moments that an optimizer reaches through its groups too are pieces, no settings."""
     own = optimizer.state
     return [{k: v for k, v in group.items() if k != "params" and v is not own} for group in optimizer.param_groups]
+
+
+def _device(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> torch.device:
+    """Where the tensors lie that are stepped. ZeRO-3 empties the groups between steps."""
+    for parameter in group["params"]:
+        return torch.device(parameter.device)
+    return torch.device("cpu") if engine.zero_use_cpu_optimizer() else torch.device(engine.device)
+
+
+def _setting(present: Any, saved: Any, device: torch.device) -> Any:
+    """A setting of a parameter group. A tensor, as a learning rate may be, stays the same object on its device."""
+    if isinstance(present, torch.Tensor) and isinstance(saved, (torch.Tensor, int, float)):
+        with torch.no_grad():
+            return present.copy_(torch.as_tensor(saved))
+    if isinstance(present, (list, tuple)) and isinstance(saved, (list, tuple)) and len(present) == len(saved):
+        return type(saved)(_setting(one, other, device) for one, other in zip(present, saved, strict=True))
+    return on_device(saved, device)
 
 
 def read_progress(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -71,7 +90,9 @@ def write_progress(engine: DeepSpeedEngine, progress: Mapping[str, Any], keep: C
             "make them alike (what decay_parameters and create_optimizer choose), or start anew from its weights."
         )
     for group, saved in zip(groups, progress["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in keep})
+        for key, value in saved.items():
+            if key not in keep and key not in _IMPLEMENTATION:
+                group[key] = _setting(group.get(key), value, _device(engine, group))
     for name, value in progress["counters"].items():
         setattr(engine, name, value)
     for scaler, values in zip(_scalers(engine), progress["scales"], strict=False):

@@ -44,6 +44,7 @@ class Unit:
         numel: elements of the tensor when it is there.
         members: what it holds; elements between and after them are padding.
         optimizer: whose ``state[tensor]`` belongs to it.
+        group: its parameter group in ``optimizer``; ZeRO-3 lists the tensor there only while it is stepped.
         replicated: all data-parallel ranks hold the same.
         present: ``present(changing)`` is a context in which tensor and states are in memory; with ``changing`` what was
             written to them is kept.
@@ -53,6 +54,7 @@ class Unit:
     numel: int
     members: list[Member]
     optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
     replicated: bool
     present: Callable[[bool], AbstractContextManager[None]] = field(default=_stays)
 
@@ -133,7 +135,7 @@ class _Names:
 def _plain(optimizer: torch.optim.Optimizer, names: _Names) -> list[Unit]:
     """Stage 0 in float32: the optimizer steps the model's own parameters."""
     return [
-        Unit(parameter, parameter.numel(), [names.member(parameter)], optimizer, replicated=True)
+        Unit(parameter, parameter.numel(), [names.member(parameter)], optimizer, group, replicated=True)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
@@ -141,18 +143,24 @@ def _plain(optimizer: torch.optim.Optimizer, names: _Names) -> list[Unit]:
 
 def _unfused(wrapper: Any, names: _Names) -> list[Unit]:
     """Stage 0 in 16 bits: one master for each parameter."""
+    optimizer = wrapper.optimizer
     return [
-        Unit(master, master.numel(), [names.member(parameter)], wrapper.optimizer, replicated=True)
-        for parameters, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        Unit(master, master.numel(), [names.member(parameter)], optimizer, group, replicated=True)
+        for group, parameters, masters in zip(
+            optimizer.param_groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True
+        )
         for parameter, master in zip(parameters, masters, strict=True)
     ]
 
 
 def _fused(wrapper: Any, names: _Names) -> list[Unit]:
     """Stage 0 in 16 bits with a fused optimizer: the masters of a group in one tensor."""
+    optimizer = wrapper.optimizer
     return [
-        Unit(master, master.numel(), list(_one_after_another(parameters, names)), wrapper.optimizer, replicated=True)
-        for parameters, master in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)
+        Unit(master, master.numel(), list(_one_after_another(parameters, names)), optimizer, group, replicated=True)
+        for group, parameters, master in zip(
+            optimizer.param_groups, wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True
+        )
     ]
 
 
@@ -171,7 +179,7 @@ def _zero_1_and_2(wrapper: Any, names: _Names) -> list[Unit]:
     """
     import torch.distributed as dist
 
-    units = []
+    units, optimizer = [], wrapper.optimizer
     for index, master in enumerate(wrapper.single_partition_of_fp32_groups):
         first = dist.get_rank(wrapper.real_dp_process_group[index]) * master.numel()
         last, members = first + master.numel(), []
@@ -181,14 +189,17 @@ def _zero_1_and_2(wrapper: Any, names: _Names) -> list[Unit]:
             if begin < end:
                 place = place_of(parameter, names.tp_rank).run(begin - offset, end - offset)
                 members.append(names.member(parameter, place, begin - first))
-        units.append(Unit(master, master.numel(), members, wrapper.optimizer, replicated=False))
+        group = optimizer.param_groups[index]
+        units.append(Unit(master, master.numel(), members, optimizer, group, replicated=False))
     return units
 
 
 def _bf16(wrapper: Any, names: _Names) -> list[Unit]:
     """Stage 1 in bf16 with gradients accumulated in float32."""
-    units = []
-    for parameters, master in zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True):
+    units, optimizer = [], wrapper.optimizer
+    for group, parameters, master in zip(
+        optimizer.param_groups, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True
+    ):
         members = []
         for parameter in parameters:
             if parameter._hp_mapping is None:
@@ -196,7 +207,7 @@ def _bf16(wrapper: Any, names: _Names) -> list[Unit]:
             address, source = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address
             place = place_of(parameter, names.tp_rank).run(source.start, source.start + source.numel)
             members.append(names.member(parameter, place, address.start))
-        units.append(Unit(master, master.numel(), members, wrapper.optimizer, replicated=False))
+        units.append(Unit(master, master.numel(), members, optimizer, group, replicated=False))
     return units
 
 
@@ -214,8 +225,9 @@ def _zero_3(wrapper: Any, names: _Names) -> list[Unit]:
         devices = getattr(wrapper, "subgroup_to_device", None) or {}
         if devices.get(index, "cpu") != "cpu":  # Twin-Flow: a part of the steps is taken on the device
             optimizer = getattr(wrapper, "backup_optimizer", optimizer)
+        group = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]
         present = _sub_group(wrapper, index)
-        units.append(Unit(master, offset, members, optimizer, replicated=False, present=present))
+        units.append(Unit(master, offset, members, optimizer, group, replicated=False, present=present))
     return units
 
 

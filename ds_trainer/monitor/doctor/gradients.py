@@ -40,6 +40,7 @@ _DECISIVE = (
     "zero_optimization.use_multi_rank_bucket_allreduce",
     "data_types.grad_accum_dtype",
     "communication_data_type",
+    "torch_autocast.lower_precision_safe_modules",
     "prescale_gradients",
     "gradient_predivide_factor",
 )

@@ -24,7 +24,6 @@ from ds_trainer.training.accelerator.views import (
     EngineView,
     GradientStateView,
     StateView,
-    autocast_dtype,
     mixed_precision,
 )
 from ds_trainer.utils import distributed
@@ -247,7 +246,7 @@ class TrainerAccelerator(Preparation):
             return nullcontext()
         return torch.autocast(
             self.device.type,
-            dtype=getattr(torch, autocast_dtype(self._compiled)),
+            dtype=torch.bfloat16,
             enabled=getattr(autocast_handler, "enabled", True),
             cache_enabled=getattr(autocast_handler, "cache_enabled", True),
         )

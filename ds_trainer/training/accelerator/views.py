@@ -182,12 +182,4 @@ def mixed_precision(compiled: CompiledConfig) -> str:
     for name in ("bf16", "fp16"):
         if compiled.get(f"{name}.enabled"):
             return name
-    if compiled.get("torch_autocast.enabled"):
-        return "bf16" if autocast_dtype(compiled) == "bfloat16" else "fp16"
-    return "no"
-
-
-def autocast_dtype(compiled: CompiledConfig) -> str:
-    """``"bfloat16"`` or ``"float16"``, whatever spelling the configuration has."""
-    spelled = str(compiled.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
-    return "float16" if spelled in ("float16", "fp16", "half") else "bfloat16"
+    return "bf16" if compiled.get("torch_autocast.enabled") else "no"

@@ -134,6 +134,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Way]] = {
     "oddities, stage 1": (Oddities, Way(2, ZERO_1)),
     "oddities, stage 3": (Oddities, Way(2, ZERO_3)),
     "bf16, stage 0": (small_llama, Way(2, {**BF16, "zero_stage": 0})),
+    "bf16, stage 0, sums in float32": (
+        small_llama,
+        Way(2, {**BF16, "zero_stage": 0, "grad_accum_dtype": "fp32", "gradient_accumulation_steps": 2}),
+    ),
     "bf16, stage 1": (small_llama, Way(2, {**BF16, **ZERO_1})),
     "bf16, stage 1, sums in float32": (
         small_llama,
