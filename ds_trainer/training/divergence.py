@@ -107,9 +107,10 @@ class DivergenceGuard:
                 self._spikes.add(loss)
             return Update.APPLIED
         own = [float(share) for share in shares]
-        told = distributed.gather_objects((own, self._samples(len(batches))))
-        if not is_spike and engine.scales_loss and all(math.isfinite(x) for losses, _ in told for x in losses):
+        losses = distributed.gather_objects(own)
+        if not is_spike and engine.scales_loss and all(math.isfinite(x) for of_rank in losses for x in of_rank):
             return Update.LEFT_OUT  # the loss scale was too large, as it has to be now and then
+        told = list(zip(losses, distributed.gather_objects(self._samples(len(batches))), strict=True))
         spike = f"the loss is {loss:g}, the median of the steps before {self._median:g}" if is_spike else ""
         return self._incident(spike, told, batches, own)
 
