@@ -198,7 +198,7 @@ class CheckpointManager:
         _check_resumable(path, manifest)
         same = self.is_same_layout(manifest)
         if manifest.engine == PIECES:
-            read_engine_files(self.engine, path, same, keep, manifest.files, True, states)
+            read_engine_files(self.engine, path, same, keep, manifest.files, True, states, self.sharing)
         elif same:
             self.engine.load_state(path, _ENGINE_FOLDER)
         else:

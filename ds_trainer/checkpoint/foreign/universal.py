@@ -15,6 +15,7 @@ import torch
 
 from ds_trainer.checkpoint.pieces.engine_files import PROGRESS_FILE
 from ds_trainer.checkpoint.pieces.file import PiecesFile
+from ds_trainer.checkpoint.pieces.piece_map import PieceMap, summary
 from ds_trainer.checkpoint.pieces.source import PiecesSource
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT
@@ -58,9 +59,10 @@ def write_universal(checkpoint: Path, directory: Path, step: int) -> Path:
 
 
 def _write(checkpoint: Path, paths: list[Path], directory: Path, step: int) -> None:
-    source = PiecesSource(paths, [], {})
+    files = [PiecesFile(path) for path in paths]
+    source = PiecesSource(paths, piece_map=PieceMap({file.path.name: summary(file) for file in files}), opened=files)
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in map(PiecesFile, paths):
+    for file in files:
         for key, place in file.places.items():
             shapes.setdefault(key.rpartition("/")[0], place.shape)
     stepped: dict[str, torch.Size] = {}

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.pieces.content import PiecesContent
-from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource
+from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource, shared_source
 from ds_trainer.checkpoint.protocol.contents import Content, Held
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
-from ds_trainer.engine.state.pieces import read_pieces, write_pieces
+from ds_trainer.checkpoint.protocol.sharing import Sharing
+from ds_trainer.engine.state.pieces import read_pieces, write_pieces, writers_of_replicas
 from ds_trainer.engine.state.progress import read_progress, write_progress
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.utils import distributed
@@ -53,6 +54,20 @@ def engine_contents(engine: TrainingEngine, with_progress: bool) -> Iterator[Con
         yield Held.of(PROGRESS_FILE, read_progress(engine.deepspeed))
 
 
+def _ranks_to_look_at(engine: TrainingEngine, rank: int) -> list[int]:
+    """In the same layout: who wrote what ``rank`` holds. Nearly always that is ``rank`` itself.
+
+    Of what all tensor-parallel ranks hold whole, the first one wrote; of what all data-parallel ranks hold, a few.
+    """
+    layout = engine.layout
+    place = layout.coordinates(rank)
+    found = [rank, layout.rank_at(place.dp, place.cp, place.sp)]
+    for one in tuple(found):
+        group = layout.group_of(one, ("dp", "cp", "sp"))
+        found += [group[index] for index in writers_of_replicas(len(group))]
+    return list(dict.fromkeys(found))
+
+
 def read_engine_files(
     engine: TrainingEngine,
     directory: Path,
@@ -61,6 +76,7 @@ def read_engine_files(
     names: Collection[str] | None = None,
     trusted: bool = False,
     states: bool = True,
+    sharing: Sharing | None = None,
 ) -> None:
     """Put back what :func:`engine_contents` gave, whatever the layout now. Collective.
 
@@ -73,6 +89,7 @@ def read_engine_files(
         trusted: whether pickles may be read that hold more than plain values
             (:mod:`ds_trainer.checkpoint.protocol.pickles`).
         states: False leaves out the states of the optimizer, and its settings: for another optimizer.
+        sharing: the ranks that see the same ``directory``; default: all.
 
     Raises:
         ConfigError: something that this layout needs is missing, or can be read in its own layout only.
@@ -91,9 +108,13 @@ def read_engine_files(
             "parameter, so they cannot be cut anew. Resume with the layout and ZeRO stage that wrote them, or start "
             "anew from its weights."
         )
-    paths = [directory / name for name in present if fnmatch(name, "rank_*.safetensors")]
-    own = [path for path in paths if same_layout and path.name.startswith(f"rank_{rank:05d}.")]
-    source = PiecesSource(paths, own, extras)
+    pieces = [name for name in present if fnmatch(name, "rank_*.safetensors")]
+    if same_layout:
+        likely = [f"rank_{one:05d}." for one in _ranks_to_look_at(engine, rank)]
+        first = [name for start in likely for name in pieces if name.startswith(start)]
+        source = PiecesSource([directory / name for name in dict.fromkeys([*first, *pieces])], extras)
+    else:
+        source = shared_source(directory, pieces, sharing)
     write_pieces(engine, source if states else OnlyWeights(source))
     progress = load_pickle(directory / PROGRESS_FILE, trusted)
     if not states:

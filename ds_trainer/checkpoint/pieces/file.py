@@ -111,6 +111,11 @@ class PiecesFile:
 
     One piece at a time is mapped into memory, and only for as long as somebody has it: pages of a file that stays
     mapped count as memory of the process.
+
+    Attributes:
+        places: of the pieces, by key.
+        kinds: what there is of each tensor, with the type of its elements.
+        scalars: of each parameter's optimizer state what is one number.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,10 +130,16 @@ class PiecesFile:
             name: {key: _scalar_from_json(value) for key, value in of.items()}
             for name, of in json.loads(metadata["scalars"]).items()
         }
+        self.kinds: dict[str, dict[str, torch.dtype]] = {}
+        for key in self.places:
+            name, _, kind = key.rpartition("/")
+            self.kinds.setdefault(name, {})[kind] = self.dtype(key)
 
     def tensor(self, key: str) -> torch.Tensor:
         """The elements of a piece, flat; only what is read of it is read from the disk. Changes stay in memory."""
         first, last = self._entries[key]["data_offsets"]
+        if first == last:
+            return torch.empty(0, dtype=self.dtype(key))
         mapped = np.memmap(self.path, np.uint8, mode="c", offset=self._start + first, shape=(last - first,))
         return torch.from_numpy(mapped).view(self.dtype(key))
 

@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ds_trainer.checkpoint.pieces.file import PiecesFile, key_of
+from ds_trainer.checkpoint.pieces.piece_map import PieceMap, map_together
+from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT, Source
 from ds_trainer.parallel.places import Place, copy_common
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 
 class PiecesSource:
     """Reads pieces from the files of a checkpoint (:class:`ds_trainer.engine.state.pieces.Source`).
 
+    A file is opened when something of it is needed. What the first of ``paths`` hold needs no other file; without a
+    ``piece_map`` the others are looked into one after the other.
+
     Args:
-        paths: all files of pieces.
-        own: those of them to look into first, as this rank wrote them in the same layout; whatever is found whole
-            there needs no other file.
+        paths: all files of pieces. In the same layout those come first that this rank wrote.
         extras: this rank's states of another shape than their parameters', by parameter.
+        piece_map: says which file holds what; where the layout is another one.
+        opened: files of ``paths`` that are open already.
     """
 
-    def __init__(self, paths: Sequence[Path], own: Sequence[Path], extras: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        extras: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        piece_map: PieceMap | None = None,
+        opened: Sequence[PiecesFile] = (),
+    ) -> None:
         self.directory = paths[0].parent
-        self._own = [PiecesFile(path) for path in own]
-        self._paths = [path for path in paths if path not in own]
-        self._others: list[PiecesFile] | None = None
+        self._paths = paths
         self._extras = extras
-        self._kinds: dict[str, dict[str, torch.dtype]] = {}
-        self._list(self._own)
+        self._map = piece_map
+        self._opened = {file.path.name: file for file in opened}
 
-    def _list(self, files: Sequence[PiecesFile]) -> None:
-        for file in files:
-            for key in file.places:
-                name, _, kind = key.rpartition("/")
-                self._kinds.setdefault(name, {}).setdefault(kind, file.dtype(key))
+    def _open(self, path: Path) -> PiecesFile:
+        if path.name not in self._opened:
+            self._opened[path.name] = PiecesFile(path)
+        return self._opened[path.name]
 
-    def _files(self) -> Iterator[PiecesFile]:
-        yield from self._own
-        if self._others is None:
-            self._others = [PiecesFile(path) for path in self._paths]
-            self._list(self._others)
-        yield from self._others
+    def _files(self, names: Sequence[str] | None) -> Iterator[PiecesFile]:
+        """The files of these names, or one after the other of those there are."""
+        yield from map(self._open, self._paths if names is None else [self.directory / name for name in names])
+
+    def _that_knows(self, name: str) -> PiecesFile | None:
+        """A file with pieces of a tensor; one that is open, if there is one."""
+        for file in self._opened.values():
+            if name in file.kinds:
+                return file
+        names = None if self._map is None else self._map.files_with(name)[:1]
+        return next((file for file in self._files(names) if name in file.kinds), None)
 
     def kinds(self, name: str) -> dict[str, torch.dtype]:
-        if name not in self._kinds:
-            list(self._files())
-        return self._kinds.get(name, {})
+        if self._map is not None:
+            return self._map.kinds(name)
+        file = self._that_knows(name)
+        return {} if file is None else file.kinds[name]
 
     def fill(self, name: str, kind: str, place: Place, target: torch.Tensor) -> None:
         """Read into ``target``, a flat tensor of ``len(place)`` elements; other types are converted.
@@ -58,9 +74,9 @@ class PiecesSource:
             ConfigError: the tensor there has another shape, or some of it is nowhere.
         """
         key, missing = key_of(name, kind), len(place)
-        for file in self._files():
-            if missing == 0:
-                return
+        if missing == 0:
+            return
+        for file in self._files(None if self._map is None else self._map.files(name, kind, place)):
             given = file.places.get(key)
             if given is None:
                 continue
@@ -69,21 +85,39 @@ class PiecesSource:
                     f"{name} has the shape {list(place.shape)} here, and {list(given.shape)} in {file.path}: the model "
                     "is another one. Make it from the configuration that was saved."
                 )
-            missing -= copy_common(target, place, file.tensor(key), given)
-        if missing:
-            raise ConfigError(
-                f"{self.directory}: {missing} of {len(place)} elements of {name} ({kind}) are in none of its files. It "
-                "was saved of a model that has no such parameter, or by fewer ranks than it says."
-            )
+            missing -= copy_common(target, place, file.tensor(key), given) if len(given) else 0
+            if missing <= 0:
+                return
+        raise ConfigError(
+            f"{self.directory}: {missing} of {len(place)} elements of {name} ({kind}) are in none of its files. It "
+            "was saved of a model that has no such parameter, or by fewer ranks than it says."
+        )
 
     def scalars(self, name: str) -> dict[str, Any]:
-        for file in self._files():
-            if name in file.scalars:
-                return file.scalars[name]
-        return {}
+        file = self._that_knows(name)
+        return {} if file is None else file.scalars.get(name, {})
 
     def extras(self, name: str) -> dict[str, Any]:
         return self._extras.get(name, {})
+
+
+def shared_source(directory: Path, names: Sequence[str], sharing: Sharing | None = None) -> PiecesSource:
+    """A source for any layout: the ranks read some headers each and tell each other who has what. Collective.
+
+    Args:
+        directory: the checkpoint.
+        names: its files of pieces.
+        sharing: the ranks that see the same ``directory``; default: all.
+    """
+    opened: dict[str, PiecesFile] = {}
+
+    def read(name: str) -> PiecesFile:
+        return opened.setdefault(name, PiecesFile(directory / name))
+
+    share = slice(distributed.rank(), None, distributed.world_size()) if sharing is None else sharing.share()
+    ranks = None if sharing is None else sharing.ranks
+    piece_map = map_together(names, share, ranks, read, distributed.gather_objects)
+    return PiecesSource([directory / name for name in names], piece_map=piece_map, opened=list(opened.values()))
 
 
 class OnlyWeights:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
-from ds_trainer.checkpoint.protocol.files import damage
+from ds_trainer.checkpoint.protocol.files import FileRecord, damage
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.sharing import Gather, Sharing
 from ds_trainer.utils.logging import get_logger
@@ -30,8 +31,7 @@ def verified(path: Path, sharing: Sharing, gather: Gather) -> Checkpoint:
     manifest, wrong = None, []
     try:
         manifest = Manifest.read(path)
-        records = sorted(manifest.files.values(), key=lambda record: record.size)
-        wrong = [said for record in records[sharing.share()] if (said := damage(path, record))]
+        wrong = [said for record in _share(manifest, sharing) if (said := damage(path, record))]
     except BrokenCheckpoint as error:
         wrong = [str(error)]
     told = gather((None if manifest is None else (manifest.save_id, manifest.nodes), wrong))
@@ -46,6 +46,19 @@ def verified(path: Path, sharing: Sharing, gather: Gather) -> Checkpoint:
             f"(save_on_each_node), and this run has {sharing.nodes} directories."
         )
     return Checkpoint(path, manifest)
+
+
+def _share(manifest: Manifest, sharing: Sharing) -> list[FileRecord]:
+    """The files that this rank reads: those of the rank of its number, which it will need, and some of the rest."""
+    own, rest = [], []
+    for record in sorted(manifest.files.values(), key=lambda record: record.size):
+        of_rank = re.search(r"rank_?(\d+)\.|_(\d{5})\.", record.name)
+        writer = int(of_rank[1] or of_rank[2]) if of_rank else -1
+        if writer == sharing.rank:
+            own.append(record)
+        elif writer not in sharing.ranks:
+            rest.append(record)
+    return own + rest[sharing.share()]
 
 
 def newest_valid(directory: CheckpointDirectory, sharing: Sharing, gather: Gather) -> Checkpoint:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource
+from ds_trainer.checkpoint.pieces.source import OnlyWeights, shared_source
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE
 from ds_trainer.engine.state.pieces import BUFFER, WEIGHT, Source, persistent_buffers, write_pieces
 from ds_trainer.engine.training_engine import TrainingEngine
@@ -82,7 +82,7 @@ def read_weights(engine: TrainingEngine, directory: Path) -> None:
     """
     pieces = sorted(directory.glob(_PIECES))
     if pieces:
-        source: Source = OnlyWeights(PiecesSource(pieces, [], {}))
+        source: Source = OnlyWeights(shared_source(directory, [path.name for path in pieces]))
     elif (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file():
         model = engine.deepspeed.module
         source = WholeTensors(directory, _other_names(model), {name for name, _ in persistent_buffers(model)})

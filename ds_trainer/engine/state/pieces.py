@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 MASTER, WEIGHT, BUFFER = "master", "weight", "buffer"
 """Kinds besides the keys of an optimizer's state: what is stepped, what is not, and what is no parameter."""
 
+MOST_WRITERS = 16
+"""Ranks that write shares of what all ranks hold, at most: as many files does each of them open to read it back."""
+
 
 class Piece(NamedTuple):
-    """``len(place)`` elements of a tensor: flat, on any device, not to be changed."""
+    """``len(place)`` elements of a tensor: flat, on any device, not to be changed.
+
+    A piece without elements says that the tensor has this kind of state: who holds padding only needs to know.
+    """
 
     name: str
     kind: str
@@ -93,8 +99,7 @@ def _read_unit(engine: TrainingEngine, unit: Unit, into: Pieces) -> None:
         start = member.offset + place.start - member.place.start
         for kind, tensor in tensors.items():
             flat = tensor.detach().reshape(-1)[start : start + len(place)]
-            if len(place):
-                into.tensors.append(Piece(member.name, kind, place, flat))
+            into.tensors.append(Piece(member.name, kind, place, flat))
     rest = {key: value for key, value in unit.states.items() if key not in tensors}
     scalars = {key: value for key, value in rest.items() if _is_scalar(value)}
     for member in unit.members:
@@ -117,12 +122,10 @@ def _not_stepped(engine: TrainingEngine, units: list[Unit]) -> Iterator[Piece]:
             continue
         if hasattr(parameter, "ds_tensor"):
             shard = shard_place(parameter, engine.groups.place.tp)
-            if len(shard):
-                yield Piece(name, WEIGHT, shard, parameter.ds_tensor.detach().view(-1)[: len(shard)])
+            yield Piece(name, WEIGHT, shard, parameter.ds_tensor.detach().view(-1)[: len(shard)])
         else:
             part = _own_part(engine, place)
-            if len(part):
-                yield Piece(name, WEIGHT, part, parameter.detach().reshape(-1)[part.start : part.stop])
+            yield Piece(name, WEIGHT, part, parameter.detach().reshape(-1)[part.start : part.stop])
     for name, buffer in persistent_buffers(model):
         yield Piece(name, BUFFER, Place.whole(buffer.shape), buffer.detach().reshape(-1))
 
@@ -162,8 +165,21 @@ def _is_mine(engine: TrainingEngine, place: Place) -> bool:
 
 
 def _own_part(engine: TrainingEngine, place: Place) -> Place:
+    """This rank's share of what all data-parallel ranks hold; without elements where it is none of the writers."""
     group = engine.groups.gradient
-    return place.share(group.rank(), group.size())
+    writers = writers_of_replicas(group.size())
+    if group.rank() not in writers:
+        return place.run(place.start, place.start)
+    return place.share(writers.index(group.rank()), len(writers))
+
+
+def writers_of_replicas(ranks: int) -> list[int]:
+    """Of ``ranks`` that all hold the same, those that write a share of it, spread over the machines.
+
+    Reading it back takes all shares, so their number must not grow with the ranks.
+    """
+    writers = min(ranks, MOST_WRITERS)
+    return [index * ranks // writers for index in range(writers)]
 
 
 def _is_elementwise(key: str, value: Any, unit: Unit) -> bool:
