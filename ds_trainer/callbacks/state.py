@@ -141,6 +141,15 @@ class TrainerState:
         """Write all fields to ``json_path``, atomically."""
         write_text_atomic(json_path, self.to_json())
 
+    def snapshot(self) -> TrainerState:
+        """A copy that later steps and callbacks do not change; the values in log entries are taken to be plain."""
+        return dataclasses.replace(
+            self,
+            log_history=[dict(entry) for entry in self.log_history],
+            stateful_callbacks=plain(self.stateful_callbacks),
+            trial_params=plain(self.trial_params),
+        )
+
     def to_json(self) -> str:
         """All fields as indented JSON. Scalars of torch and numpy become numbers."""
         values = {item.name: plain(getattr(self, item.name)) for item in dataclasses.fields(self)}

@@ -74,7 +74,7 @@ class PlannedLoader(DataLoader[Any]):
         if not isinstance(self._share, SortedShareSampler):
             return None
         size = self._share.plan.round_size
-        return self._share.positions[round_index * size : (round_index + 1) * size]
+        return self._share.sorted_positions[round_index * size : (round_index + 1) * size]
 
     def positions(self, rounds: range) -> list[list[int]]:
         """Positions in the dataset of this replica's micro-batches, of rounds of the iteration under way."""

@@ -1,28 +1,22 @@
 """The order of samples and each replica's share of it.
 
 The order of an epoch follows from seed and epoch alone (rule 2 of the architecture), and any round can be reached in
-constant time, so resuming costs nothing.
+constant time, so resuming costs nothing. Positions are looked up for a few rounds at a time
+(:mod:`ds_trainer.data.order`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import Sampler
 
+from ds_trainer.data.order import Order, epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 
-
-def epoch_order(samples: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """Positions of the dataset in the order of ``epoch``: int64 ``[samples]``.
-
-    The permutation is the one that accelerate's seedable sampler draws (a generator seeded with ``seed + epoch``), so
-    that a script moved here from transformers sees the same batches.
-    """
-    if not shuffle:
-        return torch.arange(samples)
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
+_ROUNDS_TOGETHER = 64  # whose positions are looked up at once: looking up one costs about as much
 
 
 class ShareSampler(Sampler[list[int]]):
@@ -37,8 +31,8 @@ class ShareSampler(Sampler[list[int]]):
         dp_rank: the replica.
         seed: seed of the order.
         shuffle: False keeps the dataset's order (evaluation).
-        order: the order of an epoch, int64 ``[samples]``, given its number and the global batch that it is to be made
-            for (None: the one it knows); default: :func:`epoch_order`.
+        order: the order of an epoch, given its number and the global batch that it is to be made for (None: the one
+            it knows); default: :func:`ds_trainer.data.order.epoch_order`.
 
     Attributes:
         epoch: whose order is given.
@@ -53,7 +47,7 @@ class ShareSampler(Sampler[list[int]]):
         dp_rank: int,
         seed: int = 0,
         shuffle: bool = True,
-        order: Callable[[int, int | None], torch.Tensor] | None = None,
+        order: Callable[[int, int | None], Order] | None = None,
     ) -> None:
         self.plan = plan
         self.samples = samples
@@ -64,6 +58,10 @@ class ShareSampler(Sampler[list[int]]):
         self.epoch = 0
         self.first_sample = 0
         self.ordered_for: int | None = None
+        self._known: tuple[tuple[int, int | None], Order] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": None}  # a copy makes its own
 
     def __len__(self) -> int:
         return self.plan.rounds(self.samples)
@@ -83,27 +81,40 @@ class ShareSampler(Sampler[list[int]]):
         return not self.plan.share(round_index, self.dp_rank, self.rest)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order_ahead()
-        for index in range(self.plan.rounds(self.rest)):
-            yield self._share_in(order, index)
+        rounds = self.plan.rounds(self.rest)
+        for first in range(0, rounds, _ROUNDS_TOGETHER):
+            yield from self._shares(range(first, min(first + _ROUNDS_TOGETHER, rounds)))
 
     def share_of(self, round_index: int) -> list[int]:
-        """What this replica holds in one round. The order is drawn for it: for a question now and then."""
-        return self._share_in(self._order_ahead(), round_index)
+        """What this replica holds in one round."""
+        return next(self._shares(range(round_index, round_index + 1)))
 
-    def _order_ahead(self) -> torch.Tensor:
-        """Positions in the dataset from the first sample on."""
-        if self.order is None:
-            order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
-        else:
-            order = self.order(self.epoch, self.ordered_for)
-        return order[self.first_sample :]
+    def positions(self, start: int, stop: int) -> list[int]:
+        """Positions in the dataset of the samples ``start`` to ``stop`` of the epoch's order."""
+        return self._order().at(np.arange(start, stop)).tolist()
 
-    def _share_in(self, order: torch.Tensor, index: int) -> Share:
-        share = self.plan.share(index, self.dp_rank, self.rest)
+    def _order(self) -> Order:
+        asked = (self.epoch, self.ordered_for)
+        if self._known is None or self._known[0] != asked:
+            if self.order is None:
+                order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
+            else:
+                order = self.order(*asked)
+            self._known = (asked, order)
+        return self._known[1]
+
+    def _shares(self, rounds: range) -> Iterator[Share]:
+        places = [self._places(index) for index in rounds]
+        found = self._order().at(self.first_sample + np.concatenate([np.arange(p.start, p.stop) for p in places]))
+        end = 0
+        for index, own in zip(rounds, places, strict=True):
+            start, end = end, end + len(own)
+            yield Share(found[start:end].tolist(), self.seed_of_round(index))
+
+    def _places(self, index: int) -> range:
+        """Of a round, counted from the first sample on."""
         first = index * self.plan.round_size
-        positions = share or range(first, first + 1)
-        return Share(order[positions.start : positions.stop].tolist(), self.seed_of_round(index))
+        return self.plan.share(index, self.dp_rank, self.rest) or range(first, first + 1)
 
 
 class Share(list[int]):

@@ -14,6 +14,7 @@ from ds_trainer.data.columns import base_model, forward_names, takes_any_name
 from ds_trainer.data.lengths import (
     BalancedShareSampler,
     GroupedByLength,
+    Lengths,
     RoughlySorted,
     SortedShareSampler,
     sample_lengths,
@@ -75,7 +76,7 @@ class Sampling:
     def __init__(self, args: TrainingArguments, dataset: Any, processing_class: Any = None) -> None:
         self.strategy = args.train_sampling_strategy
         self.seed: int = args.seed if args.data_seed is None else args.data_seed
-        self._lengths: list[int] | None = None
+        self._lengths: Lengths | None = None
         self._sortish = bool(getattr(args, "sortish_sampler", False))
         if not self._sortish and self.strategy not in (
             SamplingStrategy.GROUP_BY_LENGTH,
@@ -104,12 +105,12 @@ class Sampling:
         return ShareSampler(plan, samples, dp_rank, self.seed, self.strategy != SamplingStrategy.SEQUENTIAL, order)
 
 
-def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any, asked_by: str) -> list[int]:
+def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any, asked_by: str) -> Lengths:
     names = getattr(processing_class, "model_input_names", None)
     return sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids", asked_by)
 
 
-def lengths_for_evaluation(args: TrainingArguments, dataset: Any, processing_class: Any = None) -> list[int] | None:
+def lengths_for_evaluation(args: TrainingArguments, dataset: Any, processing_class: Any = None) -> Lengths | None:
     """Lengths of samples that may be evaluated in their order; None where that is not asked for, or not possible.
 
     ``train_sampling_strategy=group_by_length`` asks for it, as in transformers. Lists of batches or of objects
@@ -131,7 +132,7 @@ def planned_loader(
     args: TrainingArguments,
     collate: Callable[[list[Any]], Any],
     sampling: Sampling | None = None,
-    lengths: Sequence[int] | None = None,
+    lengths: Lengths | None = None,
 ) -> PlannedLoader | StreamLoader:
     """The loader of this rank's replica; without ``sampling`` in the order of ``lengths``, or the dataset's."""
     dp_rank = plan.layout.coordinates(distributed.rank()).dp

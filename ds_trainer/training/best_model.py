@@ -7,7 +7,7 @@ resumed run goes on comparing with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ds_trainer.arguments.completion import evaluation_metric
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import TrainerState
-from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.directory import checkpoint_name, is_checkpoint
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -61,16 +61,26 @@ def judge(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, An
 
 
 def note_checkpoint(state: TrainerState, output_dir: Path) -> None:
-    """Before ``checkpoint-<global_step>`` is written: write down which checkpoint is the best one's, if it is there."""
+    """Before ``checkpoint-<global_step>`` is written: write down which checkpoint is the best one's, if it is there.
+
+    Collective: the main process looks, at that one checkpoint, and tells the others.
+    """
     if not state.best_global_step:
         return
-    best = output_dir / f"checkpoint-{state.best_global_step}"
-    if state.best_global_step == state.global_step or best in list_checkpoints(output_dir):
+    best = output_dir / checkpoint_name(state.best_global_step)
+    if state.best_global_step == state.global_step or _is_there(best, is_checkpoint):
         state.best_model_checkpoint = str(best)
 
 
+def _is_there(path: Path, look: Callable[[Path], bool]) -> bool:
+    return bool(distributed.broadcast_object(look(path) if distributed.rank() == 0 else None))
+
+
 def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """The checkpoint to load when training ends; None where that is not asked for, or there is none (a warning)."""
+    """The checkpoint to load when training ends; None where that is not asked for, or there is none (a warning).
+
+    Collective: the main process looks whether it is there.
+    """
     if not args.load_best_model_at_end:
         return None
     best = state.best_model_checkpoint
@@ -79,7 +89,7 @@ def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None
             "load_best_model_at_end=True, but the best evaluation has no checkpoint: the model keeps its last weights."
         )
         return None
-    if not Path(best).is_dir():
+    if not _is_there(Path(best), Path.is_dir):
         logger.warning("The best checkpoint was %s, which is gone: the model keeps its last weights.", best)
         return None
     return Path(best)

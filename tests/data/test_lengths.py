@@ -19,13 +19,14 @@ from ds_trainer.data.lengths import (
     balanced_groups,
     sample_lengths,
 )
-from ds_trainer.data.sampler import epoch_order
+from ds_trainer.data.order import epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.batches import Sampling
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import train_plainly
+from tests.support.orders import chunks, in_full
 from tests.support.pool import pool
 from tests.support.runs import train_and_report
 
@@ -38,10 +39,10 @@ def padding(batches: list[list[int]], lengths: list[int]) -> int:
 
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 3))
 def test_grouping_is_a_permutation_with_the_longest_first(lengths: list[int], step: int, epoch: int) -> None:
-    order = GroupedByLength(lengths, step, seed=4)(epoch).tolist()
+    order = in_full(GroupedByLength(lengths, step, seed=4)(epoch))
     assert sorted(order) == list(range(len(lengths)))
     assert lengths[order[0]] == max(lengths)
-    assert order == GroupedByLength(lengths, step, seed=4)(epoch).tolist()
+    assert order == in_full(GroupedByLength(lengths, step, seed=4)(epoch))
 
 
 def test_grouping_is_that_of_transformers_in_one_process() -> None:
@@ -49,14 +50,14 @@ def test_grouping_is_that_of_transformers_in_one_process() -> None:
 
     lengths = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
     theirs = get_length_grouped_indices(lengths, 8, generator=torch.Generator().manual_seed(7 + 2))
-    assert GroupedByLength(lengths, 8, seed=7)(2).tolist() == theirs
+    assert in_full(GroupedByLength(lengths, 8, seed=7)(2)) == theirs
 
 
 def test_grouping_saves_padding() -> None:
     lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
     wasted = {}
     for name, order in (("grouped", GroupedByLength(lengths, 16, 0)(0)), ("random", epoch_order(1000, 0, 0, True))):
-        wasted[name] = padding([chunk.tolist() for chunk in order.split(16)], lengths)
+        wasted[name] = padding(chunks(order, 16), lengths)
     assert wasted["grouped"] < 0.1 * wasted["random"]
 
 
@@ -64,21 +65,21 @@ def test_grouping_saves_padding() -> None:
 def test_a_rough_order_is_a_permutation_whose_first_batch_has_the_longest(
     lengths: list[int], step: int, epoch: int
 ) -> None:
-    order = RoughlySorted(lengths, step, seed=4)(epoch).tolist()
+    order = in_full(RoughlySorted(lengths, step, seed=4)(epoch))
     assert sorted(order) == list(range(len(lengths)))
     assert max(lengths[i] for i in order[:step]) == max(lengths)
-    assert order == RoughlySorted(lengths, step, seed=4)(epoch).tolist()
+    assert order == in_full(RoughlySorted(lengths, step, seed=4)(epoch))
 
 
 def test_a_rough_order_saves_padding_and_is_no_sorted_one() -> None:
     lengths = torch.randint(1, 500, (1003,), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = [chunk.tolist() for chunk in RoughlySorted(lengths, 16, 0)(0).split(16)]
-    random = [chunk.tolist() for chunk in epoch_order(1003, 0, 0, True).split(16)]
+    batches = chunks(RoughlySorted(lengths, 16, 0)(0), 16)
+    random = chunks(epoch_order(1003, 0, 0, True), 16)
     assert padding(batches, lengths) < 0.1 * padding(random, lengths)
     longest = [max(lengths[i] for i in batch) for batch in batches]
     rising = sum(a < b for a, b in pairwise(longest))
     assert 20 < rising < 43  # about half of the 62: the batches come at random
-    assert RoughlySorted(lengths, 16, 0)(1).tolist() != RoughlySorted(lengths, 16, 0)(0).tolist()
+    assert in_full(RoughlySorted(lengths, 16, 0)(1)) != in_full(RoughlySorted(lengths, 16, 0)(0))
 
 
 def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
             sampler.first_sample = 8  # two global batches
         assert [list(chain(*shares)) for shares in zip(*samplers, strict=True)] == batches[world][2:]
     assert batches[1][:5] == batches[2][:5] and sorted(batches[1][5]) == sorted(set(batches[2][5]))
-    assert batches[1][:5] == [chunk.tolist() for chunk in RoughlySorted(lengths, 4, 42)(0).split(4)][:5]
+    assert batches[1][:5] == chunks(RoughlySorted(lengths, 4, 42)(0), 4)[:5]
     with pytest.raises(ConfigError, match="sortish_sampler needs the length of every sample"):
         Sampling(args, [{"x": 1}])
 
@@ -134,7 +135,7 @@ def test_balanced_shares_keep_the_global_batches(
     lengths: list[int], dp: int, micro: int, accumulation: int, drop_last: bool
 ) -> None:
     plan = BatchPlan(ParallelLayout(dp), micro, accumulation, drop_last)
-    order = epoch_order(len(lengths), 5, 2, True).tolist()
+    order = in_full(epoch_order(len(lengths), 5, 2, True))
     steps: dict[int, list[int]] = {}
     for rank in range(dp):
         sampler = BalancedShareSampler(plan, lengths, rank, seed=5)
@@ -155,9 +156,9 @@ def test_lengths_come_from_the_column_or_from_the_samples() -> None:
     import datasets
 
     rows = [{"input_ids": [1] * n, "long": 10 * n} for n in (3, 1, 2)]
-    assert sample_lengths(rows, "long") == [3, 1, 2]
-    assert sample_lengths(datasets.Dataset.from_list(rows), "long") == [30, 10, 20]
-    assert sample_lengths(datasets.Dataset.from_list(rows), "length") == [3, 1, 2]
+    assert sample_lengths(rows, "long").tolist() == [3, 1, 2]
+    assert sample_lengths(datasets.Dataset.from_list(rows), "long").tolist() == [30, 10, 20]
+    assert sample_lengths(datasets.Dataset.from_list(rows), "length").tolist() == [3, 1, 2]
     with pytest.raises(ConfigError, match=r"sample 0 has no 'input_ids'.*length_column_name"):
         sample_lengths([{"x": 1}], "length")
 

@@ -51,13 +51,13 @@ class PieceMap:
     """
 
     def __init__(self, files: Mapping[str, tuple[_Layout, Runs]]) -> None:
-        alike: dict[_Layout, list[str]] = {}
+        alike: dict[int, list[str]] = {}  # by identity: comparing layouts takes longer than all the rest
         for name, (layout, _) in files.items():
-            alike.setdefault(layout, []).append(name)
-        self._listings = [
-            _Listing(names, layout, _columns(layout), np.stack([files[name][1] for name in names]))
-            for layout, names in alike.items()
-        ]
+            alike.setdefault(id(layout), []).append(name)
+        self._listings = []
+        for names in alike.values():
+            layout = files[names[0]][0]
+            self._listings.append(_Listing(names, layout, _columns(layout), np.stack([files[n][1] for n in names])))
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         for listing in self._listings:
             for tensor in listing.tensors:

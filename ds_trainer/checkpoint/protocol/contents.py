@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
@@ -36,3 +37,18 @@ class Held:
 
     def write(self, stream: BinaryIO) -> None:
         stream.write(self.data)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A file whose bytes are made when it is written, in the thread that writes it.
+
+    Attributes:
+        make: of what later steps do not change.
+    """
+
+    name: str
+    make: Callable[[], bytes]
+
+    def write(self, stream: BinaryIO) -> None:
+        stream.write(self.make())

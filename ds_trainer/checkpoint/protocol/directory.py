@@ -53,6 +53,15 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return [entry.path for entry in CheckpointDirectory(output_dir).entries() if entry.manifest is not None]
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint with an intact manifest; its files are not read."""
+    try:
+        Manifest.read(path)
+    except BrokenCheckpoint:
+        return False
+    return True
+
+
 class CheckpointDirectory:
     """The checkpoints below ``path``. One process at a time may call what changes them."""
 
@@ -71,6 +80,12 @@ class CheckpointDirectory:
                 except BrokenCheckpoint as error:
                     found.append(Entry(path, None, str(error)))
         return sorted(found, key=lambda entry: (_generation(entry), entry.path.name))
+
+    def has_checkpoints(self) -> bool:
+        """Whether there are any, damaged or not; nothing is read."""
+        if not self.path.is_dir():
+            return False
+        return any(_NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file() for path in self.path.iterdir())
 
     def next_generation(self) -> int:
         """What the next checkpoint's ``generation`` is."""
@@ -176,7 +191,7 @@ def find_checkpoint(asked: str | bool, output_dir: Path) -> Path | None:
     if str(asked).lower() == "true":  # a recipe and a command line have words only
         directory = CheckpointDirectory(output_dir)
         kept = output_dir.glob(".checkpoint-*.old") if output_dir.is_dir() else ()  # tidy() may bring it back
-        if not directory.entries() and not any(kept):
+        if not directory.has_checkpoints() and not any(kept):
             raise ConfigError(
                 f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint-N directory. Start "
                 "without it, or give the path of a checkpoint."

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ NOTABLE = 0.1  # of a step: what one rank must be slower than the others to be n
 DATA, WORK = "data loading", "its own work"
 SECONDS_BETWEEN_WORDS = 30.0
 """Between two warnings in the log; the file has every window."""
+MOST_RANKS = 16
+"""Ranks of which a record holds all numbers: those that wait least for others. All of them have their quantiles."""
+_QUANTILES = (0.0, 0.5, 0.9, 1.0)
 _PENDING = 4  # windows that may wait for slow threads of other ranks
 
 
@@ -180,9 +183,14 @@ class StragglerReport:
 
     def _report(self, step: int, windows: list[Window]) -> None:
         slow = slowest(windows)
-        record: dict[str, Any] = {"step": step, "hosts": [one.host for one in windows]}
+        busiest = sorted(range(len(windows)), key=lambda rank: windows[rank].busy, reverse=True)
+        ranks = sorted(busiest[:MOST_RANKS])
+        record: dict[str, Any] = {"step": step, "world_size": len(windows), "ranks": ranks}
+        record["hosts"] = [windows[rank].host for rank in ranks]
         for name in ("step", "data", "communication", "work"):
-            record[f"{name}_seconds"] = [round(getattr(one, name), 6) for one in windows]
+            seconds = [round(getattr(one, name), 6) for one in windows]
+            record[f"{name}_seconds"] = [seconds[rank] for rank in ranks]
+            record[f"{name}_quantiles"] = quantiles(seconds)
         if slow is not None:
             record["slowest_rank"], record["slowest_excess"] = slow.rank, round(slow.excess, 6)
             record["slowest_cause"], record["notable"] = slow.cause, slow.notable
@@ -197,6 +205,12 @@ class StragglerReport:
         except OSError as error:
             logger.warning("%s cannot be written (%s); stragglers are only logged", self._writer.path, error)
             self._tell = lambda record: None
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """The least of ``values``, their median, what 90 % are not above, and the greatest."""
+    ordered = sorted(values)
+    return [ordered[round(share * (len(ordered) - 1))] for share in _QUANTILES]
 
 
 def _key(window: int, rank: int) -> str:

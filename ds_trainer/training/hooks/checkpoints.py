@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.contents import Content, Held
+from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.lock import DirectoryLock
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest, arguments_digest
@@ -118,8 +118,15 @@ class CheckpointHooks(HubHooks):
         return checkpoint
 
     def _shared_contents(self, state: TrainerState) -> list[Content]:
-        """What is alike on all ranks: the trainer's state and the schedule, as they are now."""
-        files: list[Content] = [Held(STATE_FILE, state.to_json().encode()), *shared_contents(cast("Trainer", self))]
+        """What is alike on all ranks: the trainer's state and the schedule, as they are now.
+
+        Of ranks that write for others; the rest have nothing to do with it.
+        """
+        if not self._sharing.commits:
+            return []
+        written = state.snapshot()  # its text is made where it is written: of a long history that takes seconds
+        files: list[Content] = [Made(STATE_FILE, lambda: written.to_json().encode())]
+        files += shared_contents(cast("Trainer", self))
         if not self.args.save_only_model:
             files += [Held.of(SCHEDULE_FILE, self.lr_scheduler.state_dict()), *self._description()]
         return files
@@ -131,9 +138,7 @@ class CheckpointHooks(HubHooks):
             logger.error("%s Training goes on (save_failure=continue).", error)
 
     def _description(self) -> list[Content]:
-        """What lets weights be taken out of a checkpoint without the model, from ranks that write for others."""
-        if not self._sharing.commits:
-            return []
+        """What lets weights be taken out of a checkpoint without the model."""
         with cache_as_given(self.model):
             return list(description_contents(self.model, self.processing_class))
 

@@ -61,12 +61,14 @@ class StoppingHooks(BackgroundHooks):
         Raises:
             TrainingStopped: always.
         """
-        kept = list_checkpoints(self._output_dir) if self._output_dir.is_dir() else []
-        stopped = self.stopper.stopped(self.state.global_step, kept[-1] if kept else None)
+        kept = list_checkpoints(self._output_dir) if distributed.rank() == 0 else []
+        newest = distributed.broadcast_object(kept[-1] if kept else None)
+        stopped = self.stopper.stopped(self.state.global_step, newest)
         self._say(str(stopped))
         distributed.barrier()  # a launcher ends the ranks that come after the first
         raise stopped
 
     def _has_begun_before(self) -> bool:
         """Whether there is a checkpoint to go on from, damaged or not. Collective."""
-        return bool(distributed.agree(torch.tensor([int(bool(self._directory.entries()))]))[0])
+        here = self._sharing.commits and self._directory.has_checkpoints()
+        return bool(distributed.agree(torch.tensor([int(here)]))[0])

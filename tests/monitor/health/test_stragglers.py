@@ -104,3 +104,19 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
     records = read_records(tmp_path / "stragglers.jsonl")
     assert [record["step"] for record in records] == [1, 2]
     assert records[0]["work_seconds"] == [0.5]
+
+
+def test_a_record_of_many_ranks_is_no_longer_than_one_of_a_few(tmp_path: Path) -> None:
+    sizes = {}
+    for world in (2, 16, 1024, 4096):
+        windows = [Window(1.0, 0.1 + rank / world / 10, 0.5, f"node{rank // 8:04d}") for rank in range(world)]
+        windows[world // 2] = Window(1.0, 0.1, 0.0, "slow")
+        report = StragglerReport(StepTimes(1, ""), tmp_path / f"{world}.jsonl")
+        report._report(7, windows)
+        report._writer.close()
+        (record,) = read_records(tmp_path / f"{world}.jsonl")
+        sizes[world] = (tmp_path / f"{world}.jsonl").stat().st_size
+        assert record["slowest_rank"] == world // 2 in record["ranks"] and "slow" in record["hosts"]
+        assert len(record["ranks"]) == len(record["work_seconds"]) == min(world, 16)
+        assert record["communication_quantiles"] == ([0.0, 0.0, 0.5, 0.5] if world == 2 else [0.0, 0.5, 0.5, 0.5])
+    assert sizes[4096] < 1.2 * sizes[16] < 3000
