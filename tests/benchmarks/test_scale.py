@@ -62,7 +62,9 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, int]
 
 Lines = dict[tuple[int, str, int], dict[str, Any]]
 # Groups that a rank makes: one for each axis that differs, one for all axes of size 1, two in host memory.
-LAYOUTS = pytest.mark.parametrize(("layout", "zero", "groups"), [("dp", 1, 2), ("dp", 3, 2), ("tp 8 x cp 2 x sp 2", 1, 9)])
+LAYOUTS = pytest.mark.parametrize(
+    ("layout", "zero", "groups"), [("dp", 1, 2), ("dp", 3, 2), ("tp 8 x cp 2 x sp 2", 1, 9)]
+)
 
 
 @LAYOUTS

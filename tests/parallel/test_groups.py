@@ -163,7 +163,11 @@ def bound_to_a_device(world: Any) -> Iterator[list[list[list[int]]]]:
         dist.split_group, dist.new_group, dist.ProcessGroup._get_backend = real, new, kept
 
 
-SPLITS = {(1, 1, 1): [], (8, 1, 1): ["dp", "tp"], (8, 2, 2): ["dp", "cp", "sp", "tp", "sequence", "gradient", "replica"]}
+SPLITS = {
+    (1, 1, 1): [],
+    (8, 1, 1): ["dp", "tp"],
+    (8, 2, 2): ["dp", "cp", "sp", "tp", "sequence", "gradient", "replica"],
+}
 
 
 @pytest.mark.parametrize(("sizes", "split"), SPLITS.items(), ids=str)
