@@ -126,7 +126,9 @@ def _make(world: ProcessGroup, strides: Strides, backend: str | None) -> Process
         finally:
             world.bound_device_id = device
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
-        return dist.split_group(split_ranks=groups)
+        split = dist.split_group(split_ranks=groups)
+        assert split is not None  # this rank is in one of them
+        return split
     return dist.new_group(own, backend=backend, use_local_synchronization=True)
 
 

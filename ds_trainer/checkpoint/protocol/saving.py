@@ -6,8 +6,8 @@
     publish   it renames the directory; then the pointer to the latest
     forget    what had the name before is removed
 
-After each of these rank 0 hears from all ranks and tells them, so that a failure of one is a failure of all: what was begun is
-removed, and the checkpoints that were there stay. A process that is killed leaves what ``tidy`` settles.
+After each of these rank 0 hears from all ranks and tells them, so that a failure of one is a failure of all: what was
+begun is removed, and the checkpoints that were there stay. A process that is killed leaves what ``tidy`` settles.
 """
 
 from __future__ import annotations
