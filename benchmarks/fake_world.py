@@ -1,9 +1,10 @@
 """One rank of many, in one process, with everything counted that it does for the others' sake.
 
-The process group is torch's fake one: collectives return at once, as if all ranks had said the same: gathers give this rank's
-own contribution for every rank, sums are multiples of it. The rendezvous store is a real TCP store in this process, in which other ranks seem to have said what this one
-said. What ranks must not say alike, names of files, is changed to be the other rank's; and the files are there, as
-links. So this rank goes the way that it goes on a cluster, to the last object that it unpickles.
+The process group is torch's fake one: collectives return at once, as if all ranks had said the same: gathers give this
+rank's own contribution for every rank, sums are multiples of it. The rendezvous store is a real TCP store in this
+process, in which other ranks seem to have said what this one said. What ranks must not say alike, names of files, is
+changed to be the other rank's; and the files are there, as links. So this rank goes the way that it goes on a cluster,
+to the last object that it unpickles.
 """
 
 from __future__ import annotations
