@@ -70,6 +70,7 @@ class _Watch:
         self.aborted = False
         self.stuck: str | None = None  # why the process group was not aborted
         self._aborting: threading.Thread | None = None
+        self._abort_by = 0.0
         self.lock = threading.Lock()
         new_thread(self._look, name="ds_trainer-failures").start()
 
@@ -117,14 +118,19 @@ class _Watch:
             if first:
                 self.aborted = True
                 self.stuck = f"the abort did not end within {ABORT_TAKES_SECONDS:.0f} s"
+                self._abort_by = time.monotonic() + ABORT_TAKES_SECONDS
                 self._aborting = new_thread(self._abort, name="ds_trainer-abort")
                 self._aborting.start()
-        if self._aborting is None:
-            return
-        self._aborting.join(ABORT_TAKES_SECONDS)
+        self.await_abort()
         if first and self.stuck is not None:
             _say(f"rank {self.rank} could not abort its process group: {self.stuck}")
-        self.group = None  # gloo closes its connections when nobody holds the group any more
+        if self.aborted:
+            self.group = None  # gloo closes its connections when nobody holds the group any more
+
+    def await_abort(self) -> None:
+        """Return when the abort has ended, or its time is over. Without one: at once."""
+        if self._aborting is not None:
+            self._aborting.join(max(0.0, self._abort_by - time.monotonic()))
 
     def _abort(self) -> None:
         try:
@@ -224,7 +230,10 @@ def store() -> Any:
 
 def end_if_stuck() -> None:
     """When the process ends: end it at once if its process group could not be aborted; leaving it would hang."""
-    if _watch is not None and _watch.stuck is not None:
+    if _watch is None:
+        return
+    _watch.await_abort()
+    if _watch.stuck is not None:
         _say(f"rank {_watch.rank} ends without leaving its process group")
         sys.stdout.flush()
         os._exit(1)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ds_trainer.utils.devices import check_own_devices, device_index
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import RankInfo, free_port, known_local_size, resolve_ranks
+from tests.support.pool import pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -216,6 +217,28 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: int, monkeypatch: 
     assert all("have the same GPU (GPU-0)" in str(one) for one in said)
     assert all("CUDA_VISIBLE_DEVICES=0" in str(one) and "launcher: srun" in str(one) for one in said)
     assert max(calls) <= 7
+
+
+def local_rank_of_accelerate() -> tuple[int, int]:
+    """What accelerate takes for the rank on the machine where LOCAL_RANK is the index of the only visible GPU."""
+    from accelerate.state import PartialState
+
+    from ds_trainer.utils.accelerate_state import attach_accelerate
+
+    info, before = resolve_ranks(os.environ), dict(os.environ)
+    kept = PartialState._shared_state.copy()
+    PartialState._reset_state()
+    try:
+        os.environ.update(info.environment(0))
+        return attach_accelerate("cpu").local_process_index, int(os.environ["LOCAL_RANK"])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        PartialState._shared_state.update(kept)
+
+
+def test_accelerate_knows_the_rank_on_the_machine() -> None:
+    assert pool(2).run(local_rank_of_accelerate) == [(0, 0), (1, 0)]
 
 
 START = """
