@@ -181,16 +181,18 @@ def test_what_ranks_say_in_the_store_is_no_pickle() -> None:
 
 
 def speaks_json() -> None:
-    import json
-
     from ds_trainer.checkpoint.background.meeting import Meeting
 
-    meeting = Meeting()
-    assert meeting.gather(["Zürich\udc80", 1, None, [True]]) == [["Zürich\udc80", 1, None, [True]]] * 2
-    assert json.loads(meeting._store.get(f"{meeting._name}/1/{meeting.rank}"))[1] == 1
-    meeting._store.set(f"{meeting._name}/9/x", b"\x80\x04\x95")
+    meeting, said = Meeting(), ["Zürich\udc80", 1, None, [True]]
+    assert meeting.gather_to_main(said) == (None if meeting.rank else [said, said])
+    assert meeting.broadcast_object(said) == said
+    if meeting.rank:
+        turn = f"{meeting._name}/{meeting._turn + 1}"
+        meeting._store.set(f"{turn}/1", b"\x80\x04\x95")
+        meeting._store.add(f"{turn}/came", 1)
+        return
     try:
-        meeting._get("9/x")
+        meeting.gather_to_main(said)
     except ValueError:
         return
     raise AssertionError("a pickle was read")
