@@ -44,11 +44,12 @@ def whole_weights_fit(engine: DeepSpeedEngine) -> bool:
     on_disk = any(_is_on_disk(parameter) for parameter in parameters)
     place = f"{socket.gethostname()} cpu" if device.type == "cpu" else f"rank {distributed.rank()}"
     needed = sum(int(p.ds_numel) * p.element_size() for p in parameters)
-    found = distributed.gather_objects((place, free_memory(device), needed, on_disk))
+    found = distributed.gather_to_main((place, free_memory(device), needed, on_disk)) or ()  # rank 0 decides
     taken: dict[str, int] = {}
     for where, _, size, _ in found:
         taken[where] = taken.get(where, 0) + size
-    return all(taken[where] <= free * SHARE_OF_FREE_MEMORY and not disk for where, free, _, disk in found)
+    fits = all(taken[where] <= free * SHARE_OF_FREE_MEMORY and not disk for where, free, _, disk in found)
+    return bool(distributed.broadcast_object(fits))
 
 
 def free_memory(device: torch.device) -> int:

@@ -8,14 +8,15 @@ ranks know: every machine's launcher counts its own.
 So the ranks agree on a name that is new, in the old store, where everything that is read may be of dead ranks:
 
 * each rank draws a word and writes it down;
-* rank 0 makes a name for the words that it finds, and another one whenever it finds others;
-* a rank that finds its own word in the list says so below that name: dead ranks cannot have said anything there;
+* rank 0 makes a name for the words that it finds, another one whenever it finds others, and leaves it below each word;
+* a rank that finds a name below its own word is counted below that name: dead ranks cannot have been counted there;
 * when all have, rank 0 says below the same name that it holds.
+
+Only rank 0 reads and writes something for each rank.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -55,26 +56,24 @@ def agree_on_name(store: Any, rank: int, world_size: int, seconds: float) -> str
     own = uuid.uuid4().hex
     store.set(f"{_PREFIX}/word/{rank}", own)
     deadline, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
-    name, listed = "", dict[str, str | None]()
+    name, found = "", list[str]()
+    words = [f"{_PREFIX}/word/{one}" for one in range(world_size)] if rank == 0 else []
     while time.monotonic() < deadline:
-        if rank == 0:
-            found = {str(one): _get(store, f"{_PREFIX}/word/{one}") for one in range(world_size)}
-            if None not in found.values() and (not name or found != listed):
-                name, listed = uuid.uuid4().hex, found
-                store.set(f"{_PREFIX}/list", json.dumps([name, listed]))
-        elif (said := _get(store, f"{_PREFIX}/list")) is not None:
-            name, listed = json.loads(said)
-        if name and listed.get(str(rank)) == own:
-            store.set(f"{_PREFIX}/{name}/agreed/{rank}", "")
-            everybody = [f"{_PREFIX}/{name}/agreed/{one}" for one in range(world_size)]
-            if rank == 0 and store.check(everybody):
+        if rank == 0 and store.check(words):
+            present = [word.decode() for word in store.multi_get(words)]
+            if present != found:
+                found, given = present, uuid.uuid4().hex
+                for word in found:
+                    store.set(f"{_PREFIX}/name/{word}", given)
+        if store.check([f"{_PREFIX}/name/{own}"]):
+            given = store.get(f"{_PREFIX}/name/{own}").decode()
+            if given != name:
+                name = given
+                store.add(f"{_PREFIX}/{name}/agreed", 1)
+            if rank == 0 and store.add(f"{_PREFIX}/{name}/agreed", 0) == world_size:
                 store.set(f"{_PREFIX}/{name}/holds", "")
             if store.check([f"{_PREFIX}/{name}/holds"]):
                 return name
         time.sleep(pause)
         pause = min(1.5 * pause, longest)
     raise TimeoutError(f"rank {rank} of {world_size} waited {seconds:.0f} s for the other ranks")
-
-
-def _get(store: Any, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None

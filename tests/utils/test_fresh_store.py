@@ -50,6 +50,42 @@ def test_every_attempt_has_a_name_of_its_own(seed: int) -> None:
     assert len(set(found)) == 6
 
 
+class Counted:
+    """A store that counts what its user asks, and how many values that moves."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.calls, self.values = store, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            self.values += len(args[0]) if isinstance(args[0], list) else 1
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+def test_only_rank_0_asks_for_each_rank() -> None:
+    world, store = 256, dist.HashStore()
+    for rank in range(1, world - 1):
+        store.set(f"ds_trainer/attempt/word/{rank}", f"word {rank}")
+
+    def others(name: str) -> None:
+        store.add(f"ds_trainer/attempt/{name}/agreed", world - 2)
+
+    main, last = Counted(store), Counted(store)
+    with ThreadPoolExecutor(2) as threads:
+        found = [
+            threads.submit(agree_on_name, store, rank, world, 20.0) for rank, store in ((0, main), (world - 1, last))
+        ]
+        while not store.check([f"ds_trainer/attempt/name/word {world - 2}"]):
+            time.sleep(0.01)
+        others(store.get(f"ds_trainer/attempt/name/word {world - 2}").decode())
+        assert found[0].result() == found[1].result()
+    assert main.values > world
+    assert last.values == last.calls < 100
+
+
 def test_nothing_of_an_earlier_attempt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under torchrun, whose own process holds the store. The control: the store as torch gives it."""
     port, soon = free_port(), timedelta(seconds=20)
