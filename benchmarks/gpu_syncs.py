@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -30,7 +31,7 @@ from torch.utils.data import Dataset
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 
-WARMUP, WATCHED, AFTER, ACCUMULATION = 3, 4, 1, 2
+WARMUP, WATCHED, AFTER, ACCUMULATION = 5, 3, 1, 2
 VOCABULARY, LENGTH, SEED = 256, 32, 42
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS, _DEEPSPEED, _OTHERS = "ds_trainer", "deepspeed", "others"
@@ -83,13 +84,9 @@ def build_model() -> nn.Module:
 
 
 def origin(files: Sequence[str]) -> str:
-    """Whose code asked: the first file, innermost first, that is this package's or DeepSpeed's."""
-    for file in files:
-        if "/deepspeed/" in file or file.startswith("deepspeed/"):
-            return _DEEPSPEED
-        if file.startswith("ds_trainer/"):
-            return _OURS
-    return _OTHERS
+    """Whose code asked: that of the first file, innermost first, that is not torch's."""
+    first = next((file for file in files if not file.startswith("torch/")), "")
+    return first.split("/")[0] if first.startswith((f"{_OURS}/", f"{_DEEPSPEED}/")) else _OTHERS
 
 
 def short(file: str) -> str:
@@ -120,6 +117,8 @@ class OnGpu:
                 if "synchronizing CUDA operation" not in str(message):
                     before(message, *args, **kwargs)
                     return
+                if threading.current_thread().name.startswith("ds_trainer"):
+                    return  # who writes a checkpoint beside the training may wait
                 stack = [
                     f for f in reversed(traceback.extract_stack()) if f.filename not in (__file__, warnings.__file__)
                 ]
