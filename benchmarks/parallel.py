@@ -118,7 +118,9 @@ def step_times(rounds: int, stage: int) -> dict[str, Any]:
                     self.counting.__exit__(None, None, None)
                     sent[name] = float(sum(self.counter.values()))
                 turns.step_done(name)
-                take_over(trainer.engine.deepspeed, tell_deepspeed(trainer.engine.groups))  # globals of DeepSpeed
+                take_over(
+                    trainer.engine.deepspeed, tell_deepspeed(trainer.engine.groups, trainer.compiled)
+                )  # globals of DeepSpeed
 
         args = TrainingArguments(
             f"{directory}/{name}",

@@ -82,8 +82,8 @@ def train(
     state_pieces.MOST_WRITERS = writers
     if as_before:  # checkpoints had no pieces without elements
 
-        def without(engine: Any, unit: Any, into: Any) -> None:
-            read_unit(engine, unit, into)
+        def without(engine: Any, unit: Any, numbers: Any, into: Any) -> None:
+            read_unit(engine, unit, numbers, into)
             into.tensors[:] = [piece for piece in into.tensors if len(piece.place)]
 
         state_pieces._read_unit = without
