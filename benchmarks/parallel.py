@@ -118,9 +118,8 @@ def step_times(rounds: int, stage: int) -> dict[str, Any]:
                     self.counting.__exit__(None, None, None)
                     sent[name] = float(sum(self.counter.values()))
                 turns.step_done(name)
-                take_over(
-                    trainer.engine.deepspeed, tell_deepspeed(trainer.engine.groups, trainer.compiled)
-                )  # globals of DeepSpeed
+                mpu = tell_deepspeed(trainer.engine.groups, trainer.compiled)  # globals of DeepSpeed
+                take_over(trainer.engine.deepspeed, mpu)
 
         args = TrainingArguments(
             f"{directory}/{name}",
