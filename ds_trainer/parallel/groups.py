@@ -153,14 +153,14 @@ def _make(
         # one rank has none until somebody uses it, and then makes it alone.
         world.bound_device_id = None
         try:
-            return dist.new_group(own, limit, backend, use_local_synchronization=True)
+            return dist.new_group(own, timeout=limit, backend=backend, use_local_synchronization=True)
         finally:
             world.bound_device_id = device
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
         split = dist.split_group(split_ranks=groups)
         assert split is not None  # every rank is in one of them
         return split
-    return dist.new_group(own, limit, backend, use_local_synchronization=True)
+    return dist.new_group(own, timeout=limit, backend=backend, use_local_synchronization=True)
 
 
 def forget_groups() -> None:
