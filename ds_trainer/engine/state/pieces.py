@@ -7,7 +7,6 @@ the optimizer has masters of them: they follow by rounding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -106,7 +105,7 @@ def _read_unit(engine: TrainingEngine, unit: Unit, numbers: set[str], into: Piec
     rest = {key: value for key, value in unit.states.items() if key not in tensors}
     scalars = {key: value for key, value in rest.items() if _is_scalar(value)}
     for member in unit.members:
-        if scalars and math.prod(member.place.shape):  # without elements no state is kept, and none is needed
+        if scalars:
             into.scalars[member.name] = scalars
     extras = {key: value for key, value in rest.items() if key not in scalars}
     if extras and unit.members:

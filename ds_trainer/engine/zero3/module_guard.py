@@ -84,6 +84,8 @@ class ModuleGuard:
         self._deviations = Deviations(name, len(ranks), self._position, self._describe)
         begin = torch.compiler.disable(self._begin)  # torch compiles a module together with its hooks
         self._hook = self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        # Where DeepSpeed's hooks are taken off, since all weights are gathered, ranks may run what they like.
+        offload.forward_hooks.append(self._hook)
         self._watch_gathers(offload.get_param_coordinator())
         if offload is not engine.optimizer:
             self._watch_reductions(engine.optimizer)
