@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -74,7 +75,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 # What a process group writes into the environment: a process that a later test starts must not take it for its own.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "DS_TRAINER_LOCAL_RANK",
+)
 
 
 _AT_START = {name: os.environ.get(name) for name in _OF_LAUNCHERS}
@@ -94,6 +98,17 @@ def _environment_of_this_process() -> Iterator[None]:
     _as_at_start()
     yield
     _as_at_start()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group_of_this_process() -> Iterator[None]:
+    """A training in the process of the tests leaves no process group to the next file."""
+    yield
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_initialized():
+        from ds_trainer.engine.process_group import stop_process_group
+
+        stop_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ def tell_deepspeed(parallel: ParallelGroups, config: CompiledConfig) -> Mpu:
     groups._MODEL_PARALLEL_GROUP = parallel.tp
     groups._DATA_PARALLEL_GROUP = parallel.gradient
     second = int(config.get("zero_optimization.zero_hpz_partition_size") or 1)
-    # hpZ: DeepSpeed would make the groups of all ranks on every rank. Where there is only one, it may: handed the default
-    # group, it would count ranks without end (get_all_ranks_from_group).
+    # hpZ: DeepSpeed would make the groups of all ranks on every rank. Where there is only one, it may: handed the
+    # default group, it would count ranks without end (get_all_ranks_from_group).
     if 1 < second < parallel.layout.gradient_ranks or second > 1 < parallel.layout.tp:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group_along(((parallel.layout.tp, second),))
     return Mpu(parallel)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.monitor import memory_tracker
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 
 CPU = torch.device("cpu")
