@@ -107,10 +107,12 @@ DIES = """
 
     info = start_process_group("cpu")
     failures.watch_peers()
+    store = dist.distributed_c10d._get_default_store()
     if info.rank == 1:
-        time.sleep(1.0)
+        store.set("going", "")
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3.0)
+    store.get("going")
+    time.sleep(2.0)
     began = time.monotonic()
 
     @failures.fails_together

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_trainer.utils.threads import new_thread
+
 LOOK_SECONDS = 2.0  # a rank that stands still for other reasons (a save) asks the store as often
 _LONGEST_PAUSE = 0.25
 
@@ -42,9 +44,7 @@ class Deviations:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         # The thread must not keep an engine alive that nobody has closed.
-        watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
-        watch.name = "ds_trainer-deviations"
-        watch.start()
+        new_thread(_watch, weakref.ref(self), self._closed, name="ds_trainer-deviations").start()
 
     def close(self) -> None:
         """Answer no more."""
