@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,6 +42,8 @@ class Results:
     """
 
     def __init__(self, path: Path | None, device: str, minutes: float = float("inf"), **about: Any) -> None:
+        # What a shell starts in the background ignores interrupts, and gpu.sh ends a stage by one.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.path = path
         self.cases: list[dict[str, Any]] = []
         self._environment = {**environment(device), **about}
