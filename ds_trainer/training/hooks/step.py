@@ -220,7 +220,7 @@ class StepHooks(Parts):
             rule.auxiliary = True  # from the first micro-batch on: it is computed once more
             if before is not None:
                 restore_random_state(before)
-        own = rule.count(inputs).to(self.device)
+        own = count_for(self.device, rule.count(inputs))
         outputs = model(**inputs, num_items_in_batch=own.clamp(min=1).to(torch.float32))
         return loss_in(outputs, model, inputs) * (own / items), outputs
 
