@@ -152,9 +152,11 @@ def bound_to_a_device(world: Any) -> Iterator[list[list[list[int]]]]:
     class Splits:
         supports_splitting = True
 
-    kept = dist.ProcessGroup._get_backend
+    kept = vars(dist.ProcessGroup)["_get_backend"]  # read as an attribute it would no longer bind to a group
     dist.split_group, dist.new_group = split_group, new_group
-    dist.ProcessGroup._get_backend = lambda group, device: Splits() if device.type == "cuda" else kept(group, device)
+    dist.ProcessGroup._get_backend = lambda group, device: (
+        Splits() if device.type == "cuda" else kept.__get__(group)(device)
+    )
     world.bound_device_id = torch.device("cuda", 0)
     try:
         yield splits
