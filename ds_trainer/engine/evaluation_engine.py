@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.loading.placement import weights_in_place
 from ds_trainer.engine.parallelism import forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.cut import completed_cut
@@ -36,7 +37,7 @@ class EvaluationEngine:
     Below ZeRO-3 the weights keep their own number format.
 
     Args:
-        model: the module, on any device; it is sharded in place.
+        model: the module, as of the engine that trains; it is sharded in place.
         config: the compiled configuration.
         layout: where every rank stands.
         half: ``"bf16"`` or ``"fp16"`` to run in that precision with ZeRO-3; None for the configuration's.
@@ -74,7 +75,7 @@ class EvaluationEngine:
         self.deepspeed: DeepSpeedEngine
         if config.get("zero_optimization.stage") == 3:
             make_leaves(model)
-        with completed_cut(self.groups, whole_logits):
+        with completed_cut(self.groups, whole_logits), weights_in_place(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
