@@ -40,6 +40,8 @@ class Counts:
         self._done: Counter[str] = Counter()
         self._aside = 0.0
         self.files_below: Path | None = None
+        self.said: list[bytes] = []
+        """What rank 0 has told all others, in this order: what another rank hears."""
 
     def add(self, name: str, number: int = 1) -> None:
         """``number`` more of ``name``."""
@@ -80,7 +82,10 @@ def _descriptors() -> list[str]:
 
 @contextmanager
 def fake_world(ranks: int, counts: Counts, rank: int = 0) -> Iterator[None]:
-    """This process is ``rank`` of ``ranks``; what it does is added to ``counts``."""
+    """This process is ``rank`` of ``ranks``; what it does is added to ``counts``.
+
+    A rank other than 0 needs the ``counts.said`` of a rank 0 that has done the same.
+    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
@@ -194,7 +199,9 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
     from ds_trainer.utils import distributed
 
     def gather(real: Any) -> Any:
-        def call(value: Any) -> list[Any]:
+        def call(value: Any) -> list[Any] | None:
+            if rank:
+                return None
             with counts.aside():
                 others = [pickle.dumps(of_rank(value, other)) for other in range(1, dist.get_world_size())]
             counts.add("object_gathers")
@@ -216,7 +223,20 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
         return call
 
     real_set, real_add = (next(real for _, name, real in kept if name == wanted) for wanted in ("set", "add"))
+    heard = iter(list(counts.said))
+
+    def tell(real: Any) -> Any:
+        def call(value: Any) -> Any:
+            if rank:
+                return pickle.loads(next(heard))
+            counts.said.append(pickle.dumps(value))
+            return value
+
+        return call
+
     replace(distributed, "gather_to_main", gather)
+    replace(distributed, "broadcast_object", tell)
+    replace(distributed, "told_by_main", tell)
     replace(Meeting, "gather_to_main", meet)
     return kept
 
