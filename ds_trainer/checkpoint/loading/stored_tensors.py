@@ -108,7 +108,8 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     entries = read_header(path)
     found = {}
-    position = None
+    with path.open("rb") as stream:
+        position = 8 + int.from_bytes(stream.read(8), "little")
     for key, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         dtype = _BY_NAME.get(entry["dtype"])
@@ -117,7 +118,7 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
                 f"{path} is damaged: its header gives {key} {end - begin} bytes, and {list(shape)} of {entry['dtype']} "
                 f"are {math.prod(shape) * dtype.itemsize}."
             )
-        if position is not None and begin != position:
+        if begin != position:
             raise ConfigError(f"{path} is damaged: by its header {key} begins at byte {begin}, not at {position}.")
         position = end
         found[key] = StoredTensor(path, dtype, entry["dtype"], shape, contiguous_strides(shape), begin)
