@@ -164,13 +164,13 @@ class RangeReader:
         )
         if straight:
             part = target[to.offset : to.offset + source.numel]
-            self._fill_bytes(read.stored.path, begin, part.view(torch.uint8))
+            self.fill_bytes(read.stored.path, begin, part.view(torch.uint8))
             return
         buffers = self._staging(target.is_cuda)
         buffer = buffers.get()
         try:
             staged = buffer[:length]
-            self._fill_bytes(read.stored.path, begin, staged)
+            self.fill_bytes(read.stored.path, begin, staged)
             flat = staged.view(read.stored.dtype)  # type: ignore[arg-type]
             if stream is None:
                 _copy(flat, source, target, to)
@@ -190,7 +190,8 @@ class RangeReader:
                 self._pinned = pinned
             return self._buffers
 
-    def _fill_bytes(self, path: Path, begin: int, memory: torch.Tensor) -> None:
+    def fill_bytes(self, path: Path, begin: int, memory: torch.Tensor) -> None:
+        """Read ``memory``, ``uint8[bytes]`` on the CPU, from byte ``begin`` of a file. All reading ends here."""
         view, position = memoryview(memory.numpy()), 0
         while position < len(view):
             count = os.preadv(self._files[path], [view[position:]], begin + position)
