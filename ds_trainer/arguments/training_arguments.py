@@ -222,6 +222,9 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
         "(own) When a checkpoint cannot be written (no space, say): stop, or continue without it.", "stop"
     )
     save_async: bool = _save("(own) Write checkpoints while training goes on, from a copy in host memory.", True)
+    save_model_in_checkpoints: bool = _save(
+        "(own) Every checkpoint is also a model: from_pretrained reads its safetensors files.", True
+    )
     trust_checkpoint: bool = _save(
         "(own) Read a checkpoint of others that holds more than tensors and plain values; it may run any code.", False
     )

@@ -20,7 +20,10 @@ from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, PIECES, Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave
+from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
+from ds_trainer.checkpoint.weights.model_plan import ModelPlan
+from ds_trainer.checkpoint.weights.writing import save_weights
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
@@ -45,6 +48,7 @@ class CheckpointManager:
         sharing: which ranks share ``output_dir``.
         retention: which checkpoints stay.
         arguments: identifies the training arguments (:func:`ds_trainer.checkpoint.protocol.manifest.arguments_digest`).
+        model: the files by which a checkpoint is a model too; None for checkpoints without.
     """
 
     def __init__(
@@ -54,12 +58,14 @@ class CheckpointManager:
         sharing: Sharing,
         retention: Retention | None = None,
         arguments: str = "",
+        model: ModelPlan | None = None,
     ) -> None:
         self.directory = CheckpointDirectory(output_dir)
         self.engine = engine
         self.sharing = sharing
         self.retention = retention or Retention()
         self.arguments = arguments
+        self.model = model
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -89,7 +95,7 @@ class CheckpointManager:
             engine = self.engine_contents()
             mine = [*once, *own, Held.of(_random_file(distributed.rank()), random_state())]
             if engine is not None:
-                path = self._write(step, chain(mine, engine), {})
+                path = self._write(step, chain(mine, engine), {}, shared=self._shared_files())
             else:
                 path = self._write(step, mine, {"engine": DEEPSPEED}, self._write_by_deepspeed)
         self.retire()
@@ -104,17 +110,17 @@ class CheckpointManager:
         yield from shared if self.sharing.commits else ()
         yield from own
         yield Held.of(_random_file(distributed.rank()), random_state())
-        yield from engine_contents(self.engine, self.sharing.commits)
+        yield from engine_contents(self.engine, self.sharing.commits, self.model)
 
     def writer(self, step: int) -> Callable[[Iterable[Content], Messages], Path]:
         """What writes the :meth:`contents` of ``step``, in any thread; ranks hear from each other by ``Messages``.
 
         It raises SaveFailed, on all ranks.
         """
-        facts = self.facts()
+        facts, shared = self.facts(), self._shared_files()
 
         def write(files: Iterable[Content], messages: Messages) -> Path:
-            path = CheckpointSave(self.directory, self.sharing, step, facts, messages).run(files)
+            path = CheckpointSave(self.directory, self.sharing, step, facts, messages, shared).run(files)
             self.retire()
             return path
 
@@ -122,7 +128,7 @@ class CheckpointManager:
 
     def engine_contents(self) -> Iterator[Content] | None:
         """This rank's part of the engine's state; None where only DeepSpeed knows how to write it."""
-        contents = engine_contents(self.engine, self.sharing.commits)
+        contents = engine_contents(self.engine, self.sharing.commits, self.model)
         try:
             first = next(contents)
         except UnknownState as error:
@@ -146,14 +152,24 @@ class CheckpointManager:
             self.retention.apply(self.directory)
 
     def _write(
-        self, step: int, contents: Any, facts: dict[str, Any], by_others: Callable[[Path], None] | None = None
+        self,
+        step: int,
+        contents: Any,
+        facts: dict[str, Any],
+        by_others: Callable[[Path], None] | None = None,
+        shared: Sequence[SharedFile] = (),
     ) -> Path:
         known = {**self.facts(), **facts}
-        save = CheckpointSave(self.directory, self.sharing, step, known, distributed)
+        save = CheckpointSave(self.directory, self.sharing, step, known, distributed, shared)
         return save.run(contents, by_others)
+
+    def _shared_files(self) -> Sequence[SharedFile]:
+        return () if self.model is None else self.model.files
 
     def _write_by_deepspeed(self, partial: Path) -> None:
         self.engine.save_state(partial, _ENGINE_FOLDER)
+        if self.model is not None:
+            save_weights(self.engine.deepspeed.module, partial, self.model.max_bytes)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 

@@ -252,6 +252,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "save_failure": Shown("tests.checkpoint.test_failures::test_the_run_goes_on_where_that_is_asked_for"),
     "self_test": Shown("tests.training.test_start::test_a_wrong_gradient_stops_the_start"),
     "save_async": Shown("tests.training.test_background_saves::test_where_there_is_no_room_training_waits"),
+    "save_model_in_checkpoints": Shown("tests.checkpoint.test_model_files::test_without_a_model"),
     "max_shard_size": Shown("tests.checkpoint.test_weights::test_shards_fill_up_and_a_large_tensor_stands_alone"),
     "enable_jit_checkpoint": Shown("tests.training.stopping.test_stopping::test_where_no_checkpoints_are_written"),
     "time_limit_margin": Shown("tests.training.stopping.test_stopping::test_before_the_time_limit"),

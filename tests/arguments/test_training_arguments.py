@@ -29,6 +29,7 @@ OWN = {
     "sequence_parallel_size",
     "max_shard_size",
     "save_async",
+    "save_model_in_checkpoints",
     "save_failure",
     "hang_timeout",
     "hang_factor",

@@ -103,7 +103,7 @@ def test_a_saved_model(tmp_path: Path) -> None:
     config = language_model_config(recipe(), ByteTokenizer())
     model = build_language_model(recipe(), config)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    ByteTokenizer().save(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
     wanted = recipe(path=str(tmp_path))
     loaded = build_language_model(wanted, language_model_config(wanted, ByteTokenizer()))
     for name, tensor in loaded.state_dict().items():
@@ -115,7 +115,7 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     assert "is not a directory" in refused(recipe(path=str(tmp_path / "gone")))
     assert "has no config.json" in refused(recipe(path=str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
-    ByteTokenizer().save(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
     assert "r.yaml: model.path: " in refused(recipe(path=str(tmp_path)))
     language_model_config(recipe(), ByteTokenizer()).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds no model that loads"):

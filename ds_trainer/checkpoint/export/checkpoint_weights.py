@@ -51,9 +51,16 @@ class CheckpointWeights:
             )
         for path in paths:
             header, metadata = read_header_and_metadata(path)
-            for key, place in json.loads(metadata["places"]).items():
+            in_model = json.loads(metadata.get("in_model", "{}"))
+            for key, listed in json.loads(metadata["places"]).items():
+                place = Place.from_json(listed)
+                if key in in_model:  # and all other ranks' parts of it: the whole tensor lies there
+                    name, offset, dtype = in_model[key]
+                    whole = Place.whole(place.shape)
+                    self._pieces[key] = [_StoredPiece(checkpoint / name, whole, type_of(dtype), offset)]
+                    continue
                 entry = header[key]
-                stored = _StoredPiece(path, Place.from_json(place), type_of(entry["dtype"]), entry["data_offsets"][0])
+                stored = _StoredPiece(path, place, type_of(entry["dtype"]), entry["data_offsets"][0])
                 self._pieces.setdefault(key, []).append(stored)
 
     def kinds(self) -> dict[str, int]:

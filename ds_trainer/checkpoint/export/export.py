@@ -26,7 +26,7 @@ from ds_trainer.checkpoint.weights.description import (
     CONFIGURATION_FILES,
     DESCRIPTION_FILE,
     ModelDescription,
-    held_name,
+    held_file,
 )
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, Weight, plan_files, write_weight_files
 from ds_trainer.checkpoint.weights.writing import complete_configuration
@@ -70,7 +70,8 @@ def export_checkpoint(
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--to {directory}: is there already and not empty. Name a new directory.")
-    if (checkpoint / SINGLE_FILE).is_file() or (checkpoint / INDEX_FILE).is_file():
+    has_model = (checkpoint / SINGLE_FILE).is_file() or (checkpoint / INDEX_FILE).is_file()
+    if has_model and not any(checkpoint.glob("rank_*.safetensors")):
         raise ConfigError(
             f"{checkpoint} holds weights for from_pretrained already (save_only_model=True when it was written): there "
             "is nothing to export."
@@ -124,7 +125,7 @@ def _copy_files(checkpoint: Path, description: ModelDescription, directory: Path
         if not (alone and name in CONFIGURATION_FILES):  # an adapter's configuration is its own
             target = directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / held_name(name), target)
+            shutil.copyfile(held_file(checkpoint, name), target)
 
 
 def _write_weights(

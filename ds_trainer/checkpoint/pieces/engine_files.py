@@ -1,6 +1,7 @@
 """An engine's state in the files of a checkpoint.
 
 ``rank_00000.safetensors``: a rank's pieces (``rank_00000.1.safetensors`` and so on: what DeepSpeed had swapped out).
+``model.safetensors`` or ``model-00001-of-0000N.safetensors``: the model, which all ranks write together.
 ``extras_00000.pt``: its states that are no pieces. ``progress.pt``: counters and settings, from the main process.
 """
 
@@ -16,7 +17,8 @@ from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource, share
 from ds_trainer.checkpoint.protocol.contents import Content, Held
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.sharing import Sharing
-from ds_trainer.engine.state.pieces import read_pieces, write_pieces, writers_of_replicas
+from ds_trainer.checkpoint.weights.model_plan import ModelPlan, StoredTensor
+from ds_trainer.engine.state.pieces import Piece, read_pieces, write_pieces, writers_of_replicas
 from ds_trainer.engine.state.progress import read_progress, write_progress
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.utils import distributed
@@ -33,24 +35,33 @@ def _extras_file(rank: int) -> str:
     return f"extras_{rank:05d}.pt"
 
 
-def engine_contents(engine: TrainingEngine, with_progress: bool) -> Iterator[Content]:
+def engine_contents(
+    engine: TrainingEngine, with_progress: bool, model: ModelPlan | None = None
+) -> Iterator[Content]:
     """This rank's part of the engine's state, file by file; a file of pieces must be written before the next is taken.
 
     Args:
         engine: whose state is read.
         with_progress: this rank writes what is alike on all of them.
+        model: the files that hold the weights for ``from_pretrained``; None for a checkpoint without them.
 
     Raises:
         UnknownState: DeepSpeed's optimizer is none whose state is known.
     """
     rank = distributed.rank()
     extras: dict[str, dict[str, Any]] = {}
+
+    def stored(piece: Piece) -> StoredTensor | None:
+        return None if model is None else model.stored(piece, with_progress)
+
     for part, pieces in enumerate(read_pieces(engine)):
         extras.update(pieces.extras)
-        yield PiecesContent(_pieces_file(rank, part), pieces.tensors, pieces.scalars)
+        yield PiecesContent(_pieces_file(rank, part), pieces.tensors, pieces.scalars, stored)
     if extras:
         yield Held.of(_extras_file(rank), extras)
     if with_progress:
+        if model is not None and model.index is not None:
+            yield model.index
         yield Held.of(PROGRESS_FILE, read_progress(engine.deepspeed))
 
 

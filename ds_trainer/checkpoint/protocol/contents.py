@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
+
+from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 
 
 class Content(Protocol):
@@ -19,6 +21,14 @@ class Content(Protocol):
 
     def write(self, stream: BinaryIO) -> None:
         """Write all of it, from the beginning, without seeking."""
+
+
+@runtime_checkable
+class WritesShared(Protocol):
+    """A content that also writes its part of files that many ranks write."""
+
+    def write_shared(self, files: SharedFiles) -> None:
+        """Write it, after the content itself."""
 
 
 @dataclass(frozen=True)

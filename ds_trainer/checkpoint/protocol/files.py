@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.checkpoint.protocol.crc32 import register, shifted
 from ds_trainer.utils.threads import new_executor
 
 _CHUNK = 8 * 2**20  # bytes read at a time
@@ -53,7 +54,11 @@ class CheckpointFiles:
         Raises:
             OSError: it exists, or cannot be written.
         """
-        stream = _Summing(disk.open_new(self.directory / name))
+        path = self.directory / name
+        for folder in reversed(path.relative_to(self.directory).parents):
+            if not (self.directory / folder).is_dir():
+                disk.make_directory(self.directory / folder)
+        stream = _Summing(disk.open_new(path))
         try:
             yield cast(BinaryIO, stream)
             stream.flush_to_disk()
@@ -119,6 +124,24 @@ def checksum(path: Path) -> int:
     return found
 
 
+def part_of_checksum(path: Path, size: int, index: int, count: int) -> int:
+    """The share of the checksum of a file of ``size`` bytes that its ``index``-th of ``count`` parts has.
+
+    The exclusive or of all shares, :func:`~ds_trainer.checkpoint.protocol.crc32.finished`, is :func:`checksum`.
+    """
+    found, rest = 0, size * (index + 1) // count - size * index // count
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(size * index // count)
+        while rest and (chunk := stream.read(min(rest, _CHUNK))):
+            found, rest = register(chunk, found), rest - len(chunk)
+    return shifted(found, size - size * (index + 1) // count)
+
+
+def damaged(record: FileRecord, found: int) -> str:
+    """That the checksum of a file is another one, as the end of a sentence."""
+    return f"{record.name} is damaged (checksum {found:08x} instead of {record.crc32:08x})"
+
+
 def damage(directory: Path, record: FileRecord, sum_up: bool = True) -> str | None:
     """What is wrong with a file, as the end of a sentence; None where it is as its record says.
 
@@ -133,7 +156,7 @@ def damage(directory: Path, record: FileRecord, sum_up: bool = True) -> str | No
         if size != record.size:
             return f"{record.name} has {size} bytes instead of {record.size}"
         if sum_up and (found := checksum(path)) != record.crc32:
-            return f"{record.name} is damaged (checksum {found:08x} instead of {record.crc32:08x})"
+            return damaged(record, found)
     except FileNotFoundError:
         return f"{record.name} is missing"
     except OSError as error:

@@ -22,11 +22,13 @@ from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import SaveFailed
 from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.checkpoint.weights.description import description_contents
+from ds_trainer.checkpoint.weights.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
+from ds_trainer.training.checkpoint_model import plan_of_checkpoints
 from ds_trainer.training.data_place import DataPlace
 from ds_trainer.training.divergence import DivergenceGuard
 from ds_trainer.training.hooks.hub import HubHooks
@@ -73,6 +75,7 @@ class CheckpointHooks(HubHooks):
     evaluation_is_due = False
     """Whether the step of the checkpoint that is being written, or gone on from, has not been evaluated yet."""
     _converted: Path | None = None
+    _planned: tuple[ModelPlan | None] | None = None
 
     @fails_together
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -150,7 +153,15 @@ class CheckpointHooks(HubHooks):
         args, best = self.args, state.best_model_checkpoint
         retention = Retention(args.save_total_limit, args.save_keep_every, Path(best) if best is not None else None)
         arguments = arguments_digest(args.to_json_string())
-        return CheckpointManager(self._output_dir, self.engine, self._sharing, retention, arguments)
+        return CheckpointManager(
+            self._output_dir, self.engine, self._sharing, retention, arguments, self._model_of_checkpoints()
+        )
+
+    def _model_of_checkpoints(self) -> ModelPlan | None:
+        """The weight files that each checkpoint has; None where it has none. Alike on all ranks."""
+        if self._planned is None:
+            self._planned = plan_of_checkpoints(self.model, self.optimizer, self.args, self._sharing)
+        return self._planned[0]
 
     def keep_best(self) -> None:
         """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
@@ -170,6 +181,7 @@ class CheckpointHooks(HubHooks):
         Raises:
             ConfigError: another training has it, or it cannot be written to.
         """
+        self._planned = None
         self._sharing = Sharing.of(
             self.args.save_on_each_node, distributed.rank(), distributed.world_size(), distributed
         )
