@@ -18,7 +18,7 @@ Definitions, of one rank:
 * *read*: bytes that all ranks together asked for until the first step, by system calls (``rchar``) or by touching pages
   of a mapped file (growth of ``RssFile`` at its peak), over the size of the weight files; *disk*: what came from the
   disk for them (``read_bytes``; the files are not in the page cache before).
-* *whole*: parameters that are not sharded when ``deepspeed.initialize`` is called.
+* *whole*: parameters that are whole when DeepSpeed is about to move the model to the device.
 
     python benchmarks/loading_memory.py --out benchmarks/results/loading_memory.json    some minutes, 12 GB of memory
     python benchmarks/loading_memory.py --quick                                         a model of 63 MB
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memory_watch import MB, Look, asked_for, look, watched
-from weight_files import Tokens, bytes_of, seen_at_initialize, write_random
+from weight_files import Tokens, bytes_of, seen_when_configured, write_random
 
 THEIRS, OURS, PATH, COPIED = "transformers, handed in", "ds_trainer, handed in", "path", "copied"
 WAYS = (THEIRS, OURS, PATH, COPIED)
@@ -127,7 +127,7 @@ def load_and_step(ready: Callable[[], None], case: Case, directory: Path, output
         model = copy.deepcopy(model) if case.way == COPIED else model
     elif case.way == OURS:
         model = ds_trainer.from_pretrained(directory)
-    with seen_at_initialize(found["seen"]):
+    with seen_when_configured(found["seen"]):
         trainer = ds_trainer.Trainer(model, args, train_dataset=data, callbacks=[FirstStep()])
         found["loss"] = trainer.train().training_loss
     found["end"] = look()

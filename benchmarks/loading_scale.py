@@ -12,7 +12,7 @@ weights but the last norm are frozen, so that masters and gradients, which no lo
 * *CPU*: seconds of processor time for everything, with the copies of what is read. There is no disk behind the files.
 * *private*, *holds*: host memory until the first step at its peak, and what is left of it then (:mod:`memory_watch`);
   *beyond*: the difference, buffers among it.
-* *whole*: parameters that are not sharded when ``deepspeed.initialize`` is called.
+* *whole*: parameters that are whole when DeepSpeed is about to move the model to the device.
 
 A fake group shows what this rank does. How fast 512 ranks are at one file system it cannot show.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memory_watch import MB, asked_for, look, watched
-from weight_files import Tokens, bytes_of, seen_at_initialize, write_headers
+from weight_files import Tokens, bytes_of, seen_when_configured, write_headers
 
 MODELS: dict[str, dict[str, Any]] = {
     "70B": dict(
@@ -131,7 +131,7 @@ def load(
         counts.files_below = directory
         seen: dict[str, int] = {}
         asked, start, done, cpu = asked_for(), look(), counts.now(), time.process_time()
-        with seen_at_initialize(seen):
+        with seen_when_configured(seen):
             engine, reading = until_the_first_step(directory)
         cpu = time.process_time() - cpu
         found = difference(asked, asked_for()), difference(done, counts.now())

@@ -98,19 +98,24 @@ class Tokens:
 
 
 @contextmanager
-def seen_at_initialize(seen: dict[str, int]) -> Iterator[None]:
-    """Inside, ``deepspeed.initialize`` first notes how many parameters of the model are whole, and their elements."""
-    import deepspeed
+def seen_when_configured(seen: dict[str, int]) -> Iterator[None]:
+    """Inside, when DeepSpeed is about to move a model to the device: its parameters, those that are whole, their bytes.
 
-    real = deepspeed.initialize
+    DeepSpeed does that in ``_configure_distributed_model`` (0.19.8: ``runtime/engine.py``); the engine of ds_trainer
+    has made the parameters shards by then.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    def initialize(*arguments: Any, model: Any, **named: Any) -> Any:
-        whole = [p for p in model.parameters() if not hasattr(p, "ds_id") or p.numel() == p.ds_numel]
-        seen.update(parameters=len(list(model.parameters())), whole=len(whole), elements=sum(p.numel() for p in whole))
-        return real(*arguments, model=model, **named)
+    real = DeepSpeedEngine._configure_distributed_model
 
-    deepspeed.initialize = initialize
+    def configure(engine: Any, model: nn.Module) -> None:
+        parameters: list[Any] = list(model.parameters())
+        whole = [p for p in parameters if not hasattr(p, "ds_id") or p.numel() > 0]
+        seen.update(parameters=len(parameters), whole=len(whole), whole_bytes=sum(p.nbytes for p in whole))
+        real(engine, model)
+
+    DeepSpeedEngine._configure_distributed_model = configure
     try:
         yield
     finally:
-        deepspeed.initialize = real
+        DeepSpeedEngine._configure_distributed_model = real
