@@ -29,7 +29,9 @@ def one_of_many(t: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("moved", [experts, halves, rotated, one_of_many, lambda t: t[0]])
-def test_elements_are_those_that_the_operation_itself_gives(moved: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+def test_elements_are_those_that_the_operation_itself_gives(
+    moved: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> None:
     real = [torch.randn(12, 4, generator=torch.Generator().manual_seed(n)) for n in range(6)]
     origins = ElementOrigins()
     sources = [origins.source(str(n), (12, 4), torch.float32) for n in range(6)]
