@@ -64,6 +64,7 @@ _log = topic("Logging and trackers")
 _evaluate = topic("Evaluation and metrics")
 _health = topic("Health of the run")
 _save = topic("Saving and resuming")
+_model = topic("Loading the model")
 _hub = topic("Hub")
 _data = topic("Data loading")
 _place = topic("Reproducibility and place")
@@ -248,6 +249,14 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     restore_callback_states_from_checkpoint: bool = _save(
         "On resuming, callbacks take their constructor's arguments from the checkpoint too, not only their state.",
         False,
+    )
+
+    model_init_kwargs: _Json = _model(
+        "(own) Of a model that is given by its directory or hub name: arguments of ds_trainer.from_pretrained()."
+    )
+    allow_new_weights: list[str] | bool = _model(
+        "(own) Names of weights that the model's files may lack, as patterns (classifier.*, or * for all): they are new.",
+        default_factory=list,
     )
 
     push_to_hub: bool = _hub("Push to the Hugging Face Hub when saving.", False)

@@ -52,12 +52,9 @@ def run(recipe: Recipe) -> dict[str, Any]:
     args = recipe.training_arguments()
     inputs = prepare(recipe)
 
-    import torch
-
     from ds_trainer.training.trainer import Trainer
 
-    torch.manual_seed(args.seed)  # random weights must be the same on all ranks
-    model = build_language_model(recipe, inputs.model_config)
+    model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
     trainer = Trainer(
         model,
         args,

@@ -32,6 +32,7 @@ from ds_trainer.training.checkpoint_model import plan_of_checkpoints
 from ds_trainer.training.data_place import DataPlace
 from ds_trainer.training.divergence import DivergenceGuard
 from ds_trainer.training.hooks.hub import HubHooks
+from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import cache_as_given
 from ds_trainer.training.resume import (
     Resumption,
@@ -86,6 +87,8 @@ class CheckpointHooks(HubHooks):
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._join_ranks()
+        if is_on_meta(self.model):  # it is saved before anything has needed its weights
+            cast("Trainer", self)._model_for_evaluation(None)
         weights_of_evaluation(self.optimizer)
         if self.is_world_process_zero():
             with cache_as_given(self.model):

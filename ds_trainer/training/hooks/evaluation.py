@@ -30,6 +30,7 @@ from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
 from ds_trainer.training.item_count import ItemCount, count_for
+from ds_trainer.training.loading.model_argument import is_on_meta, put_on_device
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
@@ -266,13 +267,15 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
         start = time.perf_counter()
         if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:
-                self._evaluation_engine = EvaluationEngine(
-                    self.model, self.compiled, self.layout, half, self._reads_logits
-                )
+                with self._measured_load():
+                    self._evaluation_engine = EvaluationEngine(
+                        self.model, self.compiled, self.layout, half, self._reads_logits
+                    )
                 self._preparation_time = round(time.perf_counter() - start, 4)
             return self._evaluation_engine.deepspeed
-        if half is None:
-            self.model.to(self.device)
+        with self._measured_load():
+            if half is None or is_on_meta(self.model):
+                put_on_device(self.model, self.device)
         if self._preparation_time is None:
             self._preparation_time = round(time.perf_counter() - start, 4)
         return self.model
