@@ -13,6 +13,7 @@ from ds_trainer.callbacks.state import TrainerState, export_states, restore_stat
 from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
@@ -22,7 +23,6 @@ from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import SaveFailed
 from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.checkpoint.weights.description import description_contents
-from ds_trainer.checkpoint.weights.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
