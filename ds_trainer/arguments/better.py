@@ -41,7 +41,7 @@ BETTER: dict[str, str] = {
     "straggler_steps": "An addition: a slow rank is named, with its cause.",
     "save_failure": "An addition: a full disk need not end the run.",
     "save_async": "An addition: a save stops training only for a copy in host memory.",
-    "save_model_in_checkpoints": "An addition: from_pretrained reads every checkpoint, and no number is there twice.",
+    "save_model_in_checkpoints": "An addition: written by all ranks in the background, and no number twice.",
     "enable_jit_checkpoint": "A run that saves checkpoints does so without it, on SIGUSR1 and SIGINT too.",
     "time_limit_margin": "An addition: a run ends itself at a checkpoint before the scheduler does.",
     "auto_resume": "An addition: the same command begins a run and goes on with it.",
