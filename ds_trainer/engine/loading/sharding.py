@@ -102,7 +102,7 @@ class Sharder:
         if self._init.zero_param_process_group is None:
             return [own]
         second = run(self._init.rank_in_group, self._init.num_ranks_in_param_group)
-        return [own] if second == own else [own, second]
+        return [second] if second.start <= own.start and own.stop <= second.stop else [own, second]
 
     def _fits(self, parameter: Any) -> bool:
         """Whether a parameter that is sharded already is so as this engine shards: group, type, place, hpZ."""
