@@ -23,7 +23,7 @@ from ds_trainer.engine.loading.tensors import (
     place_buffers,
     set_data,
 )
-from ds_trainer.engine.loading.weight_source import WeightSource, attached_weights
+from ds_trainer.engine.loading.weight_source import attached_weights
 from ds_trainer.engine.tensor.repairs import present_if_empty
 from ds_trainer.engine.tensor.slices import is_sliced
 from ds_trainer.parallel.groups import ParallelGroups
@@ -82,7 +82,7 @@ def materialize(
         model: may be cut by tensor parallelism; only slices are asked for.
         device: where they are made.
         dtype: of the parameters; None: each keeps its own.
-        groups: the first rank of each gradient group reads, and somebody broadcasts what it has; None: every rank reads.
+        groups: the first rank of each gradient group reads, and somebody broadcasts; None: every rank reads.
 
     Raises:
         ConfigError: nothing says what they hold.
