@@ -31,7 +31,7 @@ def initializers(model: nn.Module) -> list[Initializer]:
         for module in _children_first(model)
         if (reset := _reset_method(module)) is not None
     ]
-    if any(_initializes_modules(module) for module in model.modules()):
+    if any(initializes_modules(module) for module in model.modules()):
         found += _by_model(model, None, set())
     return found
 
@@ -62,15 +62,21 @@ def _required_arguments(method: Callable[..., Any]) -> int:
     return sum(item.kind in kinds and item.default is inspect.Parameter.empty for item in parameters)
 
 
-def _initializes_modules(module: nn.Module) -> bool:
+def initializes_modules(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which initializes each of its modules with ``_init_weights(module)``."""
     return hasattr(module, "_init_weights") and hasattr(module, "_initialize_weights")
+
+
+def initializes_in_constructor(module: nn.Module) -> bool:
+    """Whether it likely calls an initialization of its own in its constructor, as many models but torch's do."""
+    return not initializes_modules(module) and (hasattr(module, "_init_weights") or hasattr(module, "init_weights"))
 
 
 def _by_model(module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) -> Iterator[Initializer]:
     if module in seen:
         return
     seen.add(module)
-    if _initializes_modules(module):
+    if initializes_modules(module):
         model = module
     for child in module.children():
         yield from _by_model(child, model, seen)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine.loading.weight_source import attached_weights
 from tests.support import layouts
-from tests.support.compare import assert_equal, distances
+from tests.support.compare import assert_equal
 from tests.support.loading import on_meta, under_zero_init
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
