@@ -55,7 +55,6 @@ TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
         encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         max_position_embeddings=64, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3,
     ),
-    "CLIP": _clip,
     "ViT, truncated": _vision("vit"),
     "BEiT": _vision("beit", use_relative_position_bias=True, use_mask_token=True, layer_scale_init_value=0.1),
     "Mamba": _text("mamba"),
@@ -75,7 +74,7 @@ TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
 
 
 class ScaledInConstructor(nn.Module):
-    """Initializes itself in its constructor, module by module and then some weights by name, as many small models do."""
+    """Initializes itself in its constructor, module by module and then some weights by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +143,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 
 IN_CONSTRUCTOR: dict[str, Callable[[], nn.Module]] = {
     "scaled in its constructor": ScaledInConstructor,
+    "CLIP": _clip,
     "Apertus": _text("apertus", num_key_value_heads=2),
 }
 """Models whose constructor says what nothing else says."""

@@ -20,6 +20,7 @@ from ds_trainer.engine.loading.initialization import (
     initializes_in_constructor,
     initializes_modules,
     marked_uninitialized,
+    untied,
 )
 from ds_trainer.engine.loading.initialization_record import (
     KeepsNumbers,
@@ -141,14 +142,20 @@ class FreshWeights:
         try:
             for tensors, key, name in slots:
                 tensors[key] = real[name]
-            with marked_uninitialized(self._model), torch.no_grad(), global_generator_unchanged(), KeepsNumbers(kept):
+            with (
+                untied(self._model),
+                marked_uninitialized(self._model),
+                torch.no_grad(),
+                global_generator_unchanged(),
+                KeepsNumbers(kept),
+            ):
                 torch.manual_seed(self._key(group[0], "computed") >> 1)
                 for initializer, touched in self._record.calls:
                     if not touched.isdisjoint(group):
                         call = initializer.description
                         initializer.call()
             # An initialization may have put another tensor in the place of a parameter.
-            return {name: tensors[key].detach().reshape(-1) for tensors, key, name in slots}
+            return {name: tensors[key].detach().reshape(-1) for tensors, key, name in reversed(slots)}
         except Exception as error:
             raise ConfigError(f"{call} does not initialize {', '.join(group)}: {error}") from error
         finally:
@@ -189,8 +196,8 @@ def _refuse_own_constructor(model: nn.Module) -> None:
     owner = next((module for module in model.modules() if initializes_in_constructor(module)), None)
     if owner is not None and not any(initializes_modules(module) for module in model.modules()):
         raise ConfigError(
-            f"{type(owner).__name__} initializes itself in its constructor (`_init_weights`), which is over: what it did "
-            "is not known. Build the model with ds_trainer.engine.loading.empty_model.empty_model, which takes note."
+            f"{type(owner).__name__} initializes itself in its constructor (`_init_weights`), which nobody watched: "
+            "what it does is not known. Build it with ds_trainer.engine.loading.empty_model.empty_model."
         )
 
 

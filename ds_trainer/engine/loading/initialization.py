@@ -87,6 +87,29 @@ def _by_model(module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) 
 
 
 @contextmanager
+def untied(model: nn.Module) -> Iterator[None]:
+    """Tied weights are apart within: each belongs to the module of its first name, which initializes it.
+
+    So it is in constructors, where modules initialize themselves before they are tied.
+    """
+    seen: set[int] = set()
+    apart = []
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) in seen:
+                    apart.append((module, key, parameter))
+                seen.add(id(parameter))
+    try:
+        for module, key, parameter in apart:
+            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        yield
+    finally:
+        for module, key, parameter in apart:
+            module._parameters[key] = parameter
+
+
+@contextmanager
 def marked_uninitialized(model: nn.Module) -> Iterator[None]:
     """transformers leaves alone what it has marked; the marks are gone within, and back afterwards."""
     mark = "_is_hf_initialized"

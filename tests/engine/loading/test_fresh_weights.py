@@ -255,12 +255,12 @@ def test_weights_that_nothing_initializes_are_refused() -> None:
             super().__init__()
             self.linear = nn.Linear(3, 3)
             self.gain = nn.Parameter(torch.empty(5))
-            self.half = nn.Parameter(torch.empty(4, 4))
+            self.part = nn.Parameter(torch.empty(4, 4))
             with torch.no_grad():
-                self.half[:2].zero_()
+                self.part[:2].zero_()
 
     model = empty_model(Forgotten)
-    with pytest.raises(ConfigError, match=r"Nothing initializes gain, half: .*reset_parameters"):
+    with pytest.raises(ConfigError, match=r"Nothing initializes gain, part: .*reset_parameters"):
         FreshWeights(model, 1)
     assert FreshWeights(model, 1, names=["linear.weight"]).has("linear.weight")
 
