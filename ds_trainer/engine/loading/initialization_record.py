@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,9 +25,11 @@ from ds_trainer.engine.loading.initialization import (
     global_generator_unchanged,
     initializers,
     marked_uninitialized,
+    untied,
 )
 
 aten = torch.ops.aten
+_IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 _RANDOM = {
     aten.normal_,
@@ -155,7 +158,7 @@ def record_initialization(model: nn.Module, names: Mapping[str, torch.Tensor]) -
     wanted = {storage_of(tensor) for tensor in names.values()}
     recorder = Recorder(names, [tensor for tensor in all_tensors(model) if storage_of(tensor) not in wanted])
     record = Record(recorder.tensors)
-    with marked_uninitialized(model), torch.no_grad(), global_generator_unchanged():
+    with untied(model), marked_uninitialized(model), torch.no_grad(), global_generator_unchanged():
         for initializer in initializers(model):
             recorder.start_call()
             with _tensors_put_back(initializer.module) as replaced:
@@ -203,6 +206,15 @@ class KeepsNumbers(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _NotOnMeta(TorchFunctionMode):
+    """Tensors deny that they are on meta: some functions of ``torch.nn.init`` do nothing on those."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(KeepsNumbers):
     """Writes down what happens to ``tensors``, which are on meta; ``kept`` keep their numbers.
 
@@ -219,6 +231,7 @@ class Recorder(KeepsNumbers):
         # What other tensors were computed from. While a weak reference lives, no other storage gets its address.
         self._temporary: dict[int, tuple[StorageWeakRef, frozenset[str | int]]] = {}
         self._draws = 0
+        self._not_on_meta = _NotOnMeta()
         for name, tensor in tensors.items():
             self.tensors[name] = TensorRecord(tensor.dtype, tensor.numel())
             self._names[storage_of(tensor)] = name
@@ -227,11 +240,13 @@ class Recorder(KeepsNumbers):
         # torch draws no truncated normal numbers on meta, and on a device until all fit: it is noted as one step.
         self._truncated_normal = nn.init._no_grad_trunc_normal_
         nn.init._no_grad_trunc_normal_ = self._note_truncated_normal
+        self._not_on_meta.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._not_on_meta.__exit__(*error)
         nn.init._no_grad_trunc_normal_ = self._truncated_normal
 
     def execute(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
@@ -332,7 +347,7 @@ class Recorder(KeepsNumbers):
             return None
         if packet in (aten.copy_, aten.fill_) and isinstance(value := args[1], torch.Tensor):
             # A number that comes as a tensor, as in ``fill_(torch.tensor(1.0))``.
-            if value.numel() != 1 or value.is_meta or self.sources_of(value):
+            if value.numel() != 1 or value.device.type == "meta" or self.sources_of(value):
                 return None
             func, packet, args, kwargs = aten.fill_.Scalar, aten.fill_, (args[0], value.item()), {}
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args[1:], kwargs))):
