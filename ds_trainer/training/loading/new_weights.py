@@ -45,8 +45,8 @@ def new_names(
         names = _listed(_with_nearest(lost, unexpected))
         problems.append(
             f"{where} has no weights for {len(lost)} of {model_class}'s tensors: {names}. If they are new, as a head "
-            f"for another task is, pass {_argument(lost)} to initialize them; else it is the directory of another model, "
-            "or auto_class or key_mapping is wrong."
+            f"for another task is, pass {_argument(lost)} to initialize them; else it is the directory of another "
+            "model, or auto_class or key_mapping is wrong."
         )
     if other:
         shapes = [str(differing[name]) for name in other]

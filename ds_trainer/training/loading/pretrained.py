@@ -80,7 +80,9 @@ def from_pretrained(
         saved = SavedAdapters.of(directory)
         given = {"config": config, "allow_new_weights": saved.allowing(allow_new_weights), **config_overrides}
         inside = from_pretrained(saved.base, auto_class or saved.auto_class, **same, **given)  # type: ignore[arg-type]
-        model, source = with_saved_adapters(inside, attached_weights(inside), directory)
+        of_base = attached_weights(inside)
+        assert of_base is not None  # it has just been attached
+        model, source = with_saved_adapters(inside, of_base, directory)
     else:
         loaded = read_config(config, directory, name, trust_remote_code, config_overrides)
         model, source = _with_files(

@@ -94,7 +94,7 @@ def test_losses_and_weights_are_those_of_one_process(layout: str, directory: Pat
         assert losses == pytest.approx(expected_losses, abs=2e-6), name
         assert weights.keys() == expected.keys()
         for key, tensor in weights.items():
-            torch.testing.assert_close(tensor, expected[key], rtol=2e-5, atol=2e-6, msg=f"{name}: {key}")
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}")
 
 
 def test_other_weights_give_other_losses(directory: Path) -> None:
