@@ -259,6 +259,8 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "auto_resume": Shown("tests.training.stopping.test_stopping::test_the_same_command_begins_and_goes_on"),
     "allow_changed": Shown("tests.training.test_changed_arguments::test_a_schedule_that_may_change_stands_at_the_step"),
     "start_from_weights": Shown("tests.training.test_changed_arguments::test_a_run_can_begin_with_weights_alone"),
+    "model_init_kwargs": Shown("tests.training.loading.test_named_models::test_arguments_reach_from_pretrained"),
+    "allow_new_weights": Shown("tests.training.loading.test_named_models::test_arguments_reach_from_pretrained"),
     "ignore_data_skip": Shown(_RUN + "test_ignore_data_skip"),
     "restore_callback_states_from_checkpoint": Shown(_RUN + "test_restore_callback_states_from_checkpoint"),
     "push_to_hub": Shown("tests.training.hub.test_repository::test_nothing_talks_to_the_hub_unasked"),

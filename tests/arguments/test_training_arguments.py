@@ -39,6 +39,8 @@ OWN = {
     "self_test",
     "allow_changed",
     "start_from_weights",
+    "model_init_kwargs",
+    "allow_new_weights",
     "trust_checkpoint",
     "time_limit_margin",
     "auto_resume",

@@ -1,4 +1,4 @@
-"""PEFT adapters around a model on meta: the base comes from its files, the adapters from PEFT or from their own file."""
+"""PEFT adapters around a model on meta: the base comes from its files, the adapters from PEFT or their file."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def _check_numbers(wrapped: nn.Module, base: Mapping[int, str], lent: int) -> No
             unknown.append(name)
     if unknown:
         raise ConfigError(
-            f"peft_config: PEFT computes {', '.join(unknown[:4])}{' ...' if len(unknown) > 4 else ''} from the weights of "
-            f"the base, which are not loaded when the adapters are made. {_REMEDY}"
+            f"peft_config: PEFT computes {', '.join(unknown[:4])}{' ...' if len(unknown) > 4 else ''} from the weights "
+            f"of the base, which are not loaded when the adapters are made. {_REMEDY}"
         )
 
 
@@ -246,7 +246,9 @@ def _refused_in_words(peft_config: Any, model: nn.Module, lent: int = 0) -> Iter
         yield
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         said = " ".join(str(error).split())[:400]
-        hint = f" If they are computed from the weights of the base: those are not loaded yet. {_REMEDY}" if lent else ""
+        hint = (
+            f" If they are computed from the weights of the base: those are not loaded yet. {_REMEDY}" if lent else ""
+        )
         raise ConfigError(
             f"PEFT cannot put {type(peft_config).__name__} around {type(model).__name__}: {said}.{hint}"
         ) from error

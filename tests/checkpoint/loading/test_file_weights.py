@@ -121,7 +121,10 @@ def test_names_of_old_files(tmp_path: Path) -> None:
     """TensorFlow's gamma and beta, torch's old weight norm, a key mapping of the user."""
     for kind, renamed in (
         ("bert", {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
-        ("wav2vec2", {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}),
+        (
+            "wav2vec2",
+            {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"},
+        ),
     ):
         make(kind).save_pretrained(tmp_path)
         state = {}

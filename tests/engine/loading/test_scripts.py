@@ -13,7 +13,6 @@ from torch import nn
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
-from tests.support.runs import whole_weights
 
 OPTIONS: dict[str, Any] = dict(max_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True, optim="sgd")
 
