@@ -68,6 +68,7 @@ def _files(config: Any, directory: Path, file_bytes: int) -> Iterator[tuple[Path
     """Each file with the tensors that belong into it, on meta; the configuration and the index are written here."""
     directory.mkdir(parents=True, exist_ok=True)
     model = on_meta(config)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     tensors = saved_tensors(model)
     groups = plan_shards(tensors, file_bytes)
