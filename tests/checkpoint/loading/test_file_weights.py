@@ -246,7 +246,7 @@ class TestNegativeControls:
 
     def test_an_expert_of_another_shape(self, tmp_path: Path) -> None:
         key = "model.layers.1.mlp.experts.7.down_proj.weight"
-        with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be made of model\.layers\.1\.mlp\.experts\.0"):
+        with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be made of model\.layers\.1"):
             self.changed(tmp_path, lambda state: state.update({key: torch.zeros(3, 3)}), "qwen3_moe")
 
     def test_another_shape(self, tmp_path: Path) -> None:
