@@ -121,7 +121,6 @@ def test_a_memory_mapped_model_costs_a_rank_its_shard(tmp_path: Path) -> None:
     """Two ranks, a model of about 200 MB: loaded it is mapped, sharded it is half of it in each rank."""
     tiny_llama(**WIDE).save_pretrained(tmp_path / "model")
     for found in pool(2).run(memory_of_a_script, str(tmp_path / "model"), str(tmp_path / "out"), timeout=600):
-        print(found)
         assert found["size"] > 180e6
         assert found["loaded"] < 0.1 * found["size"]
         assert found["copied"] > 0.9 * found["size"]  # the control: this is what a copy looks like
