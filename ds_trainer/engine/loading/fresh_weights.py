@@ -24,12 +24,11 @@ from ds_trainer.engine.loading.initialization import (
 )
 from ds_trainer.engine.loading.initialization_record import (
     KeepsNumbers,
-    Step,
-    TensorRecord,
     groups_of_computed,
     record_initialization,
     storage_of,
 )
+from ds_trainer.engine.loading.initialization_steps import Step, TensorRecord
 from ds_trainer.parallel.places import Place, copy_common
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
