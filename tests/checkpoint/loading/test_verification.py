@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def verified(engine: TrainingEngine, path: Path, **keywords: Any) -> Verification:
-    place = engine.groups.place.tp
-    return verify_weights(engine.deepspeed.module, path, engine.deepspeed, place, **keywords)
+    return verify_weights(engine.deepspeed.module, path, engine, **keywords)
 
 
 def all_layouts(path: Path, output_dir: str, layouts: list[dict[str, Any]]) -> list[Verification]:
@@ -200,7 +200,9 @@ def test_what_is_wrong_is_noticed_and_named(stage: int, files: dict[str, Path], 
 
 def slices_of_another_rank(path: Path, output_dir: str) -> Verification:
     with engine_over(loaded(path), output_dir, tensor_parallel_size=2) as engine:
-        return verify_weights(engine.deepspeed.module, path, None, 1 - engine.groups.place.tp)
+        place = engine.groups.place
+        engine.groups = replace(engine.groups, place=place._replace(tp=1 - place.tp))
+        return verified(engine, path)
 
 
 def test_the_slice_of_another_rank_is_noticed(tmp_path: Path) -> None:
