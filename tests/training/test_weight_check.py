@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.checkpoint.loading.file_weights import FileWeights
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -96,7 +97,21 @@ def policies(files: Path, output_dir: str) -> dict[str, Any]:
         found[f"zero.Init {name}"] = outcome(trainer_of(model, output_dir, zero_stage=3))
         model = loaded(files / name, under_zero_init=True)
         found[f"zero.Init {name} evaluated"] = outcome(trainer_of(model, output_dir, zero_stage=3), "evaluate")
+    path = str(files / "good")
+    found["by name"] = outcome(trainer_of(path, output_dir, zero_stage=3))
+    fill = FileWeights.fill
+    FileWeights.fill = displaced  # type: ignore[method-assign]
+    try:
+        found["by name, displaced"] = outcome(trainer_of(path, output_dir, zero_stage=3))
+    finally:
+        FileWeights.fill = fill  # type: ignore[method-assign]
     return found
+
+
+def displaced(self: FileWeights, name: str, place: Any, target: Any) -> None:
+    """A reader with a fault: every shard begins one element too late."""
+    whole = load_file(self.directory / "model.safetensors")[name].flatten().roll(-1)
+    target.copy_(whole[place.start : place.stop])
 
 
 def test_auto_stops_where_nobody_can_have_changed_them(files: Path, tmp_path: Path) -> None:
@@ -116,6 +131,9 @@ def test_auto_stops_where_nobody_can_have_changed_them(files: Path, tmp_path: Pa
             said, error, _ = found[f"whole {stage} always renamed"]
             assert said == "refused" and f"{UP} (nearest in the files: {UP.replace('up', 'upp')})" in error
     for found in (first, second):
+        assert found["by name"] == (GOOD, None, [])
+        said, error, _ = found["by name, displaced"]
+        assert said == "refused" and f"{UP} (rank 1)" in error
         for what in ("", " evaluated"):
             assert found[f"zero.Init good{what}"] == (GOOD, None, [])
             said, error, _ = found[f"zero.Init renamed{what}"]
