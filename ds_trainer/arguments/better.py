@@ -17,6 +17,7 @@ BETTER: dict[str, str] = {
     "deepspeed": "Every value in the compiled JSON has an origin; contradictions are refused with both places.",
     "model_init_kwargs": "An addition, as in TRL: `auto_class`, `dtype`, `revision`, fields of the configuration.",
     "allow_new_weights": "An addition: weights that no file has are refused by name, instead of a warning.",
+    "verify_weights": "An addition: no run trains from weights that were never loaded.",
     "self_test": "An addition: some versions of DeepSpeed computed wrong gradients without a word.",
     "ddp_timeout": "The timeout of every collective.",
     "nonfinite_policy": "An addition: agreed by all ranks before the optimizer uses it; the batch is kept for replay.",

@@ -250,6 +250,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "hang_action": Shown("tests.monitor.health.test_hangs::test_a_hung_job_is_ended"),
     "straggler_steps": Shown("tests.monitor.health.test_stragglers_in_runs::test_a_slow_rank_is_named"),
     "save_failure": Shown("tests.checkpoint.test_failures::test_the_run_goes_on_where_that_is_asked_for"),
+    "verify_weights": Shown("tests.training.test_weight_check::test_auto_stops_where_nobody_can_have_changed_them"),
     "self_test": Shown("tests.training.test_start::test_a_wrong_gradient_stops_the_start"),
     "save_async": Shown("tests.training.test_background_saves::test_where_there_is_no_room_training_waits"),
     "save_model_in_checkpoints": Shown("tests.checkpoint.test_model_files::test_without_a_model"),

@@ -37,6 +37,7 @@ OWN = {
     "straggler_steps",
     "save_keep_every",
     "self_test",
+    "verify_weights",
     "allow_changed",
     "start_from_weights",
     "model_init_kwargs",

@@ -45,6 +45,7 @@ from ds_trainer.training.resume import (
 from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.trajectory import Changes
+from ds_trainer.training.weight_check import forget_origin
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
@@ -279,13 +280,18 @@ class CheckpointHooks(HubHooks):
         resumption, plan, trainer = self._resumption, self.run_plan, cast("Trainer", self)
         self.evaluation_is_due = resumption is not None and resumption.evaluation_is_due
         if resumption is None:
-            if self.args.start_from_weights is not None:
+            if self.args.start_from_weights is None:
+                self.weight_check.loaded(self.model, self.args, self.engine)
+            else:
                 directory = weights_directory(self.args.start_from_weights)
                 read_weights(self.engine, directory)
+                self.weight_check.restarted(self.model, directory, self.args, self.engine)
                 self._say(f"Weights from {directory}; optimizer, schedule and data begin anew.")
+            forget_origin(self.model)
             self.data_place = DataPlace(trainer, plan, loader)
             self.guard = DivergenceGuard(trainer)
             return
+        forget_origin(self.model)
         changes, path, checkpoints = self._changes, resumption.path, self._checkpoints
         saved = checkpoints.load(path, changes.settings(self.args), states=not changes.optimizer)
         self._restore_state(resumption.state, resumption.position(plan))
