@@ -89,8 +89,11 @@ def with_saved_adapters(model: nn.Module, source: WeightSource, directory: Path)
     peft = imported_peft()
     base = _names_of(model)
     peft_config = peft.PeftConfig.from_pretrained(str(directory))
-    with _refused_in_words(peft_config, model):
-        wrapped = peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True, low_cpu_mem_usage=True)
+    with _refused_in_words(peft_config, model), _NumbersForAdapters(model, ()):
+        wrapped = peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True, torch_device="cpu")
+    lacking = [n for n, p in wrapped.named_parameters() if id(p) not in base and not p.is_meta and p.isnan().any()]
+    if lacking:
+        raise ConfigError(f"{directory} has no weights for {', '.join(lacking[:4])}, or some that are not finite.")
     return wrapped, _source_of(wrapped, source, base)
 
 
