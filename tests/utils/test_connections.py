@@ -109,8 +109,10 @@ DIES = """
     failures.watch_peers()
     store = dist.distributed_c10d._get_default_store()
     if info.rank == 1:
+        store.get("ready")  # the other one has met it: what hangs before is ended by the launcher
         store.set("going", "")
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set("ready", "")
     store.get("going")
     time.sleep(2.0)
     began = time.monotonic()
