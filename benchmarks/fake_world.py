@@ -234,6 +234,16 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
 
         return call
 
+    def made(real: Any) -> Any:
+        def call(files: Any) -> None:
+            _sizes.update({file.name: file.size for file in files._files.values()})
+            real(files)
+
+        return call
+
+    from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
+
+    replace(SharedFiles, "make", made)
     replace(distributed, "gather_to_main", gather)
     replace(distributed, "broadcast_object", tell)
     replace(distributed, "told_by_main", tell)
@@ -246,10 +256,16 @@ def _own(key: str, rank: int) -> str:
     return re.sub(r"/(windows/\d+|members|pulse)/\d+$", rf"/\1/{rank}", key)
 
 
+_sizes: dict[str, int] = {}  # of the files that all ranks write together
+
+
 def of_rank(value: Any, rank: int) -> Any:
     """What another rank would have said: records of its own files, none of those that rank 0 alone writes."""
     from ds_trainer.checkpoint.protocol.files import FileRecord
+    from ds_trainer.checkpoint.protocol.shared_files import SharedPart
 
+    if type(value) is list and value and isinstance(value[0], SharedPart):  # one wrote the rest, which is zero
+        return [SharedPart(part.name, _sizes[part.name] - part.written if rank == 1 else 0, 0) for part in value]
     if type(value) is list and value and isinstance(value[0], FileRecord):
         names = [name_of_rank(record.name, rank) for record in value]
         return [one._replace(name=name) for one, name in zip(value, names, strict=True) if name != one.name]

@@ -7,9 +7,9 @@ dropped from the page cache before. At the end every rank must hold the same ele
     hand on      one rank reads every tensor and broadcasts it
     everything   each rank reads every tensor and keeps what it holds
 
-A rank holds its shards (ZeRO 3) or everything (ZeRO 0 to 2). Two disks: the one under ``--directory``, and a slow shared
-one, which is SIMULATED: a common rate for all ranks, charged for every requested byte, as if each rank were on a node of
-its own, without a page cache in common. Bytes from the device are what the kernel counts for the ranks
+A rank holds its shards (ZeRO 3) or everything (ZeRO 0 to 2). Two disks: the one under ``--directory``, and a slow
+shared one, which is SIMULATED: a common rate for all ranks, charged for every requested byte, as if each rank were on a
+node of its own, without a page cache in common. Bytes from the device are what the kernel counts for the ranks
 (``/proc/self/io``): of the local disk, also where the slow one is simulated on top of it.
 
     python benchmarks/loading.py --out benchmarks/results/loading.json
@@ -232,10 +232,9 @@ def table(result: dict[str, Any], setting: Setting) -> str:
         "|---|---|---|---|---|---|",
     ]
     for case in result["cases"]:
-        lines.append(
-            f"| {case['disk']} | {case['a rank holds']} | {case['way']} | {case['seconds']:.2f} | {case['requested']:.2f} | "
-            f"{case['from the device']:.2f} |"
-        )
+        names = f"{case['disk']} | {case['a rank holds']} | {case['way']}"
+        numbers = f"{case['seconds']:.2f} | {case['requested']:.2f} | {case['from the device']:.2f}"
+        lines.append(f"| {names} | {numbers} |")
     return "\n".join(lines)
 
 

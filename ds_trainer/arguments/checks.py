@@ -30,6 +30,7 @@ from ds_trainer.arguments.enums import (
     SchedulerType,
     SelfTest,
     TokenCount,
+    VerifyWeights,
     WorkerStart,
 )
 from ds_trainer.arguments.evaluation import evaluation_problems
@@ -62,6 +63,7 @@ CHOICES: dict[str, type[Enum]] = {
     "generation_gather": GenerationGather,
     "save_failure": SaveFailure,
     "self_test": SelfTest,
+    "verify_weights": VerifyWeights,
     "hang_action": HangAction,
     "nonfinite_policy": DivergencePolicy,
     "loss_spike_policy": DivergencePolicy,

@@ -28,6 +28,7 @@ from ds_trainer.arguments.enums import (
     SaveStrategy,
     SchedulerType,
     SelfTest,
+    VerifyWeights,
 )
 from ds_trainer.arguments.generation import generation_problems, is_json
 from ds_trainer.arguments.places import Places
@@ -245,6 +246,11 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     start_from_weights: str | None = _save(
         "(own) Begin with the weights of a checkpoint or of a directory of safetensors, and with nothing else of it."
     )
+    verify_weights: VerifyWeights | str = _save(
+        "(own) When the weights are not what the model's files hold: always stops, never does not look; auto stops "
+        "where the Trainer or zero.Init loaded them, and warns of a model that was loaded whole.",
+        "auto",
+    )
     ignore_data_skip: bool = _save("On resuming, start the data from the beginning.", False)
     restore_callback_states_from_checkpoint: bool = _save(
         "On resuming, callbacks take their constructor's arguments from the checkpoint too, not only their state.",
@@ -255,7 +261,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
         "(own) Of a model that is given by its directory or hub name: arguments of ds_trainer.from_pretrained()."
     )
     allow_new_weights: list[str] | bool = _model(
-        "(own) Names of weights that the model's files may lack, as patterns (classifier.*, or * for all): they are new.",
+        "(own) Names of weights that the model's files may lack, as patterns (classifier.*; * is all): they are new.",
         default_factory=list,
     )
 

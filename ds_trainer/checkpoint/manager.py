@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.pieces.engine_files import engine_contents, read_engine_files
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.pieces.random_states import rank_with_random_state
 from ds_trainer.checkpoint.protocol.choosing import Checkpoint, newest_valid, verified
 from ds_trainer.checkpoint.protocol.contents import Content, Held
@@ -22,7 +23,6 @@ from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
-from ds_trainer.checkpoint.weights.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.writing import save_weights
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.engine.training_engine import TrainingEngine

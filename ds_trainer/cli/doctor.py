@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 HELP = "examine this machine or allocation: versions, disks, limits, clocks, network, gradients"
 DESCRIPTION = """Examine this machine, or under a launcher all ranks of a job (srun ds-trainer doctor; deepspeed
 --module ds_trainer doctor; torchrun -m ds_trainer doctor). With a recipe or arguments: what that run will use; else
-the gradients of ZeRO 0 to 3 in fp32 and bf16. With --load only how fast weights come from a disk. Exit code: 0 nothing fails, 1 something does, 2 wrong use."""
+the gradients of ZeRO 0 to 3 in fp32 and bf16. With --load only how fast weights come from a disk.
+Exit code: 0 nothing fails, 1 something does, 2 wrong use."""
 
 
 def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from ds_trainer.engine.gradient_dtypes import (
     told_to_deepspeed,
 )
 from ds_trainer.engine.loading.creation_memory import bounded_creation
+from ds_trainer.engine.loading.library_state import ShardsModels
 from ds_trainer.engine.loading.placement import weights_in_place
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
@@ -113,6 +114,7 @@ class TrainingEngine:
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
         # DeepSpeed writes this into every checkpoint; what it uses itself it has read by now.
         self.deepspeed.config = without_secrets(self.deepspeed.config)
+        self._library_state = ShardsModels(self.deepspeed.config) if self.stage == 3 else None
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
@@ -241,6 +243,8 @@ class TrainingEngine:
             self.module_guard.close()
         if self._accumulation is not None:
             self._accumulation.close()
+        if self._library_state is not None:
+            self._library_state.close()
         self.deepspeed.destroy()
         forget_layout()
         if self._compiled:

@@ -60,6 +60,8 @@ class RunSummary:
     """How they are counted."""
     peak_flops: float | None = None
     """Operations a second that one device reaches at best; None where nobody knows."""
+    weights: str | None = None
+    """Whether they are what the model's files hold; None where they are of no files."""
     number_format: str = ""
     """Format that the peak belongs to."""
     load: LoadReport | None = None
@@ -78,8 +80,10 @@ def header_lines(summary: RunSummary) -> list[str]:
         ("device", f"{summary.world_size} x {summary.device}"),
         ("output", summary.output_dir),
     ]
-    if summary.load is not None:
-        rows.insert(1, ("weights", load_text(summary.load)))
+    about_weights = [summary.weights] if summary.weights is not None else []
+    about_weights += [load_text(summary.load)] if summary.load is not None else []
+    if about_weights:
+        rows.insert(1, ("weights", "; ".join(about_weights)))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
     if summary.resumed_from is not None:
@@ -104,11 +108,6 @@ def load_text(load: LoadReport) -> str:
     text += f", host peak {human_bytes(load.host_peak_bytes)}"
     if load.device_peak_bytes:
         text += f", device peak {human_bytes(load.device_peak_bytes)}"
-    if load.verified is not None:
-        text += (
-            f"; verified: {load.verified:,} of {tensors}, {load.missing} missing, {load.unexpected} unexpected, in "
-            f"{load.verification_seconds:.3g} s"
-        )
     return text
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.checkpoint.weights.adapters import saves_adapters
-from ds_trainer.checkpoint.weights.model_plan import ModelPlan, NoModelFiles, plan_model
+from ds_trainer.checkpoint.weights.planning import NoModelFiles, plan_model
 from ds_trainer.optim.swapping import swaps_weights
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.sizes import parse_size

@@ -17,8 +17,8 @@ def check_construction(
     """Refuse what contradicts itself, all problems at once.
 
     Raises:
-        ConfigError: no model or two, something that is no model nor its name, two optimizers, an optimizer over a model that is yet
-            to be made, or a collator that cannot be called.
+        ConfigError: no model or two, something that is no model nor its name, two optimizers, an optimizer over a model
+            that is yet to be made, or a collator that cannot be called.
     """
     problems = []
     if (model is None) == (model_init is None):
@@ -26,7 +26,8 @@ def check_construction(
     if model is not None and not isinstance(model, nn.Module) and not is_named(model):
         hint = " Pass the function as model_init." if callable(model) else ""
         problems.append(
-            f"model is a {type(model).__name__}, not a torch.nn.Module, the name of a model, or its configuration.{hint}"
+            f"model is a {type(model).__name__}, not a torch.nn.Module, the name of a model, or its configuration."
+            f"{hint}"
         )
     problems += keras_problems(model)
     placed = getattr(model, "hf_device_map", None)

@@ -55,6 +55,7 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
         peak_flops=peak_of(trainer),
         number_format=number_format(trainer),
         load=trainer.load_report,
+        weights=trainer.weight_check.said,
     )
 
 

@@ -44,7 +44,7 @@ def language_model_config(recipe: Recipe, tokenizer: Tokenizer) -> PretrainedCon
 
 
 def build_language_model(
-    recipe: Recipe, config: PretrainedConfig, seed: int = 42, allow_new_weights: Sequence[str] = ()
+    recipe: Recipe, config: PretrainedConfig, seed: int = 42, allow_new_weights: Sequence[str] | bool = ()
 ) -> PreTrainedModel:
     """The model on meta, with the source of its weights: the files of ``model.path``, or numbers that follow ``seed``.
 

@@ -37,6 +37,7 @@ from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.start import check_start
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
+from ds_trainer.training.weight_check import WeightCheck, note_origin
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
@@ -132,6 +133,7 @@ class Trainer(SearchHooks):
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
         self.is_in_train = False
         self._engine: TrainingEngine | None = None
+        self.weight_check = WeightCheck()
         self._settle()
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
@@ -219,6 +221,7 @@ class Trainer(SearchHooks):
 
     def _build(self, num_training_steps: int) -> None:
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
+        note_origin(self.model)
         adapt_model(self.model, self.args, self.compiled, self.processing_class)
         use_split_attention(self.model, self.layout)
         self.create_optimizer_and_scheduler(num_training_steps)

@@ -15,14 +15,20 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.checkpoint.export.export import export_checkpoint
+from ds_trainer.checkpoint.export.inspection import problems_of
 from ds_trainer.checkpoint.pieces.file import PiecesFile
 from ds_trainer.checkpoint.protocol.manifest import Manifest
+from ds_trainer.checkpoint.weights.description import description_contents
+from ds_trainer.data.tokenizer import load_tokenizer
 from ds_trainer.engine.weights import gathered, saved_tensors
 from tests.support.experts import qwen3_moe
 from tests.support.layouts import PlainAttention
 from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.opens import opened
 from tests.support.pool import pool
-from tests.support.scalar_models import Scalars, clip, collate_pairs, pairs
+from tests.support.runs import trajectory_of
+from tests.support.scalar_models import clip, collate_pairs, pairs
 from tests.support.tensor_models import of_family
 
 SHARD = 8_000  # bytes: several files for a model of some 20,000 parameters
@@ -59,7 +65,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": partial(of_family, "Bert", "BertForMaskedLM", **_BERT),
     "clip": clip,
     "buffered": Buffered,
-    "scalars": Scalars,
 }
 
 Case = tuple[str, dict[str, Any]]
@@ -191,7 +196,7 @@ def test_from_pretrained_gives_the_live_weights(world: int, tmp_path: Path) -> N
         assert written_twice(checkpoint) == [], name
         listed = Manifest.read(checkpoint).files
         assert all(path.name in listed for path in checkpoint.glob("model*")), name
-        if model in ("buffered", "scalars"):
+        if model == "buffered":
             continue
         made = MODELS[model]()
         loaded, report = getattr(transformers, type(made).__name__).from_pretrained(
@@ -202,3 +207,90 @@ def test_from_pretrained_gives_the_live_weights(world: int, tmp_path: Path) -> N
         assert loaded.dtype == dtype, name
         assert equal({key: tensor.detach() for key, tensor in saved_tensors(loaded).items()}, wanted), name
         assert json.loads((checkpoint / "config.json").read_text())["architectures"] == [type(made).__name__]
+
+
+def kept(output_dir: str, checkpoint: str | None, files: str, **arguments: Any) -> tuple[list[str], list[str], Any]:
+    """The names of a checkpoint, the files of pieces and of the model that this rank opened to go on, and the end."""
+    trainer = trainer_of("llama", output_dir, **{"max_steps": 3, "logging_steps": 1, **arguments})
+    with opened(Path(checkpoint or output_dir).resolve()) as names:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    found = trajectory_of(trainer)
+    trainer.engine.close()
+    read = sorted({name for name in names if name.startswith(("rank_", "model-"))})
+    return sorted(path.name for path in Path(files).iterdir()), read, found
+
+
+def test_without_a_model(tmp_path: Path) -> None:
+    """The argument leaves the model out; both kinds of checkpoints are gone on from, in another layout too."""
+    ends = []
+    for name, model in (("with", True), ("without", False)):
+        first = tmp_path / name / "checkpoint-2"
+        arguments: dict[str, Any] = {"zero_stage": 2, "save_model_in_checkpoints": model}
+        names, _, whole = pool(2).run(partial(kept, str(tmp_path / name), None, str(first), **arguments))[0]
+        weights = [file for file in names if file.startswith("model") and file != "model.json"]
+        assert (len(weights) > 3) == model
+        again = pool(2).run(partial(kept, str(tmp_path / f"{name} again"), str(first), str(first), **arguments))
+        for rank, (_, read, end) in enumerate(again):
+            assert [file for file in read if file.startswith("rank_")] == [f"rank_{rank:05d}.safetensors"]
+            assert set(read) <= {f"rank_{rank:05d}.safetensors", *weights}
+            assert any(file.startswith("model-") for file in read) == model
+            assert end.losses == whole.losses
+            assert all(torch.equal(end.weights[key], weight) for key, weight in whole.weights.items())
+        arguments.update(zero_stage=3, per_device_train_batch_size=8)
+        ((_, _, end),) = pool(1).run(
+            partial(kept, str(tmp_path / f"{name} alone"), str(first), str(first), **arguments)
+        )
+        assert end.losses == pytest.approx(whole.losses, abs=1e-5)
+        ends.append(whole)
+    assert ends[0].losses == ends[1].losses
+
+
+def test_what_is_written_grows_by_the_weights(tmp_path: Path) -> None:
+    """Nothing more in float32, the weights in bf16; headers aside."""
+    sizes: dict[str, int] = {}
+    numel = sum(p.numel() for p in tiny_llama().parameters())
+    for name, dtype, model in [(f"{d}{m}", d, m) for d in ("fp32", "bf16") for m in (True, False)]:
+        arguments: dict[str, Any] = {"save_model_in_checkpoints": model, "bf16": dtype == "bf16", "zero_stage": 1}
+        pool(1).run(partial(trained, {name: ("llama", {**arguments, "max_shard_size": "1GB"})}, str(tmp_path)))
+        files = Manifest.read(tmp_path / name / "checkpoint-2").files.values()
+        tensors = [record for record in files if record.name.endswith(".safetensors")]
+        headers = [
+            8 + int.from_bytes((tmp_path / name / "checkpoint-2" / r.name).read_bytes()[:8], "little") for r in tensors
+        ]
+        sizes[name] = sum(record.size for record in tensors) - sum(headers)
+    assert sizes["fp32True"] == sizes["fp32False"] == sizes["bf16False"] == 12 * numel
+    assert sizes["bf16True"] == 14 * numel
+
+
+def test_export_of_a_checkpoint_with_a_model(tmp_path: Path) -> None:
+    """In float32 the masters are in the model's files only."""
+    pool(2).run(partial(trained, {"x": ("llama", {"zero_stage": 3})}, str(tmp_path)))
+    checkpoint = tmp_path / "x" / "checkpoint-2"
+    export_checkpoint(checkpoint, tmp_path / "out", 10**9)
+    assert equal(in_files(tmp_path / "out"), in_files(checkpoint))
+    assert problems_of(checkpoint) == []
+    path = max(checkpoint.glob("model-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert f"{path.name} is damaged" in problems_of(checkpoint)[0]
+
+
+def test_the_tokenizer_of_a_recipe(tmp_path: Path) -> None:
+    """The files that it has itself, under their own names."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b", pad_token="a")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+    found = description_contents(tiny_llama(), load_tokenizer(str(tmp_path)))
+    contents = {content.name: content.data for content in found}
+    assert names | {"model.json", "config.json", "generation_config.json"} == contents.keys()
+    assert contents["chat_template.jinja"] == b"{{ messages }}"
+    of_bytes = {content.name for content in description_contents(tiny_llama(), load_tokenizer("bytes"))}
+    assert of_bytes - contents.keys() == {"byte_tokenizer.json"}

@@ -1,8 +1,8 @@
 """A stand-in of the Hugging Face Hub's API on this machine, for the real client of huggingface_hub.
 
 It keeps repositories, branches, files and commits in memory, knows tokens, and can be told to fail, or to hold requests
-until a test lets them go. Only what a push and a download need is there; anything else is answered with 404. Storage is that of Git
-LFS: :func:`pointed_at` switches the Xet protocol off.
+until a test lets them go. Only what a push and a download need is there; anything else is answered with 404.
+Storage is that of Git LFS: :func:`pointed_at` switches the Xet protocol off.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def _model(name: str) -> nn.Module:
     if name == "t5":
         from transformers import T5ForConditionalGeneration
 
-        sizes: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+        sizes: dict[str, Any] = dict(
+            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0
+        )
         return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
     bert = BertConfig(
         vocab_size=VOCABULARY,
@@ -46,6 +48,8 @@ def _model(name: str) -> nn.Module:
         intermediate_size=24,
         max_position_embeddings=32,
         num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return BertForSequenceClassification(bert) if "classifier" in name else BertForMaskedLM(bert)
 

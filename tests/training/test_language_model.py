@@ -12,7 +12,7 @@ import torch
 
 from ds_trainer.arguments.recipe import DataSpec, ModelSpec, Recipe
 from ds_trainer.data.byte_tokenizer import ByteTokenizer
-from ds_trainer.engine.loading.whole import load_whole
+from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.training.language_model import build_language_model, language_model_config, load_language_model
 from ds_trainer.utils.errors import ConfigError
 
@@ -40,7 +40,7 @@ def refused(wanted: Recipe) -> str:
 
 def loaded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights of a model that was on meta."""
-    load_whole(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     return model.state_dict()
 
 
@@ -118,7 +118,7 @@ def test_random_weights_follow_the_seed() -> None:
 def test_a_saved_model(tmp_path: Path) -> None:
     config = language_model_config(recipe(), ByteTokenizer())
     model = build_language_model(recipe(), config)
-    load_whole(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     ByteTokenizer().save_pretrained(tmp_path)
     wanted = recipe(path=str(tmp_path))

@@ -21,9 +21,9 @@ from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.checkpoint.pieces.file import Arranged, arrange, write_bytes
 from ds_trainer.checkpoint.pieces.in_place import InPlace, write_in_place
+from ds_trainer.checkpoint.pieces.model_plan import StoredTensor
 from ds_trainer.checkpoint.protocol.contents import Content
 from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
-from ds_trainer.checkpoint.weights.model_plan import StoredTensor
 from ds_trainer.engine.state.pieces import Piece
 from ds_trainer.parallel.places import Place
 from ds_trainer.utils import distributed

@@ -39,6 +39,7 @@ class ExpectedWeights:
         model: a transformers model, or any module whose names are those of the files.
         shapes: of every parameter and persistent buffer, whole, by all of its names.
         files: what the weights were loaded from.
+        key_mapping: patterns of names in the files and their replacements, as ``from_pretrained`` takes them.
 
     Attributes:
         shapes: of what the files have, by the names of the model.
@@ -46,13 +47,19 @@ class ExpectedWeights:
         failed: tensors that cannot be converted, with the reason.
     """
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], files: SampledFiles) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: Mapping[str, tuple[int, ...]],
+        files: SampledFiles,
+        key_mapping: Mapping[str, str] | None = None,
+    ) -> None:
         self._model, self._files = model, files
         self._helper = _WithShapes(model, shapes)
         self._groups: dict[str, _Group] = {}
         self._computed: tuple[str, dict[str, torch.Tensor]] | None = None
         self.failed: dict[str, str] = {}
-        groups, unexpected = _grouped(model, shapes, files.tensors)
+        groups, unexpected = _grouped(model, shapes, files.tensors, key_mapping)
         for group in groups:
             try:
                 self._convert(group)
@@ -127,7 +134,9 @@ class _WithShapes:
         return torch.empty(self._shapes[name], device="meta")
 
 
-def _grouped(model: nn.Module, known: Mapping[str, Any], stored: Iterable[str]) -> tuple[list[_Group], set[str]]:
+def _grouped(
+    model: nn.Module, known: Mapping[str, Any], stored: Iterable[str], key_mapping: Mapping[str, str] | None
+) -> tuple[list[_Group], set[str]]:
     """The names in the files by what they become together, and those of which the model knows nothing.
 
     The order and the rules are those of transformers (``core_model_loading.convert_and_load_state_dict_in_model``).
@@ -136,7 +145,7 @@ def _grouped(model: nn.Module, known: Mapping[str, Any], stored: Iterable[str]) 
         return [_Group(name, [("", name)]) for name in stored if name in known], set(stored) - set(known)
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    conversions = list(_conversions(model))
+    conversions = list(_conversions(model, key_mapping))
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -157,11 +166,11 @@ def _grouped(model: nn.Module, known: Mapping[str, Any], stored: Iterable[str]) 
     return list(groups.values()), unexpected
 
 
-def _conversions(model: Any) -> Iterator[Any]:
+def _conversions(model: Any, key_mapping: Mapping[str, str] | None) -> Iterator[Any]:
     """transformers' table for the model, after what a person gave to ``from_pretrained(key_mapping=...)``."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    table = get_model_conversion_mapping(model)
+    table = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     known = {(tuple(entry.source_patterns), tuple(entry.target_patterns)) for entry in table}
     for entry in getattr(model, "_weight_conversions", None) or ():
         if (tuple(entry.source_patterns), tuple(entry.target_patterns)) not in known:

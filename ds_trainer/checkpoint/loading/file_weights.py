@@ -44,6 +44,7 @@ class FileWeights:
         unexpected: keys of the files that the model has no place for and does not declare as known.
         mismatched: tensors whose shapes differ. :meth:`fill` refuses them.
         file_bytes: bytes of all tensors of the files.
+        key_mapping: what :func:`open_weights` was given.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class FileWeights:
         stored: Mapping[str, StoredTensor],
         mapping: NameMapping,
         reader: RangeReader,
+        key_mapping: Mapping[str, str] | None = None,
     ) -> None:
+        self.key_mapping = key_mapping
         self.directory = directory
         self._stored = stored
         self._tensors = mapping.tensors
@@ -258,4 +261,4 @@ def open_weights(
     directory = Path(directory)
     stored = stored_tensors(directory)
     reader = RangeReader(buffer_bytes)
-    return FileWeights(directory, model, stored, map_names(model, stored, key_mapping), reader)
+    return FileWeights(directory, model, stored, map_names(model, stored, key_mapping), reader, key_mapping)

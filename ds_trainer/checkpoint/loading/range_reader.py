@@ -192,7 +192,7 @@ class RangeReader:
 
     def fill_bytes(self, path: Path, begin: int, memory: torch.Tensor) -> None:
         """Read ``memory``, ``uint8[bytes]`` on the CPU, from byte ``begin`` of a file. All reading ends here."""
-        view, position = memoryview(memory.numpy()), 0
+        view, position = memory.numpy().data, 0
         while position < len(view):
             count = os.preadv(self._files[path], [view[position:]], begin + position)
             if count == 0:

@@ -152,7 +152,7 @@ def _read_bin(path: Path) -> dict[str, StoredTensor]:
         begin = storage._checkpoint_offset
         if begin is None or begin + storage.nbytes() > size:
             raise ConfigError(f"{path} is damaged: the elements of {key} are not in it.")
-        offset = begin + tensor.storage_offset() * tensor.dtype.itemsize
+        offset = begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
         kind = TYPES.get(tensor.dtype, str(tensor.dtype))
         found[key] = StoredTensor(path, tensor.dtype, kind, tuple(tensor.shape), tensor.stride(), offset)
     return found

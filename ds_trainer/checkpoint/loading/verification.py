@@ -39,7 +39,8 @@ from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.utils import distributed
 
 if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
+    from ds_trainer.engine.evaluation_engine import EvaluationEngine
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 _NAMED = 8  # names in a message
 _NEAR = 5000  # names among which the nearest is looked for
@@ -104,8 +105,8 @@ class Verification:
             ]
             found.append(
                 f"{_count(self.missing, self.tensors)} in no file of {self.directory}, and would be trained from "
-                f"random numbers: {_listed(near)}. Correct the files or the model's class, or name those that are new in "
-                "allow_new_weights."
+                f"random numbers: {_listed(near)}. Correct the files or the model's class, or name those that are "
+                "new in allow_new_weights."
             )
         if self.misshapen:
             said = [
@@ -142,19 +143,19 @@ def _listed(names: Sequence[str]) -> str:
 def verify_weights(
     model: nn.Module,
     directory: Path,
-    engine: DeepSpeedEngine | None = None,
-    tp_rank: int = 0,
+    engine: TrainingEngine | EvaluationEngine | None = None,
     allowed_new: bool | Sequence[str] = (),
+    key_mapping: Mapping[str, str] | None = None,
 ) -> Verification:
     """Compare what all ranks hold of ``model`` with the files in ``directory``. Collective.
 
     Args:
         model: as the engine holds it: whole, sliced or sharded, on any device.
         directory: holds ``model.safetensors`` or ``pytorch_model.bin``, or several files with their index.
-        engine: the model's, if its optimizer has masters to compare.
-        tp_rank: which slices are here.
+        engine: the model's, if it has one.
         allowed_new: tensors that need not be in the files: their names, those of modules, or patterns with ``*``; True
             for all.
+        key_mapping: what ``from_pretrained`` was given.
 
     Returns:
         What was found; nothing is refused here.
@@ -166,20 +167,23 @@ def verify_weights(
     tensors = [entry for entry in tensors_of(model) if not entry.is_new]
     files = SampledFiles(directory)
     base = base_model(model)
-    expected = ExpectedWeights(base, {name: entry.shape for entry in tensors for name in entry.names}, files)
+    shapes = {name: entry.shape for entry in tensors for name in entry.names}
+    expected = ExpectedWeights(base, shapes, files, key_mapping)
     votes = [_verdict_of_files(entry, expected) for entry in tensors]
-    masters = _compare(tensors, votes, expected, _loaded_as(base), engine, tp_rank)
+    masters = _compare(tensors, votes, expected, _loaded_as(base), engine)
     # One number a tensor, so that all ranks know what any of them found.
     verdicts = distributed.agree(torch.tensor(votes, dtype=torch.int64))
 
-    verified, new = 0, []
+    verified, computed, new = 0, 0, []
     uncomparable: list[str] = []
     missing: list[str] = []
     different: dict[str, int] = {}
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for entry, verdict in zip(tensors, verdicts, strict=True):
         name = entry.names[0]
-        if verdict == _GOOD:
+        if entry.is_buffer and verdict == _MISSING:
+            computed += 1  # its values are the code's own
+        elif verdict == _GOOD:
             verified += 1
         elif verdict == _UNCOMPARABLE:
             uncomparable.append(name)
@@ -193,7 +197,7 @@ def verify_weights(
             different[name] = verdict - _DIFFERENT
     return Verification(
         directory=directory,
-        tensors=len(tensors) - len(new),
+        tensors=len(tensors) - len(new) - computed,
         verified=verified,
         missing=tuple(missing),
         different=different,
@@ -225,16 +229,16 @@ def _compare(
     votes: list[int],
     expected: ExpectedWeights,
     loaded_as: torch.dtype | None,
-    engine: DeepSpeedEngine | None,
-    tp_rank: int,
+    engine: TrainingEngine | EvaluationEngine | None,
 ) -> bool | None:
     """Look at samples of what this rank holds, and note in ``votes`` what differs; whether masters were among it."""
     number_of = {id(entry): number for number, entry in enumerate(tensors)}
+    tp_rank = 0 if engine is None else engine.groups.place.tp
     held = list(held_weights(tensors, tp_rank))
     masters: bool | None = False
-    if engine is not None and engine.basic_optimizer is not None:
+    if engine is not None and engine.deepspeed.basic_optimizer is not None:
         try:
-            stepped = list(held_masters(tensors, engine, tp_rank))
+            stepped = list(held_masters(tensors, engine.deepspeed, tp_rank))
         except UnknownState:
             masters = None
         else:

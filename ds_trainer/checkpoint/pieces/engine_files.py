@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.pieces.content import PiecesContent
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan, StoredTensor
 from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource, shared_source
 from ds_trainer.checkpoint.protocol.contents import Content, Held
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.sharing import Sharing
-from ds_trainer.checkpoint.weights.model_plan import ModelPlan, StoredTensor
 from ds_trainer.engine.state.pieces import Piece, read_pieces, write_pieces, writers_of_replicas
 from ds_trainer.engine.state.progress import read_progress, write_progress
 from ds_trainer.engine.training_engine import TrainingEngine
@@ -35,9 +35,7 @@ def _extras_file(rank: int) -> str:
     return f"extras_{rank:05d}.pt"
 
 
-def engine_contents(
-    engine: TrainingEngine, with_progress: bool, model: ModelPlan | None = None
-) -> Iterator[Content]:
+def engine_contents(engine: TrainingEngine, with_progress: bool, model: ModelPlan | None = None) -> Iterator[Content]:
     """This rank's part of the engine's state, file by file; a file of pieces must be written before the next is taken.
 
     Args:

@@ -1,9 +1,9 @@
 """Pieces of tensors in a file: the safetensors format, with the place of each piece in its metadata.
 
 One rank writes one file (and one more for each group of states that DeepSpeed had swapped out). Any reader of
-safetensors can open it; which elements of which tensor a piece is stands in the metadata under ``places``. A piece whose
-elements are in the model's own weight files bit for bit is not written a second time: ``in_model`` says where the whole
-tensor lies.
+safetensors can open it; which elements of which tensor a piece is stands in the metadata under ``places``. A piece
+whose elements are in the model's own weight files bit for bit is not written a second time: ``in_model`` says where the
+whole tensor lies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ds_trainer.checkpoint.pieces.element_types import TYPES as _TYPES
 from ds_trainer.checkpoint.pieces.element_types import type_of as _dtype
-from ds_trainer.checkpoint.weights.model_plan import StoredTensor
+from ds_trainer.checkpoint.pieces.model_plan import StoredTensor
 from ds_trainer.engine.state.pieces import Piece
 from ds_trainer.parallel.places import Place, copy_common
 
@@ -57,9 +57,7 @@ class Arranged(NamedTuple):
     in_model: list[tuple[StoredTensor, Piece, int]]
 
 
-def arrange(
-    pieces: Sequence[Piece], scalars: Mapping[str, Mapping[str, Any]], stored: Stored = not_stored
-) -> Arranged:
+def arrange(pieces: Sequence[Piece], scalars: Mapping[str, Mapping[str, Any]], stored: Stored = not_stored) -> Arranged:
     """What a file of these pieces is made of; ``scalars`` are read now, of the tensors only types and sizes.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ds_trainer.checkpoint.pieces.model_plan import StoredTensor
 from ds_trainer.checkpoint.protocol.shared_files import SharedFiles, SharedWriter
-from ds_trainer.checkpoint.weights.model_plan import StoredTensor
 from ds_trainer.parallel.places import Place, Rectangle
 
 _CHUNK = 4 * 2**20  # elements that are converted at a time

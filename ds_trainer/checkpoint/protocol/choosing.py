@@ -81,7 +81,9 @@ def _share(manifest: Manifest, sharing: Sharing) -> tuple[list[FileRecord], list
 
     The first are those of the rank of its number, which it will need, and some of the rest; the others are large.
     """
-    own, rest, divided = [], [], []
+    own: list[FileRecord] = []
+    rest: list[FileRecord] = []
+    divided: list[FileRecord] = []
     for record in sorted(manifest.files.values(), key=lambda record: record.size):
         of_rank = re.search(r"rank_?(\d+)\.|_(\d{5})\.", record.name)
         writer = int(of_rank[1] or of_rank[2]) if of_rank else -1

@@ -39,7 +39,7 @@ class SharedFile(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """What a rank wrote of a shared file: how many bytes, and the register of CRC-32 of the file if all else is zero."""
+    """What a rank wrote of a shared file: how many bytes, and the register of the file if all other bytes are zero."""
 
     name: str
     written: int

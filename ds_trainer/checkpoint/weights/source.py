@@ -70,6 +70,11 @@ class WholeTensors:
         return {}
 
 
+def holds_pieces(directory: Path) -> bool:
+    """Whether it is a checkpoint of ours: then its pieces count, whatever else is there."""
+    return next(directory.glob(_PIECES), None) is not None
+
+
 def read_weights(engine: TrainingEngine, directory: Path) -> None:
     """Give ``engine`` the weights in ``directory``, and nothing else of it. Collective.
 

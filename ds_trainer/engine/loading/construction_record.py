@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_trainer.engine.loading.initialization_record import Recorder, Step, TensorRecord, View, storage_of
+from ds_trainer.engine.loading.initialization_record import Recorder, storage_of
+from ds_trainer.engine.loading.initialization_steps import Step, TensorRecord, View
 
 _KEPT_NUMEL = 2**22  # of numbers that a constructor computes, such as `nn.Parameter(torch.ones(n))`
 _RESERVED_BYTES = 2**28

@@ -41,7 +41,7 @@ def empty_parameters() -> Iterator[None]:
     empty = WeakIdKeyDictionary()
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        if param is not None and param.device.type != "meta":
             if param not in empty:
                 empty[param] = _on_meta(param)
                 recorder.register(param, empty[param])

@@ -8,21 +8,27 @@ it touches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from ds_trainer.engine.loading.construction_record import constructed
-from ds_trainer.engine.loading.initialization import all_tensors, global_generator_unchanged, marked_uninitialized
+from ds_trainer.engine.loading.initialization import (
+    all_tensors,
+    global_generator_unchanged,
+    initializes_in_constructor,
+    initializes_modules,
+    marked_uninitialized,
+    untied,
+)
 from ds_trainer.engine.loading.initialization_record import (
     KeepsNumbers,
-    Step,
-    TensorRecord,
     groups_of_computed,
     record_initialization,
     storage_of,
 )
+from ds_trainer.engine.loading.initialization_steps import Step, TensorRecord
 from ds_trainer.parallel.places import Place, copy_common
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -59,9 +65,15 @@ class FreshWeights:
         self._model = model
         self._seed = seed
         self._tensors = _tensors_on_meta(model, names)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self._slots = _slots_of(model, self._tensors)
         self._record = record_initialization(model, self._tensors)
-        for name, tensor in self._tensors.items():
-            self._record.tensors[name] = constructed(tensor) or self._record.tensors[name]
+        watched = {
+            name: record for name, tensor in self._tensors.items() if (record := constructed(tensor)) is not None
+        }
+        if len(watched) < len(self._tensors):
+            _refuse_own_constructor(model)
+        self._record.tensors |= watched
         self._groups = groups_of_computed(self._record)
         self._computed: dict[str, torch.Tensor] = {}
         _refuse([name for name, tensor in self._record.tensors.items() if not tensor.initialized], "")
@@ -72,9 +84,8 @@ class FreshWeights:
     def fill(self, name: str, place: Place, target: torch.Tensor) -> None:
         if name not in self._tensors:
             raise ConfigError(f"{name} is not among the weights that are initialized.")
-        if place.shape != tuple(self._tensors[name].shape):
-            shape = tuple(self._tensors[name].shape)
-            raise ConfigError(f"{name} has shape {shape} in the model, but {place.shape} is asked for.")
+        if place.shape != self._shapes[name]:
+            raise ConfigError(f"{name} has shape {self._shapes[name]} in the model, but {place.shape} is asked for.")
         if name in self._groups:
             copy_common(target, place, self._compute(name), Place.whole(place.shape))
             return
@@ -119,35 +130,48 @@ class FreshWeights:
         return self._computed[name]
 
     def _initialize(self, group: list[str]) -> dict[str, torch.Tensor]:
-        names = {storage_of(self._tensors[name]): name for name in group}
-        slots = [
-            (tensors, key, names[storage_of(tensor)])
-            for module in self._model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for key, tensor in tensors.items()
-            if tensor is not None and storage_of(tensor) in names
-        ]
+        """Make the calls that initialize ``group`` with real tensors in the place of those alone."""
+        slots = [(getattr(module, kind), key, name) for name in group for module, kind, key in self._slots[name]]
+        before = [tensors.get(key) for tensors, key, _ in slots]
         kept = [tensor for tensor in all_tensors(self._model) if not tensor.is_meta]
-        real = {name: _real(self._tensors[name]) for name in group}
+        real = {
+            name: _real(self._tensors[name], self._shapes[name], self._record.tensors[name].dtype) for name in group
+        }
+        call = ""
         try:
             for tensors, key, name in slots:
-                tensors[key] = real[name]  # type: ignore[assignment]
-            with marked_uninitialized(self._model), torch.no_grad(), global_generator_unchanged(), KeepsNumbers(kept):
+                tensors[key] = real[name]
+            with (
+                untied(self._model),
+                marked_uninitialized(self._model),
+                torch.no_grad(),
+                global_generator_unchanged(),
+                KeepsNumbers(kept),
+            ):
                 torch.manual_seed(self._key(group[0], "computed") >> 1)
                 for initializer, touched in self._record.calls:
                     if not touched.isdisjoint(group):
+                        call = initializer.description
                         initializer.call()
-            # An initialization may put another tensor in the place of a parameter.
-            return {
-                name: tensor.detach().reshape(-1)
-                for tensors, key, name in slots
-                if (tensor := tensors[key]) is not None
-            }
+            # An initialization may have put another tensor in the place of a parameter.
+            return {name: tensors[key].detach().reshape(-1) for tensors, key, name in reversed(slots)}
         except Exception as error:
-            raise ConfigError(f"{initializer.description} does not initialize {', '.join(group)}: {error}") from error
+            raise ConfigError(f"{call} does not initialize {', '.join(group)}: {error}") from error
         finally:
-            for tensors, key, name in slots:
-                tensors[key] = self._tensors[name]  # type: ignore[assignment]
+            for (tensors, key, _), tensor in zip(slots, before, strict=True):
+                tensors[key] = tensor
+
+
+def _slots_of(model: nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, list[tuple[nn.Module, str, str]]]:
+    """Where each tensor is: of which modules it is a parameter or buffer, with which key."""
+    names = {storage_of(tensor): name for name, tensor in named.items()}
+    slots: dict[str, list[tuple[nn.Module, str, str]]] = {name: [] for name in named}
+    for module in model.modules():
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None and storage_of(tensor) in names:
+                    slots[names[storage_of(tensor)]].append((module, kind, key))
+    return slots
 
 
 def _tensors_on_meta(model: nn.Module, names: Collection[str] | None) -> dict[str, torch.Tensor]:
@@ -166,6 +190,16 @@ def _tensors_on_meta(model: nn.Module, names: Collection[str] | None) -> dict[st
     return {name: tensor for name, tensor in tensors.items() if name in set(names)}
 
 
+def _refuse_own_constructor(model: nn.Module) -> None:
+    """A constructor that initializes modules in its own way cannot be asked again."""
+    owner = next((module for module in model.modules() if initializes_in_constructor(module)), None)
+    if owner is not None and not any(initializes_modules(module) for module in model.modules()):
+        raise ConfigError(
+            f"{type(owner).__name__} initializes itself in its constructor (`_init_weights`), which nobody watched: "
+            "what it does is not known. Build it with ds_trainer.engine.loading.empty_model.empty_model."
+        )
+
+
 def _refuse(names: list[str], how: str) -> None:
     if names:
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
@@ -176,13 +210,12 @@ def _refuse(names: list[str], how: str) -> None:
         )
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host like this one of the meta device; NaN, where its type has that."""
-    value = float("nan") if tensor.is_floating_point() else 0
-    real = torch.full(tuple(tensor.shape), value, dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    real.__dict__.update({key: item for key, item in tensor.__dict__.items() if key != "_is_hf_initialized"})
+def _real(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the host in the place of ``like``; NaN, where its type has that."""
+    real = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu")
+    if isinstance(like, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=like.requires_grad)
+    real.__dict__.update({key: item for key, item in like.__dict__.items() if key != "_is_hf_initialized"})
     return real
 
 

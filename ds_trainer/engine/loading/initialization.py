@@ -31,7 +31,7 @@ def initializers(model: nn.Module) -> list[Initializer]:
         for module in _children_first(model)
         if (reset := _reset_method(module)) is not None
     ]
-    if any(_initializes_modules(module) for module in model.modules()):
+    if any(initializes_modules(module) for module in model.modules()):
         found += _by_model(model, None, set())
     return found
 
@@ -62,15 +62,21 @@ def _required_arguments(method: Callable[..., Any]) -> int:
     return sum(item.kind in kinds and item.default is inspect.Parameter.empty for item in parameters)
 
 
-def _initializes_modules(module: nn.Module) -> bool:
+def initializes_modules(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which initializes each of its modules with ``_init_weights(module)``."""
     return hasattr(module, "_init_weights") and hasattr(module, "_initialize_weights")
+
+
+def initializes_in_constructor(module: nn.Module) -> bool:
+    """Whether it likely calls an initialization of its own in its constructor, as many models but torch's do."""
+    return not initializes_modules(module) and (hasattr(module, "_init_weights") or hasattr(module, "init_weights"))
 
 
 def _by_model(module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) -> Iterator[Initializer]:
     if module in seen:
         return
     seen.add(module)
-    if _initializes_modules(module):
+    if initializes_modules(module):
         model = module
     for child in module.children():
         yield from _by_model(child, model, seen)
@@ -78,6 +84,29 @@ def _by_model(module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) 
         initialize: Any = model._init_weights
         description = f"{type(model).__name__}._init_weights({type(module).__name__})"
         yield Initializer(module, description, lambda: initialize(module))
+
+
+@contextmanager
+def untied(model: nn.Module) -> Iterator[None]:
+    """Tied weights are apart within: each belongs to the module of its first name, which initializes it.
+
+    So it is in constructors, where modules initialize themselves before they are tied.
+    """
+    seen: set[int] = set()
+    apart = []
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) in seen:
+                    apart.append((module, key, parameter))
+                seen.add(id(parameter))
+    try:
+        for module, key, parameter in apart:
+            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        yield
+    finally:
+        for module, key, parameter in apart:
+            module._parameters[key] = parameter
 
 
 @contextmanager

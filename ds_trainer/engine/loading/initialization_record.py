@@ -6,15 +6,15 @@ on any piece of a tensor.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,9 +24,12 @@ from ds_trainer.engine.loading.initialization import (
     global_generator_unchanged,
     initializers,
     marked_uninitialized,
+    untied,
 )
+from ds_trainer.engine.loading.initialization_steps import Computed, Step, TensorRecord, View
 
 aten = torch.ops.aten
+_IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 _RANDOM = {
     aten.normal_,
@@ -51,93 +54,6 @@ _KINDS: dict[Any, str] = {
 }
 
 
-@dataclass(frozen=True)
-class View:
-    """Which elements of a flat tensor an operation changes; all where ``size`` is None."""
-
-    size: tuple[int, ...] | None = None
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First element, and one behind the last."""
-        assert self.size is not None
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return self.offset, self.offset + last + 1
-
-    @property
-    def has_holes(self) -> bool:
-        """Whether elements between its first and its last do not belong to it."""
-        assert self.size is not None
-        first, behind = self.span
-        return math.prod(self.size) != behind - first
-
-    def mask(self, start: int, stop: int) -> torch.Tensor | None:
-        """Which of the elements ``[start, stop)`` belong to it; None for none of them."""
-        assert self.size is not None
-        first, behind = self.span
-        if behind <= start or stop <= first:
-            return None
-        rest = torch.arange(start - self.offset, stop - self.offset)
-        inside = rest >= 0
-        for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda dim: -dim[1]):
-            index = rest.div(stride, rounding_mode="floor")
-            inside &= index < size
-            rest -= index * stride
-        return inside & (rest == 0)
-
-
-class Step(NamedTuple):
-    """An operation in place on the elements of ``view``, each by itself.
-
-    ``kind`` is ``random``, ``constant``, ``elementwise``, or ``value``: the numbers themselves, as the flat tensor
-    ``arguments[0]``.
-    """
-
-    kind: str
-    operation: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    view: View
-
-
-class Computed(NamedTuple):
-    """Something that is no operation on each element by itself, such as an orthogonal matrix.
-
-    ``sources`` are what the numbers come from: names of tensors, and numbers that stand for random draws.
-    """
-
-    sources: frozenset[str | int]
-
-
-@dataclass
-class TensorRecord:
-    """What the initialization does to one tensor, since it was last overwritten."""
-
-    dtype: torch.dtype
-    numel: int
-    steps: list[Step | Computed] = field(default_factory=list)
-
-    @property
-    def initialized(self) -> bool:
-        """Whether every element gets a number; what is computed shows that when it is."""
-        if self.computed or self.numel == 0:
-            return True
-        reached = 0
-        overwritten = [step.view for step in self.steps if isinstance(step, Step) and step.kind != "elementwise"]
-        for start, stop in sorted((0, self.numel) if view.size is None else view.span for view in overwritten):
-            if start > reached:
-                return False
-            reached = max(reached, stop)
-        return reached == self.numel
-
-    @property
-    def computed(self) -> bool:
-        """Whether it can only be done to the whole tensor."""
-        return any(isinstance(step, Computed) for step in self.steps)
-
-
 @dataclass
 class Record:
     """What the initialization of a model does, by name of the tensor, and which tensors each call touches."""
@@ -155,7 +71,7 @@ def record_initialization(model: nn.Module, names: Mapping[str, torch.Tensor]) -
     wanted = {storage_of(tensor) for tensor in names.values()}
     recorder = Recorder(names, [tensor for tensor in all_tensors(model) if storage_of(tensor) not in wanted])
     record = Record(recorder.tensors)
-    with marked_uninitialized(model), torch.no_grad(), global_generator_unchanged():
+    with untied(model), marked_uninitialized(model), torch.no_grad(), global_generator_unchanged():
         for initializer in initializers(model):
             recorder.start_call()
             with _tensors_put_back(initializer.module) as replaced:
@@ -203,6 +119,15 @@ class KeepsNumbers(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _NotOnMeta(TorchFunctionMode):
+    """Tensors deny that they are on meta: some functions of ``torch.nn.init`` do nothing on those."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(KeepsNumbers):
     """Writes down what happens to ``tensors``, which are on meta; ``kept`` keep their numbers.
 
@@ -219,6 +144,7 @@ class Recorder(KeepsNumbers):
         # What other tensors were computed from. While a weak reference lives, no other storage gets its address.
         self._temporary: dict[int, tuple[StorageWeakRef, frozenset[str | int]]] = {}
         self._draws = 0
+        self._not_on_meta = _NotOnMeta()
         for name, tensor in tensors.items():
             self.tensors[name] = TensorRecord(tensor.dtype, tensor.numel())
             self._names[storage_of(tensor)] = name
@@ -227,11 +153,13 @@ class Recorder(KeepsNumbers):
         # torch draws no truncated normal numbers on meta, and on a device until all fit: it is noted as one step.
         self._truncated_normal = nn.init._no_grad_trunc_normal_
         nn.init._no_grad_trunc_normal_ = self._note_truncated_normal
+        self._not_on_meta.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._not_on_meta.__exit__(*error)
         nn.init._no_grad_trunc_normal_ = self._truncated_normal
 
     def execute(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
@@ -332,7 +260,7 @@ class Recorder(KeepsNumbers):
             return None
         if packet in (aten.copy_, aten.fill_) and isinstance(value := args[1], torch.Tensor):
             # A number that comes as a tensor, as in ``fill_(torch.tensor(1.0))``.
-            if value.numel() != 1 or value.is_meta or self.sources_of(value):
+            if value.numel() != 1 or value.device.type == "meta" or self.sources_of(value):
                 return None
             func, packet, args, kwargs = aten.fill_.Scalar, aten.fill_, (args[0], value.item()), {}
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args[1:], kwargs))):

@@ -23,7 +23,7 @@ from ds_trainer.engine.loading.tensors import (
     place_buffers,
     set_data,
 )
-from ds_trainer.engine.loading.weight_source import WeightSource, attached_weights
+from ds_trainer.engine.loading.weight_source import attached_weights
 from ds_trainer.engine.tensor.repairs import present_if_empty
 from ds_trainer.engine.tensor.slices import is_sliced
 from ds_trainer.parallel.groups import ParallelGroups
@@ -70,6 +70,7 @@ def _place(engine: DeepSpeedEngine, model: nn.Module, groups: ParallelGroups, mp
         Sharder(engine, groups, mpu, dtype).shard(model, source)
         return
     materialize(model, engine.device, dtype, groups)
+    _begin_states(engine.client_optimizer)
     _release_wholes(model, engine.device, dtype)
 
 
@@ -82,7 +83,7 @@ def materialize(
         model: may be cut by tensor parallelism; only slices are asked for.
         device: where they are made.
         dtype: of the parameters; None: each keeps its own.
-        groups: the first rank of each gradient group reads, and somebody broadcasts what it has; None: every rank reads.
+        groups: the first rank of each gradient group reads, and somebody broadcasts; None: every rank reads.
 
     Raises:
         ConfigError: nothing says what they hold.
@@ -107,6 +108,23 @@ def materialize(
                 set_data(parameter, made)
     if source is not None:
         place_buffers(model, source, device)
+
+
+def _begin_states(optimizer: Any) -> None:
+    """States that an optimizer made when it was built over parameters on meta; of torch's, Adagrad does."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            states = optimizer.state.get(parameter, {})
+            if not any(isinstance(state, torch.Tensor) and state.is_meta for state in states.values()):
+                continue
+            if not isinstance(optimizer, torch.optim.Adagrad):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} makes its states when it is built, and the model was on the meta "
+                    "device then. Hand the model in with its weights, or train with zero_stage=3."
+                )
+            states["sum"] = torch.full_like(parameter, group["initial_accumulator_value"])
 
 
 def _release_wholes(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -30,9 +30,6 @@ class LoadReport:
         seconds: from the first parameter until the engine is built, of the slowest rank.
         host_peak_bytes: largest private memory of a process meanwhile, of the rank with the most.
         device_peak_bytes: the same of the device's memory as torch's allocator counts it; 0 on the CPU.
-        verified: tensors that were compared with the files and are equal to them; None where nobody has compared.
-        missing, unexpected: tensors that the files lack, and that the model lacks.
-        verification_seconds: what the comparison took.
     """
 
     source: str
@@ -41,10 +38,6 @@ class LoadReport:
     seconds: float
     host_peak_bytes: int
     device_peak_bytes: int
-    verified: int | None = None
-    missing: int = 0
-    unexpected: int = 0
-    verification_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """What the metrics of a training say of it."""

@@ -7,6 +7,8 @@ makes a shard is DeepSpeed's own ``deepspeed.zero.Init``, with the settings that
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +58,7 @@ class Sharder:
 
     def shard(self, model: nn.Module, source: WeightSource | None) -> None:
         """Make all parameters of ``model`` shards; those on meta get their elements from ``source``."""
+        self._whole = self._buffer_for(model)
         for name, parameter in list(model.named_parameters()):
             with torch.no_grad(), ScalarsAsBytes():
                 if hasattr(parameter, "ds_id"):
@@ -66,6 +69,23 @@ class Sharder:
                     self._shard_from(source, name, parameter)
                 else:
                     self._shard_whole(parameter)
+        del self._whole
+
+    def _buffer_for(self, model: nn.Module) -> torch.Tensor:
+        """Bytes on the device for the largest parameter.
+
+        In one buffer for all of them one after the other; allocated one by one, between shards that stay, they would
+        leave holes that no later one fits into.
+        """
+        sizes = [
+            parameter.numel() * engine_dtype(parameter, self._dtype).itemsize
+            for parameter in model.parameters()
+            if not hasattr(parameter, "ds_id")
+        ]
+        return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
+
+    def _room_for(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._whole[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def _shard_whole(self, parameter: Any) -> None:
         """Of a parameter with elements: those of the first rank count, as where DeepSpeed broadcasts a model.
@@ -75,17 +95,19 @@ class Sharder:
         import torch.distributed as dist
 
         whole, dtype = parameter.data, engine_dtype(parameter, self._dtype)
-        if dist.get_rank(self._groups.gradient) == 0:
-            parameter.data = whole.to(dtype).to(self._device).contiguous()  # cast on the host
-        else:
-            parameter.data = torch.empty(whole.shape, dtype=dtype, device=self._device)
-        del whole  # from here on nothing but the module's owner holds the tensor of before
+        there = whole.dtype == dtype and whole.device == self._device and whole.is_contiguous()
+        reads = dist.get_rank(self._groups.gradient) == 0
+        if not (reads and there):
+            parameter.data = self._room_for(whole.shape, dtype)
+        if reads and not there:
+            parameter.data.copy_(whole)  # cast where it comes from: on the host
+        del whole
         self._init._zero_init_param(parameter)
 
     def _shard_from(self, source: WeightSource, name: str, parameter: Any) -> None:
         """Of a parameter on meta: this rank's elements alone are asked for, and no rank sends any."""
         held, dtype = held_here(name, parameter, self._groups.place.tp), engine_dtype(parameter, self._dtype)
-        set_data(parameter, torch.empty(held.slice_shape, dtype=dtype, device=self._device))
+        set_data(parameter, self._room_for(held.slice_shape, dtype))
         self._init._convert_to_deepspeed_param(parameter)
         fill_from(source, name, self._own_runs(parameter, held), parameter.data.view(-1))
         parameter.partition()
@@ -102,7 +124,7 @@ class Sharder:
         if self._init.zero_param_process_group is None:
             return [own]
         second = run(self._init.rank_in_group, self._init.num_ranks_in_param_group)
-        return [own] if second == own else [own, second]
+        return [second] if second.start <= own.start and own.stop <= second.stop else [own, second]
 
     def _fits(self, parameter: Any) -> bool:
         """Whether a parameter that is sharded already is so as this engine shards: group, type, place, hpZ."""

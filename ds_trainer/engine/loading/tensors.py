@@ -29,7 +29,7 @@ def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
         parameter.data = data
         return
     held: Any = parameter
-    # Python's side of the tensor stays (attributes, weak references of recurrent layers); what torch holds is exchanged.
+    # Python's side of the tensor stays (attributes, weak references of recurrent layers); torch's side is exchanged.
     torch._C._swap_tensor_impl(held, nn.Parameter(data, requires_grad=parameter.requires_grad))
     # Hooks are listed on Python's side and called from torch's: assigning the lists connects them again.
     held._backward_hooks = held._backward_hooks

@@ -40,7 +40,12 @@ def completed_cut(groups: ParallelGroups, whole_logits: bool) -> Iterator[None]:
         if getattr(model, "ds_autotp_parsed", False):
             return original(engine, model, settings)  # by an engine before, and completed then
         given_loss = loss_of_its_own(model)
-        with lora_is_cut(), embeddings_are_cut_in_place(), _on_the_host(settings), _input_embeddings_may_be_missing(model):
+        with (
+            lora_is_cut(),
+            embeddings_are_cut_in_place(),
+            _on_the_host(settings),
+            _input_embeddings_may_be_missing(model),
+        ):
             replaced = original(engine, model, settings)
         mark_sliced_embeddings(model, groups.tp)
         if not any(is_sliced(parameter) for parameter in model.parameters()):

@@ -1,8 +1,8 @@
 """Embeddings that tensor parallelism cuts along their width.
 
 Without a plan DeepSpeed cuts embeddings inside of layers (T5's relative positions, a column for each head). It copies a
-slice to the device and back into a new embedding, which a weight on the meta device cannot do, and an optimizer that was
-built before still has the old one. Here the parameter stays the same and becomes its slice.
+slice to the device and back into a new embedding, which a weight on the meta device cannot do, and the optimizer that
+was built before still has the old one. Here the parameter stays the same and becomes its slice.
 """
 
 from __future__ import annotations

@@ -128,9 +128,7 @@ def _times(rate: Rate, counts: Sequence[int]) -> list[Finding]:
         nodes = -(-count // _RANKS_A_NODE)
         said = f"{human_duration(alone)} (every byte is read once, at this rate for all ranks together)"
         if nodes > 1:
-            said = (
-                f"{human_duration(alone / nodes)} where each of {nodes} nodes gets this rate, {human_duration(alone)} where "
-                "they share it"
-            )
+            each = human_duration(alone / nodes)
+            said = f"{each} where each of {nodes} nodes gets this rate, {human_duration(alone)} where they share it"
         found.append(Finding(Level.OK, f"load by {count} rank{'s' if count > 1 else ''}", said))
     return found

@@ -13,6 +13,7 @@ from ds_trainer.callbacks.state import TrainerState, export_states, restore_stat
 from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
@@ -22,7 +23,6 @@ from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import SaveFailed
 from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.checkpoint.weights.description import description_contents
-from ds_trainer.checkpoint.weights.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
@@ -45,6 +45,7 @@ from ds_trainer.training.resume import (
 from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.trajectory import Changes
+from ds_trainer.training.weight_check import forget_origin
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
@@ -279,13 +280,18 @@ class CheckpointHooks(HubHooks):
         resumption, plan, trainer = self._resumption, self.run_plan, cast("Trainer", self)
         self.evaluation_is_due = resumption is not None and resumption.evaluation_is_due
         if resumption is None:
-            if self.args.start_from_weights is not None:
+            if self.args.start_from_weights is None:
+                self.weight_check.loaded(self.model, self.args, self.engine)
+            else:
                 directory = weights_directory(self.args.start_from_weights)
                 read_weights(self.engine, directory)
+                self.weight_check.restarted(self.model, directory, self.args, self.engine)
                 self._say(f"Weights from {directory}; optimizer, schedule and data begin anew.")
+            forget_origin(self.model)
             self.data_place = DataPlace(trainer, plan, loader)
             self.guard = DivergenceGuard(trainer)
             return
+        forget_origin(self.model)
         changes, path, checkpoints = self._changes, resumption.path, self._checkpoints
         saved = checkpoints.load(path, changes.settings(self.args), states=not changes.optimizer)
         self._restore_state(resumption.state, resumption.position(plan))

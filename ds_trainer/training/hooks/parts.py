@@ -26,6 +26,7 @@ from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerat
 from ds_trainer.training.label_smoothing import LabelSmoother
 from ds_trainer.training.loading.model_argument import MeasuredLoad
 from ds_trainer.training.loss import LossRule
+from ds_trainer.training.weight_check import WeightCheck
 from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.errors import ConfigError
@@ -69,6 +70,8 @@ class Parts:
     stage: Stage
     """The stage of the run whose memory is being measured; an inert one without ``skip_memory_metrics=False``."""
     _memory_tracker: MemoryTracker
+    weight_check: WeightCheck
+    """Whether the weights were what the model's files hold."""
     _engine: TrainingEngine | None
     _evaluation_engine: EvaluationEngine | None = None
     load_report: LoadReport | None = None

@@ -1,4 +1,4 @@
-"""PEFT adapters around a model on meta: the base comes from its files, the adapters from PEFT or from their own file."""
+"""PEFT adapters around a model on meta: the base comes from its files, the adapters from PEFT or their file."""
 
 from __future__ import annotations
 
@@ -89,8 +89,11 @@ def with_saved_adapters(model: nn.Module, source: WeightSource, directory: Path)
     peft = imported_peft()
     base = _names_of(model)
     peft_config = peft.PeftConfig.from_pretrained(str(directory))
-    with _refused_in_words(peft_config, model):
-        wrapped = peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True, low_cpu_mem_usage=True)
+    with _refused_in_words(peft_config, model), _NumbersForAdapters(model, ()):
+        wrapped = peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True, torch_device="cpu")
+    lacking = [n for n, p in wrapped.named_parameters() if id(p) not in base and not p.is_meta and p.isnan().any()]
+    if lacking:
+        raise ConfigError(f"{directory} has no weights for {', '.join(lacking[:4])}, or some that are not finite.")
     return wrapped, _source_of(wrapped, source, base)
 
 
@@ -220,8 +223,8 @@ def _check_numbers(wrapped: nn.Module, base: Mapping[int, str], lent: int) -> No
             unknown.append(name)
     if unknown:
         raise ConfigError(
-            f"peft_config: PEFT computes {', '.join(unknown[:4])}{' ...' if len(unknown) > 4 else ''} from the weights of "
-            f"the base, which are not loaded when the adapters are made. {_REMEDY}"
+            f"peft_config: PEFT computes {', '.join(unknown[:4])}{' ...' if len(unknown) > 4 else ''} from the weights "
+            f"of the base, which are not loaded when the adapters are made. {_REMEDY}"
         )
 
 
@@ -246,7 +249,9 @@ def _refused_in_words(peft_config: Any, model: nn.Module, lent: int = 0) -> Iter
         yield
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         said = " ".join(str(error).split())[:400]
-        hint = f" If they are computed from the weights of the base: those are not loaded yet. {_REMEDY}" if lent else ""
+        hint = (
+            f" If they are computed from the weights of the base: those are not loaded yet. {_REMEDY}" if lent else ""
+        )
         raise ConfigError(
             f"PEFT cannot put {type(peft_config).__name__} around {type(model).__name__}: {said}.{hint}"
         ) from error

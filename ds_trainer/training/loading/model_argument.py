@@ -1,4 +1,4 @@
-"""What a Trainer is given as its model: a module, a directory or hub name, or a configuration; a module comes of each."""
+"""What a Trainer is given as a model: a module, a directory or hub name, or a configuration. Each becomes a module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch import nn
 from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.weights.description import DESCRIPTION_FILE, ModelDescription
+from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.engine.loading.report import LoadReport, load_meter
 from ds_trainer.engine.loading.weight_source import FirstThatHas, attach_weights, attached_weights
-from ds_trainer.engine.loading.whole import load_whole
 from ds_trainer.parallel.places import Place
 from ds_trainer.training.loading.adapters import with_adapters
 from ds_trainer.training.loading.pretrained import from_config, from_pretrained
 from ds_trainer.utils.errors import ConfigError
-
 
 _OF_CONFIGURATIONS = {"auto_class", "dtype"}
 
@@ -75,7 +74,7 @@ def is_on_meta(model: nn.Module) -> bool:
 def put_on_device(model: nn.Module, device: torch.device) -> None:
     """Move all of ``model`` to ``device``; what is on meta is loaded there."""
     if is_on_meta(model):
-        load_whole(model, device)
+        materialize(model, device)
     model.to(device)
 
 

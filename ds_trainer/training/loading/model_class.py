@@ -28,9 +28,7 @@ def class_of(config: Any, auto_class: Any, where: str, trust_remote_code: bool =
         return _fitting(asked, config, where, trust_remote_code)
     names = list(getattr(config, "architectures", None) or ())
     if not names:
-        raise ConfigError(
-            f"{where}: its config.json names no class (architectures). Pass auto_class, one of {_COMMON}"
-        )
+        raise ConfigError(f"{where}: its config.json names no class (architectures). Pass auto_class, one of {_COMMON}")
     found = getattr(transformers, names[0], None)
     if found is not None:
         return found

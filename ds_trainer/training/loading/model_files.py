@@ -96,7 +96,7 @@ class _Download:
 
     def directory(self) -> Path:
         """The folder of the snapshot; downloads what is not there yet."""
-        from huggingface_hub.utils import WeakFileLock
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
         if self._offline:
             return self._fetched()
@@ -156,7 +156,9 @@ class _Download:
     def _explained(self, error: Exception) -> ConfigError:
         name, kind = self._name, type(error).__name__
         what = f"{name!r} is no directory (looked from {Path.cwd()}), and "
-        status: Any = getattr(getattr(error, "response", None), "status_code", None)
+        chain = (error, error.__cause__, error.__context__)
+        codes: list[Any] = [getattr(getattr(one, "response", None), "status_code", None) for one in chain]
+        status = next((code for code in codes if code is not None), None)
         if kind == "HFValidationError":
             return ConfigError(f"{what}no name of a repository of the Hub, such as 'me/my-model'.")
         if kind == "RevisionNotFoundError":

@@ -42,10 +42,11 @@ def new_names(
     other = sorted(name for name in differing if not _allowed(name, allow_new_weights))
     problems = []
     if lost:
+        names = _listed(_with_nearest(lost, unexpected))
         problems.append(
-            f"{where} has no weights for {len(lost)} of {model_class}'s tensors: {_listed(_with_nearest(lost, unexpected))}. "
-            f"If they are new, as a head for another task is, pass {_argument(lost)} to initialize them; else it is the "
-            "directory of another model, or auto_class or key_mapping is wrong."
+            f"{where} has no weights for {len(lost)} of {model_class}'s tensors: {names}. If they are new, as a head "
+            f"for another task is, pass {_argument(lost)} to initialize them; else it is the directory of another "
+            "model, or auto_class or key_mapping is wrong."
         )
     if other:
         shapes = [str(differing[name]) for name in other]

@@ -80,7 +80,9 @@ def from_pretrained(
         saved = SavedAdapters.of(directory)
         given = {"config": config, "allow_new_weights": saved.allowing(allow_new_weights), **config_overrides}
         inside = from_pretrained(saved.base, auto_class or saved.auto_class, **same, **given)  # type: ignore[arg-type]
-        model, source = with_saved_adapters(inside, attached_weights(inside), directory)
+        of_base = attached_weights(inside)
+        assert of_base is not None  # it has just been attached
+        model, source = with_saved_adapters(inside, of_base, directory)
     else:
         loaded = read_config(config, directory, name, trust_remote_code, config_overrides)
         model, source = _with_files(
@@ -93,7 +95,12 @@ def from_pretrained(
 
 
 def from_config(
-    config: Any, auto_class: Any = None, *, dtype: torch.dtype | str | None = None, peft_config: Any = None, seed: int = 42
+    config: Any,
+    auto_class: Any = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    peft_config: Any = None,
+    seed: int = 42,
 ) -> Any:
     """A new model of the architecture ``config``, on meta: its weights are initialized shard by shard.
 
@@ -138,7 +145,9 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
                 place, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{name}: its config.json cannot be used: {' '.join(str(error).split())[:400]}") from error
+            raise ConfigError(
+                f"{name}: its config.json cannot be used: {' '.join(str(error).split())[:400]}"
+            ) from error
     unused = [key for key in unused if key in overrides]
     if unused:
         fields = list(config.to_dict())
@@ -199,8 +208,8 @@ def _read_generation_config(model: Any, directory: Path) -> None:
 def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
     if overrides.get("device_map") is not None:
         raise ConfigError(
-            f"{name}: device_map={overrides['device_map']!r} spreads a model by itself; here ZeRO stage 3 (zero_stage=3) "
-            "or tensor_parallel_size does. Leave it out."
+            f"{name}: device_map={overrides['device_map']!r} spreads a model by itself; here ZeRO stage 3 "
+            "(zero_stage=3) or tensor_parallel_size does. Leave it out."
         )
     asked = [key for key in _QUANTIZED if overrides.get(key)]
     if asked:

@@ -121,7 +121,10 @@ def test_names_of_old_files(tmp_path: Path) -> None:
     """TensorFlow's gamma and beta, torch's old weight norm, a key mapping of the user."""
     for kind, renamed in (
         ("bert", {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
-        ("wav2vec2", {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}),
+        (
+            "wav2vec2",
+            {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"},
+        ),
     ):
         make(kind).save_pretrained(tmp_path)
         state = {}
@@ -243,7 +246,7 @@ class TestNegativeControls:
 
     def test_an_expert_of_another_shape(self, tmp_path: Path) -> None:
         key = "model.layers.1.mlp.experts.7.down_proj.weight"
-        with pytest.raises(ConfigError, match="experts.down_proj cannot be made of model.layers.1.mlp.experts.0.down"):
+        with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be made of model\.layers\.1"):
             self.changed(tmp_path, lambda state: state.update({key: torch.zeros(3, 3)}), "qwen3_moe")
 
     def test_another_shape(self, tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
     write_fused(directory)
     found["fused"] = Case(directory, FusedLlama, KINDS["llama"]()[1])
     transposed = tmp_path_factory.mktemp("bin")
-    state = {key: tensor.transpose(0, -1).contiguous().transpose(0, -1) for key, tensor in found["mixtral"].state.items()}
+    state = {
+        key: tensor.transpose(0, -1).contiguous().transpose(0, -1) for key, tensor in found["mixtral"].state.items()
+    }
     make("mixtral").config.save_pretrained(transposed)
     torch.save(state, transposed / "pytorch_model.bin")
     found["bin"] = Case(transposed, *KINDS["mixtral"]())

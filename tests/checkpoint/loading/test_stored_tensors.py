@@ -83,7 +83,7 @@ def test_an_index(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"names 1 file\(s\) that are not there: y.safetensors"):
         stored_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "aa": "x.safetensors"}}))
-    with pytest.raises(ConfigError, match="says that x.safetensors has aa, which it has not"):
+    with pytest.raises(ConfigError, match=r"says that x\.safetensors has aa, which it has not"):
         stored_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {}}))
     with pytest.raises(ConfigError, match="no weight_map"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def verified(engine: TrainingEngine, path: Path, **keywords: Any) -> Verification:
-    place = engine.groups.place.tp
-    return verify_weights(engine.deepspeed.module, path, engine.deepspeed, place, **keywords)
+    return verify_weights(engine.deepspeed.module, path, engine, **keywords)
 
 
 def all_layouts(path: Path, output_dir: str, layouts: list[dict[str, Any]]) -> list[Verification]:
@@ -200,10 +200,40 @@ def test_what_is_wrong_is_noticed_and_named(stage: int, files: dict[str, Path], 
 
 def slices_of_another_rank(path: Path, output_dir: str) -> Verification:
     with engine_over(loaded(path), output_dir, tensor_parallel_size=2) as engine:
-        return verify_weights(engine.deepspeed.module, path, None, 1 - engine.groups.place.tp)
+        place = engine.groups.place
+        engine.groups = replace(engine.groups, place=place._replace(tp=1 - place.tp))
+        return verified(engine, path)
 
 
 def test_the_slice_of_another_rank_is_noticed(tmp_path: Path) -> None:
     tiny_llama(vocab_size=64).save_pretrained(tmp_path / "model")
     for found in pool(2).run(slices_of_another_rank, tmp_path / "model", str(tmp_path)):
         assert UP in found.different and "model.norm.weight" not in found.different
+
+
+def adapted(path: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"])
+    return get_peft_model(loaded(path), config)
+
+
+def test_of_a_model_with_adapters_the_base_is_compared(files: dict[str, Path], changed: Path) -> None:
+    model = adapted(files["llama"])
+    found = verify_weights(model, files["llama"])
+    assert found.good and (found.verified, found.new, found.unexpected) == (21, (), ())
+    found = verify_weights(model, changed / "renamed")
+    assert (found.missing, found.verified) == ((UP,), 20)
+    with torch.no_grad():
+        model.get_parameter(f"base_model.model.{UP.replace('.weight', '.base_layer.weight')}").zero_()
+    assert verify_weights(model, files["llama"]).different == {UP: 0}
+
+
+def test_bin_files_and_a_base_model_within_another_are_read(files: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "bin"
+    shutil.copytree(files["llama"], path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path / "pytorch_model.bin")
+    found = verify_weights(loaded(path), path)
+    assert found.good and (found.verified, found.unexpected) == (21, ())

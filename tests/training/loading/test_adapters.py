@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_trainer
 from ds_trainer import ConfigError
-from ds_trainer.engine.loading.whole import load_whole
+from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.training.loading.adapters import with_adapters
 from tests.support.saved_models import CLASSES, saved
 
@@ -35,7 +35,7 @@ def expected(directory: str, peft_config: Any, seed: int, kind: str = "AutoModel
 
 
 def check_equal(model: nn.Module, other: nn.Module) -> None:
-    load_whole(model, CPU)
+    materialize(model, CPU)
     ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     assert ours.keys() == theirs.keys()
     assert [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])] == []
@@ -96,7 +96,7 @@ def test_adapters_that_were_saved_are_trained_on(tmp_path: Path) -> None:
     model = ds_trainer.from_pretrained(tmp_path / "adapters", allow_new_weights=["bert.pooler.*"])
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, p in made.named_parameters() if p.requires_grad}
-    load_whole(model, CPU)
+    materialize(model, CPU)
     theirs = dict(made.named_parameters())
     unused = "classifier.original_module"  # of a head that the base did not have
     of_base = {n for n in theirs if "pooler" not in n and unused not in n}
@@ -131,9 +131,11 @@ def test_contradictions_about_adapters(tmp_path: Path) -> None:
     base = saved("llama", tmp_path / "base")
     made = expected(base, lora(), 3)
     made.save_pretrained(str(tmp_path / "adapters"))
-    with pytest.raises(ConfigError, match="Leave out peft_config to train those on"):
+    with pytest.raises(ConfigError, match=r"Leave out peft_config to train those on"):
         ds_trainer.from_pretrained(tmp_path / "adapters", peft_config=lora())
     settings = tmp_path / "adapters" / "adapter_config.json"
-    settings.write_text(settings.read_text().replace(f'"base_model_name_or_path": "{base}"', '"base_model_name_or_path": null'))
-    with pytest.raises(ConfigError, match="does not say what the adapters belong to"):
+    settings.write_text(
+        settings.read_text().replace(f'"base_model_name_or_path": "{base}"', '"base_model_name_or_path": null')
+    )
+    with pytest.raises(ConfigError, match=r"does not say what the adapters belong to"):
         ds_trainer.from_pretrained(tmp_path / "adapters")

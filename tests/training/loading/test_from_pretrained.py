@@ -11,8 +11,8 @@ from torch import nn
 
 import ds_trainer
 from ds_trainer import ConfigError
+from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.engine.loading.weight_source import attached_weights
-from ds_trainer.engine.loading.whole import load_whole
 from tests.support.models import tiny_llama
 from tests.support.saved_models import CLASSES, saved
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def loaded(model: nn.Module) -> dict[str, torch.Tensor]:
     """All tensors of a model that was on meta."""
     assert all(parameter.is_meta for parameter in model.parameters())
-    load_whole(model, CPU)
+    materialize(model, CPU)
     return model.state_dict()
 
 
@@ -47,7 +47,7 @@ def test_it_is_the_model_of_transformers(name: str, dtype: torch.dtype, tmp_path
     assert all(parameter.is_meta for parameter in model.parameters())
     shared = [len({id(p) for p in found.parameters()}) for found in (model, expected)]
     assert shared[0] == shared[1]
-    load_whole(model, CPU)
+    materialize(model, CPU)
     assert [len({id(p) for p in found.parameters()}) for found in (model, expected)] == shared
     assert differences(model, expected) == []
     assert model.config.to_dict() == expected.config.to_dict()
@@ -90,7 +90,7 @@ def test_nothing_is_sharded_before_its_time(tmp_path: Path) -> None:
 def differences_of_files(model: nn.Module, directory: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
-    load_whole(model, CPU)
+    materialize(model, CPU)
     return differences(model, AutoModelForCausalLM.from_pretrained(directory))
 
 
@@ -99,7 +99,7 @@ def test_a_subfolder_and_a_bin_file(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path / "inside")
     torch.save(model.state_dict(), tmp_path / "inside" / "pytorch_model.bin")
     read = ds_trainer.from_pretrained(tmp_path, "AutoModelForCausalLM", subfolder="inside")
-    load_whole(read, CPU)
+    materialize(read, CPU)
     assert differences(read, model.eval()) == []
 
 
@@ -159,7 +159,9 @@ def test_a_renamed_key_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=nearest):
         ds_trainer.from_pretrained(directory)
     mapped = ds_trainer.from_pretrained(directory, key_mapping={"upp_proj": "up_proj"})
-    assert torch.equal(loaded(mapped)["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.upp_proj.weight"])
+    assert torch.equal(
+        loaded(mapped)["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.upp_proj.weight"]
+    )
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -201,25 +203,25 @@ def test_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_directories_that_hold_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory .looked from"):
+    with pytest.raises(ConfigError, match=r"is no directory .looked from"):
         ds_trainer.from_pretrained(str(tmp_path / "gone"))
-    with pytest.raises(ConfigError, match="there is no config.json in"):
+    with pytest.raises(ConfigError, match=r"there is no config.json in"):
         ds_trainer.from_pretrained(tmp_path)
     model: Any = tiny_llama()
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="there are no weights in"):
+    with pytest.raises(ConfigError, match=r"there are no weights in"):
         ds_trainer.from_pretrained(tmp_path)
     saved("llama", tmp_path)
-    with pytest.raises(ConfigError, match="is a file. Name the directory"):
+    with pytest.raises(ConfigError, match=r"is a file. Name the directory"):
         ds_trainer.from_pretrained(tmp_path / "model.safetensors")
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"LlamaForCausalLM"', '"LamaModel"'))
-    with pytest.raises(ConfigError, match="has no LamaModel .architectures"):
+    with pytest.raises(ConfigError, match=r"has no LamaModel .architectures"):
         ds_trainer.from_pretrained(tmp_path)
     config.write_text(config.read_text().replace('"LamaModel"', ""))
-    with pytest.raises(ConfigError, match="its config.json names no class"):
+    with pytest.raises(ConfigError, match=r"its config.json names no class"):
         ds_trainer.from_pretrained(tmp_path)
     assert attached_weights(ds_trainer.from_pretrained(tmp_path, "AutoModelForCausalLM")) is not None
     config.write_text("{")
-    with pytest.raises(ConfigError, match="its config.json cannot be used"):
+    with pytest.raises(ConfigError, match=r"its config.json cannot be used"):
         ds_trainer.from_pretrained(tmp_path)

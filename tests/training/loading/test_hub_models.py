@@ -11,7 +11,7 @@ import torch
 
 import ds_trainer
 from ds_trainer import ConfigError
-from ds_trainer.engine.loading.whole import load_whole
+from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.training.loading.model_files import model_directory
 from tests.support.hub_server import HubServer, Repository, pointed_at
 from tests.support.saved_models import saved
@@ -49,7 +49,7 @@ def test_a_name_is_downloaded_with_what_is_read(hub: HubServer, tmp_path: Path) 
     assert model.name_or_path == NAME
     weights = {path.name for path in Path(directory).glob("*.safetensors")}
     assert len(weights) > 2 and downloads(hub) == weights | {p.name for p in Path(directory).glob("*.json")}
-    load_whole(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     before = len(hub.requests)
@@ -87,15 +87,15 @@ def test_one_process_asks_and_the_others_take_its_files(hub: HubServer, tmp_path
 
 def test_what_cannot_be_had(hub: HubServer, tmp_path: Path) -> None:
     cache = str(tmp_path)
-    with pytest.raises(ConfigError, match="the Hub has no repository of that name"):
+    with pytest.raises(ConfigError, match=r"the Hub has no repository of that name"):
         model_directory("me/gone", cache_dir=cache)
     stored(hub, Path(saved("llama", tmp_path / "model")))
-    with pytest.raises(ConfigError, match="has no revision 'v9'"):
+    with pytest.raises(ConfigError, match=r"has no revision 'v9'"):
         model_directory(NAME, revision="v9", cache_dir=cache)
     hub.fail("GET /api/models/me/llama", 403, times=9)
-    with pytest.raises(ConfigError, match="does not give this token the repository.*hf auth login"):
+    with pytest.raises(ConfigError, match=r"does not give this token the repository.*hf auth login"):
         model_directory(NAME, cache_dir=cache)
-    with pytest.raises(ConfigError, match="no name of a repository of the Hub, such as"):
+    with pytest.raises(ConfigError, match=r"no name of a repository of the Hub, such as"):
         model_directory("me/na me", cache_dir=cache)
 
 

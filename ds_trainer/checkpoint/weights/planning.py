@@ -1,64 +1,22 @@
-"""The model in a checkpoint: which safetensors files there are, and where in them each tensor lies.
-
-All ranks plan alike, from the model alone: names, shapes and types. So each writes its own elements in place, out of
-the same copy of the state that its pieces are written from; nothing is gathered.
-"""
+"""Plans the weight files of the model in a checkpoint, from the model alone: names, shapes and types."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ds_trainer.checkpoint.pieces.element_types import TYPES
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan, StoredTensor
 from ds_trainer.checkpoint.protocol.contents import Held
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, Weight, file_names, header, index_of, plan_files
-from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT, Piece, persistent_buffers
+from ds_trainer.engine.state.pieces import persistent_buffers
 from ds_trainer.engine.weights import full_shape, saved_tensors
 
 
 class NoModelFiles(ValueError):
     """The weights of a model do not follow from its pieces."""
-
-
-class StoredTensor(NamedTuple):
-    """Where a whole tensor lies: ``offset`` bytes from the beginning of ``file``."""
-
-    file: str
-    offset: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """The weight files of one model.
-
-    Attributes:
-        files: with their headers.
-        index: what ``from_pretrained`` reads first; None where there is one file.
-        tensors: by the name of their pieces.
-        max_bytes: largest size of one file.
-    """
-
-    files: Sequence[SharedFile]
-    index: Held | None
-    tensors: dict[str, StoredTensor]
-    max_bytes: int
-
-    def stored(self, piece: Piece, speaks: bool) -> StoredTensor | None:
-        """Where the elements of ``piece`` lie in the model; None where this rank does not write them there.
-
-        Args:
-            piece: any of the engine's.
-            speaks: this rank writes the buffers, of which every rank has its own.
-        """
-        kinds: Collection[str] = (MASTER, WEIGHT, BUFFER) if speaks else (MASTER, WEIGHT)
-        return self.tensors.get(piece.name) if piece.kind in kinds else None
 
 
 def plan_model(model: nn.Module, max_bytes: int) -> ModelPlan:
