@@ -197,11 +197,12 @@ def _figures(ranks: list[dict[str, Any]], looks: list[list[Look]], file_bytes: i
 def table(results: list[dict[str, Any]]) -> str:
     """One line a case; memory in MB."""
     lines = [
-        "| way | ranks | ZeRO | load | peak | holds | peak / holds | all ranks' peaks | read | disk | whole | seconds | gap |",
+        "| way | ranks | ZeRO | load | peak | holds | peak / holds | all peaks | read | disk | whole | seconds | gap |",
         "|---|" + "---:|" * 12,
     ]
     for one in results:
-        memory = f"{one['load_peak'] / MB:,.0f} | {one['peak'] / MB:,.0f} | {one['holds'] / MB:,.0f} | {one['peak_over_holds']:.2f}"
+        memory = " | ".join(f"{one[name] / MB:,.0f}" for name in ("load_peak", "peak", "holds"))
+        memory += f" | {one['peak_over_holds']:.2f}"
         read = f"{one['read']:.2f} | {one['disk']:.2f} | {one['whole']} of {one['parameters']}"
         times = f"{one['seconds']:.1f} | {1000 * one['gap']:.0f} ms"
         head = f"{one['way']} | {one['ranks']} | {one['zero']}"

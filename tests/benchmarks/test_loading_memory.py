@@ -28,9 +28,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("way", [benchmark.THEIRS, benchmark.OURS, benchmark.PATH])
 def test_a_load_takes_no_memory_beside_the_shards(found: dict[str, dict[str, Any]], way: str) -> None:
     figures = found[way]
-    # What does not grow with the model: pieces of the heap, and a parameter that is on its way.
-    assert figures["peak"] <= 1.10 * figures["holds"] + 8 * 2**20
-    assert figures["load_peak"] <= 1.10 * figures["file_bytes"] / 2 + 8 * 2**20
+    # What does not grow with the model: pieces of the heap, and a parameter that is on its way. The buffer of the
+    # files' reader is not used: shards of the files' own type are read straight to their places.
+    assert figures["peak"] <= 1.10 * figures["holds"] + 16 * 2**20
+    assert figures["load_peak"] <= 1.10 * figures["file_bytes"] / 2 + 16 * 2**20
     assert figures["whole"] == 0
     assert figures["parameters"] == 9 * MODEL.layers + 3
     assert figures["read"] <= 1.2
