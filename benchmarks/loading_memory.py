@@ -14,6 +14,7 @@ Definitions, of one rank:
   model has been trained by then: what is imported and made once a process is not counted. *gap*: the longest time
   between two looks.
 * *peak*: the most private memory from the start of the load until the first step begins.
+* *load*: the same until DeepSpeed is about to move the model to the device: shards, and what it took to make them.
 * *holds*: the private memory when the first step begins: shards, masters, gradient buffers.
 * *read*: bytes that all ranks together asked for until the first step, by system calls (``rchar``) or by touching pages
   of a mapped file (growth of ``RssFile`` at its peak), over the size of the weight files; *disk*: what came from the
@@ -166,8 +167,10 @@ def _figures(ranks: list[dict[str, Any]], looks: list[list[Look]], file_bytes: i
         start, first, end = rank["start"], rank["first step"], rank["end"]
         until = [start, *(one for one in seen if start.when <= one.when <= first.when), first]
         step = [first, *(one for one in seen if first.when <= one.when <= end.when), end]
+        configured = rank["seen"].pop("configured")
         figures.append(
             {
+                "load_peak": max(one.private for one in until if one.when <= configured) - start.private,
                 "peak": max(one.private for one in until) - start.private,
                 "peak_after": max(until, key=lambda one: one.private).when - start.when,
                 "holds": first.private - start.private,
@@ -194,11 +197,12 @@ def _figures(ranks: list[dict[str, Any]], looks: list[list[Look]], file_bytes: i
 def table(results: list[dict[str, Any]]) -> str:
     """One line a case; memory in MB."""
     lines = [
-        "| way | ranks | ZeRO | peak | holds | peak / holds | all ranks' peaks | read | disk | whole | seconds | gap |",
-        "|---|" + "---:|" * 11,
+        "| way | ranks | ZeRO | load | peak | holds | peak / holds | all peaks | read | disk | whole | seconds | gap |",
+        "|---|" + "---:|" * 12,
     ]
     for one in results:
-        memory = f"{one['peak'] / MB:,.0f} | {one['holds'] / MB:,.0f} | {one['peak_over_holds']:.2f}"
+        memory = " | ".join(f"{one[name] / MB:,.0f}" for name in ("load_peak", "peak", "holds"))
+        memory += f" | {one['peak_over_holds']:.2f}"
         read = f"{one['read']:.2f} | {one['disk']:.2f} | {one['whole']} of {one['parameters']}"
         times = f"{one['seconds']:.1f} | {1000 * one['gap']:.0f} ms"
         head = f"{one['way']} | {one['ranks']} | {one['zero']}"

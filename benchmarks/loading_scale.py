@@ -123,7 +123,7 @@ def load(
         engine.close()
         ready()
         counts.files_below = directory
-        seen: dict[str, int] = {}
+        seen: dict[str, Any] = {}
         asked, start, done, cpu = asked_for(), look(), counts.now(), time.process_time()
         with seen_when_configured(seen):
             engine, reading = until_the_first_step(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,8 +100,8 @@ class Tokens:
 
 
 @contextmanager
-def seen_when_configured(seen: dict[str, int]) -> Iterator[None]:
-    """Inside, when DeepSpeed is about to move a model to the device: its parameters, those that are whole, their bytes.
+def seen_when_configured(seen: dict[str, Any]) -> Iterator[None]:
+    """Inside, when DeepSpeed is about to move a model to the device: its parameters, those that are whole, the time.
 
     DeepSpeed does that in ``_configure_distributed_model`` (0.19.8: ``runtime/engine.py``); the engine of ds_trainer
     has made the parameters shards by then.
@@ -112,7 +113,7 @@ def seen_when_configured(seen: dict[str, int]) -> Iterator[None]:
     def configure(engine: Any, model: nn.Module) -> None:
         parameters: list[Any] = list(model.parameters())
         whole = [p for p in parameters if not hasattr(p, "ds_id") or p.numel() > 0]
-        seen.update(parameters=len(parameters), whole=len(whole), whole_bytes=sum(p.nbytes for p in whole))
+        seen.update(parameters=len(parameters), whole=len(whole), configured=time.monotonic())
         real(engine, model)
 
     DeepSpeedEngine._configure_distributed_model = configure

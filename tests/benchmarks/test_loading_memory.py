@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.checkpoint.loading.range_reader import BUFFER_BYTES
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
@@ -30,23 +28,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("way", [benchmark.THEIRS, benchmark.OURS, benchmark.PATH])
 def test_a_load_takes_no_memory_beside_the_shards(found: dict[str, dict[str, Any]], way: str) -> None:
     figures = found[way]
-    assert figures["peak"] <= 1.10 * figures["holds"], "the stated buffer is not even used"
+    # What does not grow with the model: pieces of the heap, and a parameter that is on its way. The buffer of the
+    # files' reader is not used: shards of the files' own type are read straight to their places.
+    assert figures["peak"] <= 1.10 * figures["holds"] + 16 * 2**20
+    assert figures["load_peak"] <= 1.10 * figures["file_bytes"] / 2 + 16 * 2**20
     assert figures["whole"] == 0
     assert figures["parameters"] == 9 * MODEL.layers + 3
     assert figures["read"] <= 1.2
     assert figures["loss"] == found[benchmark.THEIRS]["loss"]
-    # Shards, masters, and gradients in float32: 10 bytes a parameter over two ranks.
-    assert figures["holds"] == pytest.approx(5 * figures["file_bytes"] / 2, rel=0.1)
+    # Shards, masters, gradients: 8 bytes a parameter over two ranks.
+    assert figures["holds"] == pytest.approx(4 * figures["file_bytes"] / 2, rel=0.1)
 
 
 def test_a_whole_model_on_every_rank_is_seen(found: dict[str, dict[str, Any]]) -> None:
-    copied, mapped = found[benchmark.COPIED], found[benchmark.THEIRS]
-    assert copied["peak"] > 1.10 * copied["holds"]
-    assert copied["peak"] > mapped["peak"] + 0.3 * copied["file_bytes"]
+    assert found[benchmark.COPIED]["load_peak"] >= 0.95 * found[benchmark.COPIED]["file_bytes"]
 
 
 def test_the_table_has_a_line_for_each_way(found: dict[str, dict[str, Any]]) -> None:
     table = benchmark.table(list(found.values())).splitlines()
     assert len(table) == 2 + len(found)
     assert all(way in line for way, line in zip(found, table[2:], strict=True))
-    assert BUFFER_BYTES == 64 * 2**20
