@@ -78,6 +78,10 @@ def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, stor
                 check_own_devices(store, info, uuid, timeout)
             place["device_id"] = device
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, **place)
+        if device_type == "cpu" and info.world_size > 1:
+            # Of two ranks gloo has one call the other, by their addresses. If the caller dies before it has called, the
+            # other one waits until the time limit. So they talk once while all of them are there.
+            dist.barrier()
 
 
 def _first_store(info: RankInfo, timeout: timedelta) -> Any:

@@ -99,7 +99,7 @@ RANK = """
 """
 
 
-# A rank dies before the other one has ever exchanged anything with it.
+# A rank dies before the other one has exchanged anything with it since the start.
 DIES = """
     import os, signal, time, torch, torch.distributed as dist
     from ds_trainer.engine.process_group import start_process_group
@@ -151,7 +151,7 @@ def test_connections_that_were_made_later_are_ended_too() -> None:
         assert output.startswith("awake") and float(output.split()[1]) < 10
 
 
-def test_a_rank_that_died_before_it_was_connected_is_no_hang() -> None:
+def test_a_rank_that_dies_before_the_first_exchange_is_no_hang() -> None:
     first, _ = run(DIES, 2)
     assert first.startswith("failed") and float(first.split()[1]) < 20
 
