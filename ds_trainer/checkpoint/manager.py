@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.pieces.engine_files import engine_contents, read_engine_files
-from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.pieces.random_states import rank_with_random_state
 from ds_trainer.checkpoint.protocol.choosing import Checkpoint, newest_valid, verified
 from ds_trainer.checkpoint.protocol.contents import Content, Held
@@ -25,12 +25,14 @@ from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
-from ds_trainer.checkpoint.weights.adapters import adapter_contents
+from ds_trainer.checkpoint.weights.adapters import adapter_contents, adapter_tensors, saves_adapters
 from ds_trainer.checkpoint.weights.base import BaseDigest
+from ds_trainer.checkpoint.weights.save_size import SaveSize, size_of_save
 from ds_trainer.checkpoint.weights.writing import save_weights
 from ds_trainer.engine.state.pieces import frozen_pieces
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.engine.weights import full_numel
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -151,6 +153,20 @@ class CheckpointManager:
             return path
 
         return write
+
+    def size(self) -> SaveSize:
+        """Of a checkpoint as it would be written now. Collective; all of the state must be in memory.
+
+        Raises:
+            UnknownState: only DeepSpeed knows how to write its state.
+        """
+        module: Any = self.engine.deepspeed.module
+        adapters = adapter_tensors(module).values() if saves_adapters(module) and self.sharing.commits else ()
+        beside = sum(full_numel(tensor) * tensor.element_size() for tensor in adapters)
+        frozen = FrozenFiles(self.frozen.names)
+        left_out = () if self._left_out is None else self._left_out.tensors
+        contents = engine_contents(self.engine, False, self.model, frozen, left_out)
+        return size_of_save(contents, self.model, beside)
 
     def engine_contents(self) -> Iterator[Content] | None:
         """This rank's part of the engine's state; None where only DeepSpeed knows how to write it."""

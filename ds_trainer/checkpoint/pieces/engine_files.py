@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.pieces.content import PiecesContent
-from ds_trainer.checkpoint.pieces.model_plan import ModelPlan, StoredTensor
 from ds_trainer.checkpoint.pieces.frozen import FrozenContent, FrozenFiles
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan, StoredTensor
 from ds_trainer.checkpoint.pieces.source import OnlyWeights, PiecesSource, shared_source
 from ds_trainer.checkpoint.protocol.contents import Content, Held
 from ds_trainer.checkpoint.protocol.pickles import load_pickle

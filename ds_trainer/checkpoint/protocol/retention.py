@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,3 +76,8 @@ def _files_on_disk(checkpoint: Path) -> dict[tuple[int, int], int]:
     """Bytes of each file of a checkpoint, by what it is on the disk, whatever its names."""
     found = [path.stat() for path in checkpoint.rglob("*") if path.is_file()]
     return {(file.st_dev, file.st_ino): file.st_size for file in found}
+
+
+def bytes_on_disk(checkpoints: Iterable[Path]) -> int:
+    """Bytes of these directories; a file that several share counts once."""
+    return sum({key: size for path in checkpoints for key, size in _files_on_disk(path).items()}.values())

@@ -13,8 +13,8 @@ from ds_trainer.callbacks.state import TrainerState, export_states, restore_stat
 from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
-from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
@@ -28,6 +28,8 @@ from ds_trainer.checkpoint.weights.description import description_contents
 from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
+from ds_trainer.engine.state.pieces import all_in_memory
+from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.checkpoint_model import plan_of_checkpoints
@@ -46,6 +48,7 @@ from ds_trainer.training.resume import (
 )
 from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.save_size import announce
 from ds_trainer.training.trajectory import Changes
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -184,6 +187,17 @@ class CheckpointHooks(HubHooks):
             frozen = self.frozen_files.names
             self._planned = plan_of_checkpoints(self.model, self.optimizer, self.args, self._sharing, frozen)
         return self._planned[0]
+
+    def announce_size(self) -> None:
+        """Say how large a checkpoint is; nothing where DeepSpeed has swapped states out, or writes them. Collective."""
+        if self.args.save_only_model:
+            return
+        try:
+            size = self._checkpoints.size() if all_in_memory(self.engine) else None
+        except UnknownState:
+            return
+        if size is not None and self.is_world_process_zero():
+            print(announce(size, self._output_dir, self.args.save_total_limit), flush=True)
 
     def keep_best(self) -> None:
         """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
