@@ -34,7 +34,7 @@ BETTER: dict[str, str] = {
     "load_best_model_at_end": "Weights and optimizer state, under every ZeRO stage.",
     "metric_for_best_model": "The main process's value decides, so that ranks agree.",
     "save_on_each_node": "Checkpoints too: each machine commits its own directory, and a resume needs all of them.",
-    "save_total_limit": "Never removes the last whole one, nor the best.",
+    "save_total_limit": "Also a size, as '500GB'. Never removes the last whole one, nor the best.",
     "save_keep_every": "An addition: some checkpoints stay for ever.",
     "trust_checkpoint": "An addition: files of strangers run no code unless you say so.",
     "hang_timeout": "An addition: a hung job says which rank it waits for; first steps, evaluations and saves have "

@@ -216,7 +216,9 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     save_on_each_node: bool = _save(
         "output_dir is on a disk of each machine: write there what its ranks hold, and what exists once.", False
     )
-    save_total_limit: int | None = _save("Keep at most this many checkpoints; the oldest go first.")
+    save_total_limit: int | str | None = _save(
+        "Keep at most this many checkpoints, or as many as fit into a size as '500GB'; the oldest go first."
+    )
     save_keep_every: int | None = _save(
         "(own) Checkpoints of steps that are a multiple of this stay, and do not count for save_total_limit."
     )

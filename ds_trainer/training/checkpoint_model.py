@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
@@ -21,7 +22,7 @@ logger = get_logger(__name__)
 
 
 def plan_of_checkpoints(
-    model: nn.Module, optimizer: Any, args: TrainingArguments, sharing: Sharing
+    model: nn.Module, optimizer: Any, args: TrainingArguments, sharing: Sharing, frozen: Collection[str]
 ) -> tuple[ModelPlan | None]:
     """The weight files of each checkpoint; None where it has none, of which rank 0 says why. Alike on all ranks."""
     if not args.save_model_in_checkpoints or args.save_only_model or saves_adapters(model):
@@ -33,7 +34,7 @@ def plan_of_checkpoints(
         reason = f"{type(optimizer).__name__} evaluates other weights than it trains; save_model() writes those"
     else:
         try:
-            return (plan_model(model, parse_size(args.max_shard_size)),)
+            return (plan_model(model, parse_size(args.max_shard_size), frozen),)
         except NoModelFiles as error:
             reason = str(error)
     if sharing.rank == 0:

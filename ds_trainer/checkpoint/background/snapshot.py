@@ -20,6 +20,7 @@ import torch
 from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.checkpoint.pieces.file import Arranged, arrange, write_bytes
+from ds_trainer.checkpoint.pieces.frozen import FrozenContent
 from ds_trainer.checkpoint.pieces.in_place import InPlace, write_in_place
 from ds_trainer.checkpoint.pieces.model_plan import StoredTensor
 from ds_trainer.checkpoint.protocol.contents import Content
@@ -102,7 +103,9 @@ class Snapshot:
         self._stream = torch.cuda.Stream() if cuda else None
         files = 0
         for content in contents:
-            if isinstance(content, PiecesContent):
+            if isinstance(content, FrozenContent):  # copied once: its memory is let go with this snapshot
+                content = self._copy(content, Arena(), 0, lambda piece: False)
+            elif isinstance(content, PiecesContent):
                 # Pieces of a second file have been swapped in for this moment only.
                 content = self._copy(content, arena, files, waits if files == 0 else lambda piece: False)
                 files += 1
@@ -168,8 +171,14 @@ class Snapshot:
 
 
 def sizes_of(contents: Iterable[Content]) -> list[int]:
-    """Bytes of the tensors in each file of pieces."""
-    return [sum(p.tensor.nbytes for p in content.pieces) for content in contents if isinstance(content, PiecesContent)]
+    """Bytes of the tensors in each file of pieces that every save writes; frozen weights are not among them."""
+    found = [one for one in contents if isinstance(one, PiecesContent) and not isinstance(one, FrozenContent)]
+    return [sum(p.tensor.nbytes for p in content.pieces) for content in found]
+
+
+def frozen_bytes(contents: Iterable[Content]) -> int:
+    """Bytes of the frozen weights, of which the first save has a copy until it is written."""
+    return sum(p.tensor.nbytes for one in contents if isinstance(one, FrozenContent) for p in one.pieces)
 
 
 def fits_in_memory(needed: int) -> bool:

@@ -34,12 +34,14 @@ class ModelPlan:
         index: what ``from_pretrained`` reads first; None where there is one file.
         tensors: by the name of their pieces.
         max_bytes: largest size of one file.
+        frozen: names of files that hold nothing but weights that stay as they are.
     """
 
     files: Sequence[SharedFile]
     index: Held | None
     tensors: dict[str, StoredTensor]
     max_bytes: int
+    frozen: frozenset[str] = frozenset()
 
     def stored(self, piece: Piece, speaks: bool) -> StoredTensor | None:
         """Where the elements of ``piece`` lie in the model; None where this rank does not write them there.

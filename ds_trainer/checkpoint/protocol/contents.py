@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 
+from ds_trainer.checkpoint.protocol.files import Stored
 from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 
 
@@ -62,3 +63,27 @@ class Made:
 
     def write(self, stream: BinaryIO) -> None:
         stream.write(self.make())
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """What earlier checkpoints hold: linked to, and written again only where that cannot be done.
+
+    Attributes:
+        content: what is written then.
+        stored: the earlier file; None where it is written again in any case, and only shared files are linked to.
+    """
+
+    content: Content
+    stored: Stored | None
+
+    @property
+    def name(self) -> str:
+        return self.content.name
+
+    def write(self, stream: BinaryIO) -> None:
+        self.content.write(stream)
+
+    def write_shared(self, files: SharedFiles) -> None:
+        if isinstance(self.content, WritesShared):
+            self.content.write_shared(files)

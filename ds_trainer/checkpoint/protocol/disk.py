@@ -70,6 +70,11 @@ def flush_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name, in the same file system."""
+    os.link(source, target)
+
+
 def rename(source: Path, target: Path) -> None:
     """Give a file or directory another name; a file of that name is replaced."""
     os.rename(source, target)

@@ -33,6 +33,31 @@ class FileRecord(NamedTuple):
     crc32: int
 
 
+class Stored(NamedTuple):
+    """A file of an earlier checkpoint.
+
+    Attributes:
+        path: of the file.
+        record: what the manifest beside it says of it.
+        head: its first bytes.
+    """
+
+    path: Path
+    record: FileRecord
+    head: bytes
+
+    def link(self, target: Path) -> bool:
+        """Give it a second name; whether that could be done."""
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                if self.path.stat().st_size != self.record.size or stream.read(len(self.head)) != self.head:
+                    return False
+            disk.link(self.path, target)
+        except OSError:  # gone, on another file system, or one without links: it is written anew
+            return False
+        return True
+
+
 class CheckpointFiles:
     """Writes files into a directory.
 
@@ -64,7 +89,16 @@ class CheckpointFiles:
             stream.flush_to_disk()
         finally:
             stream.close()
+        if path.parent != self.directory:
+            disk.flush_file(path.parent)
         self.records.append(FileRecord(name, stream.size, stream.crc32))
+
+    def link(self, name: str, stored: Stored) -> bool:
+        """Take in a file of an earlier checkpoint by a second name; whether that could be done."""
+        linked = stored.link(self.directory / name)
+        if linked:
+            self.records.append(stored.record)
+        return linked
 
     def adopt(self, name: str) -> None:
         """Take in a file that was written by something else: it is read, summed and flushed to the disk."""

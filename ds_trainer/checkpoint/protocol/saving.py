@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.contents import Content, WritesShared
+from ds_trainer.checkpoint.protocol.contents import Content, Unchanged, WritesShared
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, checkpoint_name
 from ds_trainer.checkpoint.protocol.files import CheckpointFiles, FileRecord
 from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, versions
@@ -45,18 +45,22 @@ class SaveFailed(RuntimeError):
 
 
 class _Begun(NamedTuple):
-    """What the first rank of a directory says when it has begun: name of the hidden directory, and what to call it."""
+    """What the first rank of a directory says when it has begun: name of the hidden directory, what to call it, and
+    which shared files it has linked to."""
 
     name: str
     generation: int
     save_id: str
+    linked: list[str]
 
 
-def _known(begun: list[Any]) -> tuple[list[tuple[int, str]], dict[str, Any]]:
-    """What all ranks are told: the hidden directories, by the rank that made each; what all manifests say."""
+def _known(begun: list[Any]) -> tuple[list[tuple[int, str]], list[str], dict[str, Any]]:
+    """What all ranks are told: the hidden directories, by the rank that made each; the shared files in them that were
+    linked to; what all manifests say."""
     made = [(rank, _Begun(*one)) for rank, one in enumerate(begun) if one is not None]
     generation = max(one.generation for _, one in made)
-    return [(rank, one.name) for rank, one in made], {"generation": generation, "save_id": made[0][1].save_id}
+    names, linked = [(rank, one.name) for rank, one in made], made[0][1].linked
+    return names, linked, {"generation": generation, "save_id": made[0][1].save_id}
 
 
 class CheckpointSave:
@@ -71,6 +75,9 @@ class CheckpointSave:
         messages: how ranks hear from each other; from another thread than the training's it must not be collectives of
             the same process group.
         shared: files that all ranks write together, alike on all of them; only where all share one directory.
+
+    Attributes:
+        written: records of this rank's files; on the rank that lists them, of all.
     """
 
     def __init__(
@@ -94,6 +101,8 @@ class CheckpointSave:
         self._parts: list[Any] = []  # of shared files, of all ranks, on rank 0
         self._partial: Path | None = None
         self._replaced: Path | None = None
+        self._linked: list[str] = []  # shared files that lie in an earlier checkpoint
+        self.written: list[FileRecord] = []
         self._records: list[FileRecord] = []  # of all files in the directory, on the rank that lists them
 
     def run(self, contents: Iterable[Content], by_others: Callable[[Path], None] | None = None) -> Path:
@@ -110,7 +119,7 @@ class CheckpointSave:
             SaveFailed: something failed on some rank.
         """
         try:
-            names, known = self._together("make a directory for it", self._begin, _known)
+            names, self._linked, known = self._together("make a directory for it", self._begin, _known)
             partial = self._directory.path / dict(names)[self._sharing.first]
             if by_others is not None:
                 by_others(partial)
@@ -135,16 +144,19 @@ class CheckpointSave:
         generation = self._directory.next_generation()
         self._partial = self._directory.begin(self._step)
         self._made = SharedFiles(self._partial, self._shared)
-        self._made.make()
-        return _Begun(self._partial.name, generation, uuid.uuid4().hex)
+        linked = self._made.make()
+        return _Begun(self._partial.name, generation, uuid.uuid4().hex, linked)
 
     def _write(self, partial: Path, contents: Iterable[Content]) -> tuple[list[FileRecord], list[Any]]:
         files, shared = CheckpointFiles(partial), self._made or SharedFiles(partial, self._shared)
         for content in contents:
-            with files.create(content.name) as stream:
-                content.write(stream)
-            if self._shared and isinstance(content, WritesShared):
+            unchanged = content if isinstance(content, Unchanged) else None
+            if unchanged is None or unchanged.stored is None or not files.link(content.name, unchanged.stored):
+                with files.create(content.name) as stream:
+                    content.write(stream)
+            if self._shared and isinstance(content, WritesShared) and not (unchanged and self._linked):
                 content.write_shared(shared)
+        self.written = files.records
         return files.records, list(shared.parts.values())
 
     def _collect(self, written: Sequence[Sequence[Any]]) -> list[Any] | None:
@@ -162,7 +174,8 @@ class CheckpointSave:
         if not self._sharing.commits:
             return
         files = CheckpointFiles(partial)
-        self._records += put_together(self._shared, self._parts)
+        self._records += put_together(self._shared, self._parts, self._linked)
+        self.written = self._records
         listed = {record.name for record in self._records}
         found = [path for path in sorted(partial.rglob("*")) if search and path.is_file()]
         for name in (path.relative_to(partial).as_posix() for path in found):

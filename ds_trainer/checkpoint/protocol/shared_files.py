@@ -7,7 +7,7 @@ the sums together (:mod:`~ds_trainer.checkpoint.protocol.crc32`): one number a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.crc32 import finished, register, register_of_rows, shifted
-from ds_trainer.checkpoint.protocol.files import FileRecord
+from ds_trainer.checkpoint.protocol.files import FileRecord, Stored
 from ds_trainer.utils.threads import new_executor
 
 _LARGE = 2**20  # bytes from which a part is summed beside its writing
@@ -31,11 +31,13 @@ class SharedFile(NamedTuple):
         name: in the checkpoint's directory.
         size: bytes, with those of ``head``.
         head: its first bytes, which the rank writes that makes it.
+        stored: where all of it lies already, in an earlier checkpoint.
     """
 
     name: str
     size: int
     head: bytes
+    stored: Stored | None = None
 
 
 class SharedPart(NamedTuple):
@@ -109,13 +111,27 @@ class SharedFiles:
         self._files = {file.name: file for file in files}
         self.parts: dict[str, SharedPart] = {}
 
-    def make(self) -> None:
+    def make(self) -> list[str]:
         """Make all files at their full size; one rank does, before the others write.
+
+        Returns:
+            Names of those that were linked to, which nobody may write: all that are stored already, or none.
 
         Raises:
             OSError: one exists, or the disk has no room for it.
         """
+        linked: list[str] = []
+        offered = [file for file in self._files.values() if file.stored is not None]
+        for file in offered:
+            if file.stored is None or not file.stored.link(self._directory / file.name):
+                for name in linked:
+                    disk.remove_file(self._directory / name)
+                linked = []
+                break
+            linked.append(file.name)
         for file in self._files.values():
+            if file.name in linked:
+                continue
             descriptor = disk.open_new(self._directory / file.name)
             writer = SharedWriter(descriptor, file.size)
             try:
@@ -125,6 +141,7 @@ class SharedFiles:
             finally:
                 writer.close()
             self._note(file.name, writer)
+        return linked
 
     @contextmanager
     def open(self, name: str) -> Iterator[SharedWriter]:
@@ -147,12 +164,16 @@ class SharedFiles:
         self.parts[name] = SharedPart(name, before.written + writer.written, before.register ^ writer.register)
 
 
-def put_together(files: Sequence[SharedFile], parts: Iterable[Sequence[Any]]) -> list[FileRecord]:
-    """The records of shared files, from the parts of all ranks.
+def put_together(
+    files: Sequence[SharedFile], parts: Iterable[Sequence[Any]], linked: Collection[str] = ()
+) -> list[FileRecord]:
+    """The records of shared files, from the parts of all ranks; of those that were ``linked`` as they were stored.
 
     Raises:
         ValueError: not every byte of a file was written, or some were written twice.
     """
+    earlier = [file.stored.record for file in files if file.stored is not None and file.name in linked]
+    files = [file for file in files if file.name not in linked]
     written, found = {file.name: 0 for file in files}, {file.name: 0 for file in files}
     for name, size, one in parts:
         written[name] += size
@@ -160,4 +181,4 @@ def put_together(files: Sequence[SharedFile], parts: Iterable[Sequence[Any]]) ->
     for file in files:
         if written[file.name] != file.size:
             raise ValueError(f"{file.name} has {file.size} bytes, and all ranks together wrote {written[file.name]}")
-    return [FileRecord(file.name, file.size, finished(found[file.name], file.size)) for file in files]
+    return earlier + [FileRecord(file.name, file.size, finished(found[file.name], file.size)) for file in files]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.engine.weights import full_shape, gathered
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
-WEIGHTS_FILE = "adapter_model.safetensors"
+WEIGHTS_FILE, CONFIGURATION_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 def saves_adapters(model: Any) -> bool:
@@ -24,6 +29,74 @@ def saves_adapters(model: Any) -> bool:
     """
     peft = sys.modules.get("peft")
     return bool(peft and isinstance(model, peft.PeftModel)) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def base_names(model: Any) -> frozenset[str]:
+    """Parameters of an adapter model that belong to its frozen base; none of any other model.
+
+    A checkpoint of such a model does not hold them.
+    """
+    if not saves_adapters(model):
+        return frozenset()
+    adapted = {id(tensor) for tensor in adapter_tensors(model).values()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) not in adapted)
+
+
+def adapter_contents(model: Any, writes: bool) -> list[Content]:
+    """Each adapter's weights and configuration as files of a checkpoint; the bytes are made when they are written.
+
+    Collective: the adapters, which are small, are gathered. None of a model that is saved whole.
+
+    Args:
+        model: any module.
+        writes: this rank writes them; the others get no files.
+    """
+    if not saves_adapters(model):
+        return []
+    tensors = adapter_tensors(model)
+    prompts = computed_prompts(model)
+    with gathered([tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]):
+        whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if writes else {}
+    if not writes:
+        return []
+    with _said_beforehand(model, prompts):
+        written = list(_as_written(model, whole, Path()))
+    files: list[Content] = []
+    for (folder, found), config in zip(written, _configurations(model), strict=True):
+        files.append(Made((folder / WEIGHTS_FILE).as_posix(), partial(_weights_file, found)))
+        files.append(Held((folder / CONFIGURATION_FILE).as_posix(), config))
+    return files
+
+
+def _weights_file(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    return save({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+
+
+def _configurations(model: Any) -> Iterator[bytes]:
+    """Each adapter's ``adapter_config.json``, in the order of :func:`_as_written`, as its library writes it."""
+    put_in = getattr(model, "_hf_peft_config_loaded", False)
+    for name, present in model.peft_config.items():
+        if put_in and name not in _active(model):
+            continue
+        config, mapping = copy.copy(present), None
+        if not put_in:
+            inner = model.get_base_model()
+            config.base_model_name_or_path = present.base_model_name_or_path or getattr(inner, "name_or_path", None)
+            config.base_model_name_or_path = config.base_model_name_or_path or None
+            config.inference_mode = True
+            if config.task_type is None:
+                kind = type(inner)
+                mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder, auto_mapping_dict=mapping)
+            yield (Path(folder) / CONFIGURATION_FILE).read_bytes()
+
+
+def _active(model: Any) -> list[str]:
+    using = model.active_adapters
+    return list(using() if callable(using) else using)
 
 
 def save_adapters(model: Any, directory: Path) -> None:
@@ -65,14 +138,9 @@ def write_adapters(
     for name, shape in shapes.items():
         if tuple(whole[name].shape) != tuple(shape):
             raise ConfigError(f"{name} should be {list(shape)}, but what arrived is {list(whole[name].shape)}.")
-    if prompts:
-        model.get_prompt_embedding_to_save = prompts.__getitem__
-    try:
+    with _said_beforehand(model, prompts):
         model.save_pretrained(str(directory), state_dict=dict(whole))
         written = list(_as_written(model, dict(whole), directory))
-    finally:
-        if prompts:
-            del model.get_prompt_embedding_to_save
     for folder, wanted in written:
         path = folder / WEIGHTS_FILE
         found = load_file(path) if path.is_file() else {}
@@ -86,6 +154,18 @@ def computed_prompts(model: Any) -> dict[str, torch.Tensor]:
     names = [name for name, config in configs.items() if config.is_prompt_learning]
     with torch.no_grad():
         return {name: model.get_prompt_embedding_to_save(name) for name in names}
+
+
+@contextmanager
+def _said_beforehand(model: Any, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, what is saved of prompt adapters is ``prompts``, not another forward pass."""
+    if prompts:
+        model.get_prompt_embedding_to_save = prompts.__getitem__
+    try:
+        yield
+    finally:
+        if prompts:
+            del model.get_prompt_embedding_to_save
 
 
 def _as_written(

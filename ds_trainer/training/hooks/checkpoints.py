@@ -13,6 +13,7 @@ from ds_trainer.callbacks.state import TrainerState, export_states, restore_stat
 from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
+from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
 from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
@@ -22,10 +23,13 @@ from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpo
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import SaveFailed
 from ds_trainer.checkpoint.protocol.sharing import Sharing
+from ds_trainer.checkpoint.weights.base import BaseDigest
 from ds_trainer.checkpoint.weights.description import description_contents
 from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
+from ds_trainer.engine.state.pieces import all_in_memory
+from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
 from ds_trainer.training.checkpoint_model import plan_of_checkpoints
@@ -44,6 +48,7 @@ from ds_trainer.training.resume import (
 )
 from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.save_size import announce
 from ds_trainer.training.trajectory import Changes
 from ds_trainer.training.weight_check import forget_origin
 from ds_trainer.utils import distributed
@@ -78,6 +83,9 @@ class CheckpointHooks(HubHooks):
     """Whether the step of the checkpoint that is being written, or gone on from, has not been evaluated yet."""
     _converted: Path | None = None
     _planned: tuple[ModelPlan | None] | None = None
+    frozen_files = FrozenFiles()
+    """Which weights stay as they are in the training under way, and where they are stored already."""
+    _base: BaseDigest | None = None
 
     @fails_together
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -155,17 +163,42 @@ class CheckpointHooks(HubHooks):
 
     def _manager(self, state: TrainerState) -> CheckpointManager:
         args, best = self.args, state.best_model_checkpoint
-        retention = Retention(args.save_total_limit, args.save_keep_every, Path(best) if best is not None else None)
+        limit = args.save_total_limit
+        retention = Retention(
+            limit if isinstance(limit, int) else None,
+            parse_size(limit) if isinstance(limit, str) else None,
+            args.save_keep_every,
+            Path(best) if best is not None else None,
+        )
         arguments = arguments_digest(args.to_json_string())
         return CheckpointManager(
-            self._output_dir, self.engine, self._sharing, retention, arguments, self._model_of_checkpoints()
+            self._output_dir,
+            self.engine,
+            self._sharing,
+            retention,
+            arguments,
+            self._model_of_checkpoints(),
+            self.frozen_files,
+            self._base,
         )
 
     def _model_of_checkpoints(self) -> ModelPlan | None:
         """The weight files that each checkpoint has; None where it has none. Alike on all ranks."""
         if self._planned is None:
-            self._planned = plan_of_checkpoints(self.model, self.optimizer, self.args, self._sharing)
+            frozen = self.frozen_files.names
+            self._planned = plan_of_checkpoints(self.model, self.optimizer, self.args, self._sharing, frozen)
         return self._planned[0]
+
+    def announce_size(self) -> None:
+        """Say how large a checkpoint is; nothing where DeepSpeed has swapped states out, or writes them. Collective."""
+        if self.args.save_only_model:
+            return
+        try:
+            size = self._checkpoints.size() if all_in_memory(self.engine) else None
+        except UnknownState:
+            return
+        if size is not None and self.is_world_process_zero():
+            print(announce(size, self._output_dir, self.args.save_total_limit), flush=True)
 
     def keep_best(self) -> None:
         """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
@@ -278,6 +311,8 @@ class CheckpointHooks(HubHooks):
     def _begin(self, loader: Any) -> None:
         """Put back what the checkpoint has, or the weights that are asked for. Collective."""
         resumption, plan, trainer = self._resumption, self.run_plan, cast("Trainer", self)
+        self.frozen_files, self._planned = FrozenFiles.of(self.engine), None
+        self._base = BaseDigest.of(self.engine)
         self.evaluation_is_due = resumption is not None and resumption.evaluation_is_due
         if resumption is None:
             if self.args.start_from_weights is None:
