@@ -8,6 +8,8 @@ DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) makes the engine of a rank's shard
   is the copy.
 * ``initialize_optimizer_states`` makes a gradient in the type of the masters, and lets it go. Only an Adagrad and
   optimizers in other memory need it; for others it is left out.
+* ``create_reduce_and_remove_grad_hooks`` gathers every parameter, one after the other, to put a hook on it, and cuts it
+  again: the whole model over the network. ``register_post_accumulate_grad_hook`` needs no elements. Here shards stay.
 """
 
 from __future__ import annotations
@@ -46,6 +48,10 @@ class _ConvertedOnce(TorchFunctionMode):
         return result
 
 
+def _nothing() -> None:
+    """In place of gathering a parameter and of cutting it again."""
+
+
 @contextmanager
 def bounded_creation() -> Iterator[None]:
     """While an engine is made; nothing changes at stages below 3."""
@@ -54,6 +60,7 @@ def bounded_creation() -> Iterator[None]:
     optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
     defragment: Callable[..., Any] = stage3.defragment
     make_masters, make_states = optimizer._create_fp32_partitions, optimizer.initialize_optimizer_states
+    make_hooks = optimizer.create_reduce_and_remove_grad_hooks
 
     def in_one_buffer(tensors: Any) -> Any:
         buffer = defragment(tensors)
@@ -68,11 +75,24 @@ def bounded_creation() -> Iterator[None]:
         if self.swap_optimizer or self.offload_optimizer or isinstance(self.optimizer, torch.optim.Adagrad):
             make_states(self)
 
+    def hooks(self: Any) -> None:
+        parameters = [parameter for group in self.fp16_groups for parameter in group]
+        kept = [(parameter.all_gather, parameter.partition) for parameter in parameters]
+        for parameter in parameters:
+            parameter.all_gather = parameter.partition = _nothing
+        try:
+            make_hooks(self)
+        finally:
+            for parameter, (gather, partition) in zip(parameters, kept, strict=True):
+                parameter.all_gather, parameter.partition = gather, partition
+
     stage3.defragment = in_one_buffer
+    optimizer.create_reduce_and_remove_grad_hooks = hooks
     optimizer._create_fp32_partitions, optimizer.initialize_optimizer_states = masters, states
     try:
         yield
     finally:
         stage3.defragment = defragment
         optimizer._create_fp32_partitions, optimizer.initialize_optimizer_states = make_masters, make_states
+        optimizer.create_reduce_and_remove_grad_hooks = make_hooks
     return_freed_memory()

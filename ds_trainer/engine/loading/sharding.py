@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.loading.creation_memory import return_freed_memory
 from ds_trainer.engine.loading.tensors import engine_dtype, fill_from, held_here, set_data
 from ds_trainer.engine.loading.weight_source import WeightSource
 from ds_trainer.engine.scalars import ScalarsAsBytes
@@ -24,8 +23,6 @@ from ds_trainer.parallel.places import Place
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-_RETURNED_EVERY = 16 * 2**20  # bytes of whole parameters, of which the heap of the host may keep what is freed
 
 
 class Sharder:
@@ -62,12 +59,7 @@ class Sharder:
     def shard(self, model: nn.Module, source: WeightSource | None) -> None:
         """Make all parameters of ``model`` shards; those on meta get their elements from ``source``."""
         self._whole = self._buffer_for(model)
-        freed = 0
         for name, parameter in list(model.named_parameters()):
-            if freed >= _RETURNED_EVERY:
-                return_freed_memory()
-                freed = 0
-            freed += parameter.nbytes
             with torch.no_grad(), ScalarsAsBytes():
                 if hasattr(parameter, "ds_id"):
                     if not self._fits(parameter):
