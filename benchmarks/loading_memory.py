@@ -16,9 +16,8 @@ Definitions, of one rank:
 * *peak*: the most private memory from the start of the load until the first step begins.
 * *load*: the same until DeepSpeed is about to move the model to the device: shards, and what it took to make them.
 * *holds*: the private memory when the first step begins: shards, masters, gradient buffers.
-* *read*: bytes that all ranks together asked for until the first step, by system calls (``rchar``) or by touching pages
-  of a mapped file (growth of ``RssFile`` at its peak), over the size of the weight files; *disk*: what came from the
-  disk for them (``read_bytes``; the files are not in the page cache before).
+* *read*: bytes that our readers of all ranks asked for, over the size of the weight files; 0 where transformers maps the
+  files; *disk*: what came from the disk for all ranks (``read_bytes``; the files are not in the page cache before).
 * *whole*: parameters that are whole when DeepSpeed is about to move the model to the device.
 
     python benchmarks/loading_memory.py --out benchmarks/results/loading_memory.json    some minutes, 12 GB of memory
@@ -131,6 +130,7 @@ def load_and_step(ready: Callable[[], None], case: Case, directory: Path, output
     with seen_when_configured(found["seen"]):
         trainer = ds_trainer.Trainer(model, args, train_dataset=data, callbacks=[FirstStep()])
         found["loss"] = trainer.train().training_loss
+    found["read"] = 0 if trainer.load_report is None else trainer.load_report.bytes_read  # of all ranks
     found["end"] = look()
     return found
 
@@ -175,7 +175,6 @@ def _figures(ranks: list[dict[str, Any]], looks: list[list[Look]], file_bytes: i
                 "peak_after": max(until, key=lambda one: one.private).when - start.when,
                 "holds": first.private - start.private,
                 "step_peak": max(one.private for one in step) - start.private,
-                "asked": rank["asked"]["rchar"] + max(one.mapped for one in until) - start.mapped,
                 "disk": rank["asked"]["read_bytes"],
                 "gap": max(b.when - a.when for a, b in pairwise(until)),
                 "seconds": first.when - start.when,
@@ -188,7 +187,7 @@ def _figures(ranks: list[dict[str, Any]], looks: list[list[Look]], file_bytes: i
         "file_bytes": file_bytes,
         "peak_over_holds": max(one["peak"] / one["holds"] for one in figures),
         "all_peaks": sum(one["peak"] for one in figures),
-        "read": sum(one["asked"] for one in figures) / file_bytes,
+        "read": ranks[0]["read"] / file_bytes,
         "disk": sum(one["disk"] for one in figures) / file_bytes,
         "loss": ranks[0]["loss"],
     }

