@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_trainer.checkpoint.foreign.engine_shards import ForeignState, UniversalFiles
-from ds_trainer.checkpoint.foreign.plain_trainer import PlainTrainerFiles, RunningModel, schedule_of_groups
+from ds_trainer.checkpoint.foreign.plain_trainer import PlainTrainerFiles, RunningModel
 from ds_trainer.checkpoint.foreign.unsharded import UnshardedFile
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.checkpoint.pieces.engine_files import PROGRESS_FILE
@@ -57,8 +57,8 @@ def foreign_at(path: Path) -> Foreign:
     if found is None:
         raise ConfigError(
             f"{path} is no checkpoint of DeepSpeed: there are no *_model_states.pt, neither in it nor in the directory "
-            "that a file 'latest' or 'latest_universal' in it names. Neither is it one of transformers.Trainer: there is "
-            "no trainer_state.json with optimizer.pt or training_args.bin."
+            "that a file 'latest' or 'latest_universal' in it names. Neither is it one of transformers.Trainer: there "
+            "is no trainer_state.json with optimizer.pt or training_args.bin."
         )
     return found
 
@@ -89,7 +89,7 @@ def write_as_ours(
     schedule = _schedule(foreign, state, notes)
     if isinstance(source, PlainTrainerFiles):
         notes += source.notes
-        schedule = schedule_of_groups(schedule, source.group_places)
+        schedule = source.schedule(schedule)
         _write(files, [source.base.content()] if source.base is not None else [])
     _write(files, [Held.of(PROGRESS_FILE, state.progress()), Held.of("scheduler.pt", schedule)])
     _write(files, _random_states(foreign, trusted, notes))
@@ -241,7 +241,7 @@ def _schedule(foreign: Foreign, state: ForeignState, notes: list[str]) -> dict[s
     path = foreign.path / "scheduler.pt"
     if foreign.is_of_trainer and path.is_file():
         notes.append("the schedule of learning rates (scheduler.pt)")
-        return dict(read_foreign(path, trusted=False))
+        return {"last_batch_iteration": state.step - 1, **read_foreign(path, trusted=False)}
     if state.model.get("lr_scheduler"):
         notes.append("the schedule of learning rates (lr_scheduler of DeepSpeed's file)")
         return {**place, **state.model["lr_scheduler"]}

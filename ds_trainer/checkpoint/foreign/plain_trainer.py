@@ -6,9 +6,8 @@ tell which they are, and shapes must agree.
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ _STATES = {
     "rmsprop": frozenset({"square_avg"}),
 }
 """States that an optimizer keeps of every element; it may keep more."""
+_METRIC = frozenset({"num_bad_epochs", "window"})  # in the state of a schedule that follows a metric
 
 
 class RunningModel(NamedTuple):
@@ -43,11 +43,13 @@ class RunningModel(NamedTuple):
         model: its elements are not looked at, only names and shapes.
         groups: names of the trained parameters, one list for each parameter group of its optimizer, in their order.
         optimizer: the name of its optimizer.
+        follows_metric: whether its schedule is stepped with a metric, not with the optimizer.
     """
 
     model: nn.Module
     groups: Sequence[Sequence[str]]
     optimizer: str
+    follows_metric: bool = False
 
 
 class PlainTrainerFiles:
@@ -114,6 +116,24 @@ class PlainTrainerFiles:
                 yield self._weight(name, kind, full_shape(tensor), tensor.dtype)
         self.weights.close()
 
+    def schedule(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the schedule without parameter groups that are empty, which transformers keeps.
+
+        Raises:
+            ConfigError: one of them follows a metric, the one here and the one that was saved, and the other does not.
+        """
+        follows = not _METRIC.isdisjoint(saved)
+        if follows != self._here.follows_metric:
+            raise ConfigError(
+                f"{self._directory / 'scheduler.pt'} is of a schedule that {_follows(follows)}, and the one here "
+                f"{_follows(not follows)}: choose the lr_scheduler_type that wrote it."
+            )
+        found = dict(saved)
+        for key in ("base_lrs", "_last_lr", "lr_lambdas"):
+            if isinstance(found.get(key), list):
+                found[key] = [value for place, value in enumerate(found[key]) if place in self.group_places]
+        return found
+
     def _weight(self, name: str, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Piece:
         place = Place.whole(shape)
         target = torch.empty(len(place), dtype=dtype)
@@ -125,8 +145,7 @@ class PlainTrainerFiles:
         if not path.is_file():
             raise ConfigError(
                 f"{self._directory} has no {_OPTIMIZER} (save_only_model=True, or FSDP, wrote it): there is no "
-                f"optimizer to go on with. Begin anew from its weights: start_from_weights={str(self._directory)!r}, or "
-                "load the model from it."
+                f"optimizer to go on with. {self._remedy}"
             )
         content = read_foreign(path, trusted)
         if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
@@ -135,16 +154,20 @@ class PlainTrainerFiles:
 
     @property
     def _remedy(self) -> str:
-        return f"Begin anew from its weights: start_from_weights={str(self._directory)!r}."
+        where = repr(str(self._directory))
+        if saves_adapters(self._here.model):
+            return f"Begin a new run with its adapters: PeftModel.from_pretrained(base, {where}, is_trainable=True)."
+        if any(self._directory.glob("model*.safetensors")):
+            return f"Begin a new run from its weights: start_from_weights={where}."
+        return f"Begin a new run with the model that from_pretrained({where}) gives."
 
     def _numbers_by_name(self, groups: list[list[int]]) -> dict[str, int]:
         here = [list(group) for group in self._here.groups if group]
         if [len(group) for group in groups] != [len(group) for group in here]:
             raise ConfigError(
-                f"{self._directory / _OPTIMIZER} has parameter groups of {_sizes(groups)} parameters, and the optimizer "
-                f"here has groups of {_sizes(here)}: which is which is not known. Train the same parameters of the same "
-                "model with the same groups (requires_grad, adapters, weight decay), or begin anew from the weights: "
-                f"start_from_weights={str(self._directory)!r}."
+                f"{self._directory / _OPTIMIZER} has parameter groups of {_sizes(groups)} parameters, and the "
+                f"optimizer here has groups of {_sizes(here)}: which is which is not known. Train the same parameters "
+                f"of the same model in the same groups (requires_grad, adapters, weight decay). {self._remedy}"
             )
         pairs = (pair for one, other in zip(groups, here, strict=True) for pair in zip(other, one, strict=True))
         return dict(pairs)
@@ -178,9 +201,8 @@ class PlainTrainerFiles:
             self.notes.append(f"the optimizer's states as they are; whether {optimizer} keeps the same is not known")
         elif keys and not wanted <= keys:
             raise ConfigError(
-                f"{path} holds the states of another optimizer ({', '.join(sorted(keys))}) than {optimizer} here, which "
-                f"keeps {', '.join(sorted(wanted))}. Choose the optimizer that wrote them (optim), or begin anew from "
-                f"the weights: start_from_weights={str(self._directory)!r}."
+                f"{path} holds the states of another optimizer ({', '.join(sorted(keys))}) than {optimizer} here, "
+                f"which keeps {', '.join(sorted(wanted))}. Choose the optimizer that wrote them (optim). {self._remedy}"
             )
 
     def _note_rounding(self) -> None:
@@ -198,15 +220,9 @@ class PlainTrainerFiles:
         return {"global_steps": step, "dp_world_size": ranks, "ds_config": config}
 
 
-def schedule_of_groups(saved: Mapping[str, Any], places: Collection[int]) -> dict[str, Any]:
-    """The state of a schedule with the parameter groups at ``places`` alone; transformers keeps empty groups too."""
-    per_group = ("base_lrs", "_last_lr", "lr_lambdas")
-    found = copy.copy(dict(saved))
-    for key in per_group:
-        if isinstance(found.get(key), list):
-            found[key] = [value for place, value in enumerate(found[key]) if place in places]
-    return found
-
-
 def _sizes(groups: Sequence[Sequence[Any]]) -> str:
     return " and ".join(str(len(group)) for group in groups) or "no"
+
+
+def _follows(metric: bool) -> str:
+    return "follows a metric" if metric else "follows the steps"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from ds_trainer.checkpoint.loading.stored_tensors import stored_tensors
 from ds_trainer.checkpoint.pieces.element_types import TYPES
 from ds_trainer.checkpoint.weights.adapters import CONFIGURATION_FILE, WEIGHTS_FILE, base_names, written_names
 from ds_trainer.checkpoint.weights.base import BaseDigest
+from ds_trainer.engine.state.pieces import persistent_buffers
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.places import Place
 from ds_trainer.utils.errors import ConfigError
@@ -37,7 +38,7 @@ class SavedModel:
         self._directory = directory
         # A copy: on this rank alone it would learn by which rules its keys were converted.
         self._weights = open_weights(directory, copy.copy(model))
-        self.types = {one.dtype for one in stored_tensors(directory).values() if one.dtype.is_floating_point}
+        self.types = _floating(one.dtype for one in stored_tensors(directory).values())
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse files that lack one of ``tensors`` (of the model, by name), or have more."""
@@ -84,41 +85,39 @@ class SavedAdapters:
         for path in {directory / folder / WEIGHTS_FILE for folder, _ in self._keys.values()}:
             if not path.is_file():
                 raise ConfigError(
-                    f"{directory} has no {path.relative_to(directory)}, and the model here has adapters. Make the model "
-                    "that was trained."
+                    f"{directory} has no {path.relative_to(directory)}, and the model here has adapters. Make the "
+                    "model that was trained."
                 )
             self._files[path.parent] = safe_open(str(path), framework="pt")
         self._stored = {path: set(file.keys()) for path, file in self._files.items()}
-        self.types = {t.dtype for t in map(self._first, self._files.values()) if t is not None}
-        left_out = {name: tensor for name, tensor in model.state_dict().items() if name not in self._keys}
+        self.types = _floating(
+            file.get_tensor(key).dtype for path, file in self._files.items() for key in self._stored[path]
+        )
         named = base_names(model)
-        tensors = {**left_out, **{name: p for name, p in model.named_parameters() if name in named}}
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(
-            model.named_parameters()
-        ).keys()
+        tensors: dict[str, torch.Tensor] = {
+            name: parameter for name, parameter in model.named_parameters() if name in named
+        }
+        tensors.update((name, buffer) for name, buffer in persistent_buffers(model) if name not in self._keys)
         config = directory / CONFIGURATION_FILE
         name_or_path = read_json(config).get("base_model_name_or_path") if config.is_file() else None
         self.base = BaseDigest(
             str(name_or_path or ""),
-            {n: (TYPES[t.dtype], full_shape(t), "") for n, t in tensors.items() if n not in tied},
+            {n: (TYPES[t.dtype], full_shape(t), "") for n, t in tensors.items()},
         )
-
-    @staticmethod
-    def _first(file: object) -> torch.Tensor | None:
-        keys = sorted(file.keys())  # type: ignore[attr-defined]
-        return file.get_tensor(keys[0]) if keys else None  # type: ignore[attr-defined]
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse files that lack one of ``tensors`` that are trained, or hold more."""
         missing = [name for name, tensor in tensors.items() if tensor.requires_grad and not self.has(name)]
         known = {(self._directory / folder, key) for folder, key in self._keys.values()}
-        unexpected = [key for folder, keys in self._stored.items() for key in sorted(keys) if (folder, key) not in known]
+        unexpected = [
+            key for folder, keys in self._stored.items() for key in sorted(keys) if (folder, key) not in known
+        ]
         if missing or unexpected:
             said = [f"it has no {_some(missing)}, which is trained here"] if missing else []
             said += [f"the model has no {_some(unexpected)}"] if unexpected else []
             raise ConfigError(
-                f"{self._directory} holds other adapters: {'; '.join(said)}. peft saves adapters and modules_to_save, and "
-                "nothing else that was trained; make the model that was trained, or begin a new run."
+                f"{self._directory} holds other adapters: {'; '.join(said)}. peft saves adapters and modules_to_save, "
+                "and nothing else that was trained; make the model that was trained, or begin a new run."
             )
 
     def has(self, name: str) -> bool:
@@ -132,13 +131,17 @@ class SavedAdapters:
         found = self._files[self._directory / folder].get_tensor(key)
         if tuple(found.shape) != place.shape:
             raise ConfigError(
-                f"{name} has the shape {list(place.shape)} here, and {list(found.shape)} in {self._directory}: make the "
-                "adapters that were trained."
+                f"{name} has the shape {list(place.shape)} here, and {list(found.shape)} in {self._directory}: make "
+                "the adapters that were trained."
             )
         target.copy_(found.reshape(-1))
 
     def close(self) -> None:
         self._files.clear()
+
+
+def _floating(types: Iterable[torch.dtype | None]) -> set[torch.dtype]:
+    return {one for one in types if one is not None and one.is_floating_point}
 
 
 def _some(names: list[str]) -> str:

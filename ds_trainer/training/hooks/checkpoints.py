@@ -260,7 +260,7 @@ class CheckpointHooks(HubHooks):
                 node = (sharing.node, sharing.nodes, "converted")
                 here = running_model(cast("Trainer", self)) if foreign.kind is Kind.PLAIN_TRAINER else None
                 self._converted, made = import_hidden(foreign, self._directory, self.args.trust_checkpoint, *node, here)
-                logger.info("Converted from %s: %s.", asked, "; ".join(made.notes))
+                self._say("\n  ".join([f"Converted from {asked}:", *made.notes]))
             except ConfigError as error:
                 problem = str(error)
         told = distributed.gather_objects((problem, self._converted))
