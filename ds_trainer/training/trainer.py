@@ -168,7 +168,7 @@ class Trainer(SearchHooks):
 
         Args:
             resume_from_checkpoint: path of a checkpoint, or True for the newest undamaged one in ``args.output_dir``.
-                The path may be one of DeepSpeed's, or of transformers.Trainer with DeepSpeed: it is converted first.
+                The path may be one of DeepSpeed's, or of transformers.Trainer: it is converted first.
             trial: values of arguments for this training, by name, or an optuna trial; then the model is new, and the
                 trainer has a changed copy of its arguments until it trains without a trial again.
             ignore_keys_for_eval: keys of the model's output that are no predictions in evaluations meanwhile.

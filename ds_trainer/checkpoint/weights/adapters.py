@@ -183,6 +183,29 @@ def _as_written(
         yield directory if name == "default" else directory / name, found
 
 
+def written_names(model: Any) -> dict[str, tuple[Path, str]]:
+    """Under which folder and key the library writes each of the tensors that it writes as they are, by their names.
+
+    Raises:
+        ConfigError: an adapter is computed when it is saved (prompts).
+    """
+    computed = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
+    if computed:
+        raise ConfigError(
+            f"The adapter {computed[0]} is made of prompts, of which peft saves what it computes, not what is trained: "
+            "begin a new run with it."
+        )
+    tensors = adapter_tensors(model).items()
+    places = {name: torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta") for name, tensor in tensors}
+    names = {id(place): name for name, place in places.items()}
+    return {
+        names[id(tensor)]: (folder, key)
+        for folder, found in _as_written(model, places, Path())
+        for key, tensor in found.items()
+        if id(tensor) in names
+    }
+
+
 def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
     """What is written of a PEFT model, by name: what its library takes for the adapters', and all that is trained."""
     tensors = model.state_dict(keep_vars=True)

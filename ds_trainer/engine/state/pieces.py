@@ -316,4 +316,6 @@ def _write_not_stepped(engine: TrainingEngine, units: list[Unit], source: Source
         else:
             _fill(parameter, 0, source, name, kind, place_of(parameter, engine.groups.place.tp))
     for name, buffer in persistent_buffers(model):
+        if name in left_out and BUFFER not in source.kinds(name):
+            continue  # adapters were saved without the model that they belong to
         _fill(buffer, 0, source, name, BUFFER, Place.whole(buffer.shape))

@@ -18,6 +18,7 @@ from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.foreign_formats import Kind
 from ds_trainer.checkpoint.protocol.lock import DirectoryLock
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest, arguments_digest
 from ds_trainer.checkpoint.protocol.retention import Retention
@@ -48,6 +49,7 @@ from ds_trainer.training.resume import (
 )
 from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.running_model import running_model
 from ds_trainer.training.save_size import announce
 from ds_trainer.training.trajectory import Changes
 from ds_trainer.training.weight_check import forget_origin
@@ -256,8 +258,9 @@ class CheckpointHooks(HubHooks):
                 foreign = foreign_at(asked)
                 logger.info("%s is of %s: it is converted first.", asked, foreign.kind.value)
                 node = (sharing.node, sharing.nodes, "converted")
-                self._converted, made = import_hidden(foreign, self._directory, self.args.trust_checkpoint, *node)
-                logger.info("Converted from %s: %s.", asked, "; ".join(made.notes))
+                here = running_model(cast("Trainer", self)) if foreign.kind is Kind.PLAIN_TRAINER else None
+                self._converted, made = import_hidden(foreign, self._directory, self.args.trust_checkpoint, *node, here)
+                self._say("\n  ".join([f"Converted from {asked}:", *made.notes]))
             except ConfigError as error:
                 problem = str(error)
         told = distributed.gather_objects((problem, self._converted))
