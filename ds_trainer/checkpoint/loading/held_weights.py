@@ -154,9 +154,10 @@ def held_masters(tensors: Sequence[ModelTensor], engine: DeepSpeedEngine, tp_ran
     for unit in units_of(engine, tp_rank):
         present = None if unit.tensor.numel() == unit.numel else partial(unit.present, False)
         for member in unit.members:
-            if unit.tensor is member.parameter:
+            entry = by_parameter.get(id(member.parameter))
+            if entry is None or unit.tensor is member.parameter:  # of no file, as an adapter's; or compared already
                 continue
-            yield Held(by_parameter[id(member.parameter)], member.place, "master", _Late(unit), member.offset, present)
+            yield Held(entry, member.place, "master", _Late(unit), member.offset, present)
 
 
 class _Late:

@@ -39,7 +39,8 @@ def train(name: str, model: Any, output_dir: str, ranks: int, arguments: dict[st
         use_cpu=True,
         max_steps=3,
         logging_steps=1,
-        learning_rate=1e-2,
+        optim="sgd",  # Adam makes a step of the rounding of a gradient that is nearly zero
+        learning_rate=0.3,
         lr_scheduler_type="constant",
         per_device_train_batch_size=4 // ranks,
         save_strategy="no",
@@ -94,7 +95,13 @@ def test_losses_and_weights_are_those_of_one_process(layout: str, directory: Pat
         assert losses == pytest.approx(expected_losses, abs=2e-6), name
         assert weights.keys() == expected.keys()
         for key, tensor in weights.items():
-            torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                tensor,
+                expected[key],
+                rtol=1e-4,
+                atol=3e-6,
+                msg=lambda text, key=key, name=name: f"{name}: {key}: {text}",
+            )
 
 
 def test_other_weights_give_other_losses(directory: Path) -> None:
