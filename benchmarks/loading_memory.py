@@ -16,8 +16,8 @@ Definitions, of one rank:
 * *peak*: the most private memory from the start of the load until the first step begins.
 * *load*: the same until DeepSpeed is about to move the model to the device: shards, and what it took to make them.
 * *holds*: the private memory when the first step begins: shards, masters, gradient buffers.
-* *read*: bytes that our readers of all ranks asked for, over the size of the weight files; 0 where transformers maps the
-  files; *disk*: what came from the disk for all ranks (``read_bytes``; the files are not in the page cache before).
+* *read*: bytes that our readers of all ranks asked for, over the size of the weight files; 0 where transformers maps
+  the files; *disk*: what came from the disk for all ranks (``read_bytes``; the page cache has none of it before).
 * *whole*: parameters that are whole when DeepSpeed is about to move the model to the device.
 
     python benchmarks/loading_memory.py --out benchmarks/results/loading_memory.json    some minutes, 12 GB of memory

@@ -262,7 +262,7 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     model_init_kwargs: _Json = _model(
         "(own) Of a model that is given by its directory or hub name: arguments of ds_trainer.from_pretrained()."
     )
-    allow_new_weights: list[str] = _model(
+    allow_new_weights: list[str] | str | bool = _model(
         "(own) Names of weights that the model's files may lack, as patterns (classifier.*; * is all): they are new.",
         default_factory=list,
     )
