@@ -2,7 +2,7 @@
 
 * its store has nothing of dead ranks in it, also where ``torchrun --max-restarts`` starts ranks again;
 * its device is the rank's own GPU, and no two ranks have the same one;
-* gloo connects ranks when they first talk to each other, not each with all others;
+* gloo connects ranks when they first talk to each other, not each with all others; all meet in one barrier at once;
 * as many files may be open as the machine allows, since a connection is one.
 """
 
@@ -79,8 +79,8 @@ def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, stor
             place["device_id"] = device
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, **place)
         if device_type == "cpu" and info.world_size > 1:
-            # Of two ranks gloo has one call the other, by their addresses. If the caller dies before it has called, the
-            # other one waits until the time limit. So they talk once while all of them are there.
+            # gloo lets one of two ranks connect to the other, chosen by address. If that one dies before it connects,
+            # the other waits until the time limit. A barrier connects each rank to log2(world_size) others at once.
             dist.barrier()
 
 

@@ -104,9 +104,11 @@ DIES = """
     import os, signal, time, torch, torch.distributed as dist
     from ds_trainer.engine.process_group import start_process_group
     from ds_trainer.utils import failures
+    from tests.utils.test_connections import connections
 
     info = start_process_group("cpu")
     failures.watch_peers()
+    met = connections()
     store = dist.distributed_c10d._get_default_store()
     if info.rank == 1:
         store.get("ready")  # the other one has met it: what hangs before is ended by the launcher
@@ -124,7 +126,7 @@ DIES = """
     try:
         work()
     except RuntimeError:
-        print("failed", time.monotonic() - began, flush=True)
+        print("failed", time.monotonic() - began, met, flush=True)
     os._exit(0)
 """
 
@@ -154,6 +156,7 @@ def test_connections_that_were_made_later_are_ended_too() -> None:
 def test_a_rank_that_dies_before_the_first_exchange_is_no_hang() -> None:
     first, _ = run(DIES, 2)
     assert first.startswith("failed") and float(first.split()[1]) < 20
+    assert int(first.split()[2]) >= 1, "ranks are connected when the group is made: without that one of two runs hangs"
 
 
 def test_threads_share_one_connection_to_the_store() -> None:
