@@ -40,6 +40,8 @@ class Counts:
         self._done: Counter[str] = Counter()
         self._aside = 0.0
         self.files_below: Path | None = None
+        self.said: list[bytes] = []
+        """What rank 0 has told all others, in this order: what another rank hears."""
 
     def add(self, name: str, number: int = 1) -> None:
         """``number`` more of ``name``."""
@@ -80,7 +82,10 @@ def _descriptors() -> list[str]:
 
 @contextmanager
 def fake_world(ranks: int, counts: Counts, rank: int = 0) -> Iterator[None]:
-    """This process is ``rank`` of ``ranks``; what it does is added to ``counts``."""
+    """This process is ``rank`` of ``ranks``; what it does is added to ``counts``.
+
+    A rank other than 0 needs the ``counts.said`` of a rank 0 that has done the same.
+    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
@@ -194,7 +199,9 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
     from ds_trainer.utils import distributed
 
     def gather(real: Any) -> Any:
-        def call(value: Any) -> list[Any]:
+        def call(value: Any) -> list[Any] | None:
+            if rank:
+                return None
             with counts.aside():
                 others = [pickle.dumps(of_rank(value, other)) for other in range(1, dist.get_world_size())]
             counts.add("object_gathers")
@@ -216,7 +223,30 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
         return call
 
     real_set, real_add = (next(real for _, name, real in kept if name == wanted) for wanted in ("set", "add"))
+    heard = iter(list(counts.said))
+
+    def tell(real: Any) -> Any:
+        def call(value: Any) -> Any:
+            if rank:
+                return pickle.loads(next(heard))
+            counts.said.append(pickle.dumps(value))
+            return value
+
+        return call
+
+    def made(real: Any) -> Any:
+        def call(files: Any) -> None:
+            _sizes.update({file.name: file.size for file in files._files.values()})
+            real(files)
+
+        return call
+
+    from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
+
+    replace(SharedFiles, "make", made)
     replace(distributed, "gather_to_main", gather)
+    replace(distributed, "broadcast_object", tell)
+    replace(distributed, "told_by_main", tell)
     replace(Meeting, "gather_to_main", meet)
     return kept
 
@@ -226,10 +256,16 @@ def _own(key: str, rank: int) -> str:
     return re.sub(r"/(windows/\d+|members|pulse)/\d+$", rf"/\1/{rank}", key)
 
 
+_sizes: dict[str, int] = {}  # of the files that all ranks write together
+
+
 def of_rank(value: Any, rank: int) -> Any:
     """What another rank would have said: records of its own files, none of those that rank 0 alone writes."""
     from ds_trainer.checkpoint.protocol.files import FileRecord
+    from ds_trainer.checkpoint.protocol.shared_files import SharedPart
 
+    if type(value) is list and value and isinstance(value[0], SharedPart):  # one wrote the rest, which is zero
+        return [SharedPart(part.name, _sizes[part.name] - part.written if rank == 1 else 0, 0) for part in value]
     if type(value) is list and value and isinstance(value[0], FileRecord):
         names = [name_of_rank(record.name, rank) for record in value]
         return [one._replace(name=name) for one, name in zip(value, names, strict=True) if name != one.name]

@@ -149,14 +149,14 @@ class OthersFiles:
         ranks, counts = self._ranks, self._counts
 
         def with_others(save: Any, partial: Path, contents: Any) -> Any:
-            records = write(save, partial, contents)
+            records, parts = write(save, partial, contents)
             with counts.aside():
                 for record in records:
                     for rank in range(1, ranks):
                         name = name_of_rank(record.name, rank)
                         if name != record.name:
                             os.link(partial / record.name, partial / name)
-            return records
+            return records, parts
 
         CheckpointSave._write = with_others  # type: ignore[method-assign]
 

@@ -60,6 +60,7 @@ _PUBLIC = {
     "default_hp_space_optuna": "ds_trainer.training.search.spaces",
     "default_hp_space_ray": "ds_trainer.training.search.spaces",
     "default_hp_space_wandb": "ds_trainer.training.search.spaces",
+    "from_pretrained": "ds_trainer.training.loading.pretrained",
 }
 
 __all__ = [
@@ -112,6 +113,7 @@ __all__ = [
     "default_hp_space_optuna",
     "default_hp_space_ray",
     "default_hp_space_wandb",
+    "from_pretrained",
 ]
 
 if TYPE_CHECKING:
@@ -141,6 +143,7 @@ if TYPE_CHECKING:
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.planner.model_shape import ModelShape
     from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+    from ds_trainer.training.loading.pretrained import from_pretrained
     from ds_trainer.training.search.best_run import BestRun, HPSearchBackend
     from ds_trainer.training.search.objective import default_compute_objective
     from ds_trainer.training.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb

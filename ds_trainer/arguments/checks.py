@@ -30,6 +30,7 @@ from ds_trainer.arguments.enums import (
     SchedulerType,
     SelfTest,
     TokenCount,
+    VerifyWeights,
     WorkerStart,
 )
 from ds_trainer.arguments.evaluation import evaluation_problems
@@ -62,6 +63,7 @@ CHOICES: dict[str, type[Enum]] = {
     "generation_gather": GenerationGather,
     "save_failure": SaveFailure,
     "self_test": SelfTest,
+    "verify_weights": VerifyWeights,
     "hang_action": HangAction,
     "nonfinite_policy": DivergencePolicy,
     "loss_spike_policy": DivergencePolicy,
@@ -217,9 +219,19 @@ def _length_problems(args: TrainingArguments) -> list[str]:
         value = getattr(args, name)
         if value is not None and value < 0:
             problems.append(f"{name}={value!r} must be an integer that is not negative.")
-    if args.save_total_limit is not None and args.save_total_limit < 1:
-        problems.append(f"save_total_limit={args.save_total_limit!r} must be a positive integer or None (keep all).")
-    return problems
+    return problems + _limit_problems(args.save_total_limit)
+
+
+def _limit_problems(limit: int | str | None) -> list[str]:
+    said = f"save_total_limit={limit!r} must be a positive integer or None (keep all)"
+    if isinstance(limit, str):
+        try:
+            parse_size(limit)
+        except ValueError:
+            return [f"{said}, or a size as '500GB' or '200MB'."]
+    elif limit is not None and limit < 1:
+        return [f"{said}."]
+    return []
 
 
 def _interval_problems(args: TrainingArguments) -> list[str]:

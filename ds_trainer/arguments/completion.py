@@ -21,6 +21,7 @@ JSON_FIELDS = (
     "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
     "accelerator_config",
+    "model_init_kwargs",
 )
 _OLD_NAMES = (
     ("gradient_checkpointing", "activation_checkpointing"),
@@ -55,6 +56,8 @@ def fill_in(args: Any) -> None:
     args.report_to = _as_list(args.report_to)
     if isinstance(args.label_names, str):
         args.label_names = [args.label_names]
+    allowed = args.allow_new_weights
+    args.allow_new_weights = ["*"] * allowed if isinstance(allowed, bool) else _as_list(allowed)
     _defaults_from_others(args)
 
 

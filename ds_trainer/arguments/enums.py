@@ -69,6 +69,14 @@ class SaveFailure(NamedValue):
     CONTINUE = "continue"
 
 
+class VerifyWeights(NamedValue):
+    """Whether a model that is not what its files hold may be trained."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class SelfTest(NamedValue):
     """When the engine's gradient is compared with plain PyTorch before a training."""
 

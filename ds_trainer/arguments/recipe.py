@@ -3,8 +3,11 @@
 ::
 
     model:                      # one of the two
-      path: DIR                 #   a local directory with config.json and weights
+      path: DIR                 #   a local directory with config.json and weights, or a name of the Hub
       architecture: {...}       #   a transformers config (model_type: llama, hidden_size: ...); random weights
+      auto_class: NAME          #   class of transformers; default: AutoModelForCausalLM
+      dtype: NAME               #   type of the weights; default: float32
+      peft: {...}               #   a PEFT config (peft_type: LORA, r: 16 ...): adapters alone are trained
     data:        {...}          # DataSpec
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
@@ -34,10 +37,21 @@ from ds_trainer.utils.files import read_users_text
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model: a local directory, or an architecture with random weights."""
+    """Which model: a directory or hub name, or an architecture with random weights.
+
+    Attributes:
+        path: directory or hub name.
+        architecture: fields of a configuration of transformers.
+        auto_class: name of the class in transformers; default: AutoModelForCausalLM.
+        dtype: of the weights before the engine has them; default: float32.
+        peft: fields of a configuration of PEFT: the model gets adapters, and they alone are trained.
+    """
 
     path: str | None = None
     architecture: dict[str, Any] | None = None
+    auto_class: str | None = None
+    dtype: str | None = None
+    peft: dict[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """What cannot work, one sentence each."""
@@ -46,6 +60,8 @@ class ModelSpec:
             return [f"model: give either 'path' or 'architecture', but {state}."]
         if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
             return ["model.architecture: 'model_type' is missing; name a transformers model type such as llama."]
+        if self.peft is not None and not isinstance(self.peft.get("peft_type"), str):
+            return ["model.peft: 'peft_type' is missing; name a PEFT method such as LORA."]
         return []
 
 

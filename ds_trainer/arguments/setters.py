@@ -118,7 +118,7 @@ class Setters:
         self,
         strategy: str | SaveStrategy | IntervalStrategy = "steps",
         steps: int = 500,
-        total_limit: int | None = None,
+        total_limit: int | str | None = None,
         on_each_node: bool = False,
     ) -> Self:
         """The arguments of saving checkpoints.
@@ -126,7 +126,7 @@ class Setters:
         Args:
             strategy: when to save: ``"no"``, ``"steps"``, ``"epoch"`` or ``"best"``.
             steps: optimizer steps between checkpoints, for ``"steps"``.
-            total_limit: keep at most this many checkpoints; None: all.
+            total_limit: keep at most this many checkpoints, or as many as fit into a size as ``"500GB"``; None: all.
             on_each_node: write files that exist once on every machine; not for a shared file system.
         """
         _refuse_zero_steps("set_save", strategy, steps)

@@ -28,6 +28,7 @@ from ds_trainer.arguments.enums import (
     SaveStrategy,
     SchedulerType,
     SelfTest,
+    VerifyWeights,
 )
 from ds_trainer.arguments.generation import generation_problems, is_json
 from ds_trainer.arguments.places import Places
@@ -64,6 +65,7 @@ _log = topic("Logging and trackers")
 _evaluate = topic("Evaluation and metrics")
 _health = topic("Health of the run")
 _save = topic("Saving and resuming")
+_model = topic("Loading the model")
 _hub = topic("Hub")
 _data = topic("Data loading")
 _place = topic("Reproducibility and place")
@@ -214,7 +216,9 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     save_on_each_node: bool = _save(
         "output_dir is on a disk of each machine: write there what its ranks hold, and what exists once.", False
     )
-    save_total_limit: int | None = _save("Keep at most this many checkpoints; the oldest go first.")
+    save_total_limit: int | str | None = _save(
+        "Keep at most this many checkpoints, or as many as fit into a size as '500GB'; the oldest go first."
+    )
     save_keep_every: int | None = _save(
         "(own) Checkpoints of steps that are a multiple of this stay, and do not count for save_total_limit."
     )
@@ -222,6 +226,9 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
         "(own) When a checkpoint cannot be written (no space, say): stop, or continue without it.", "stop"
     )
     save_async: bool = _save("(own) Write checkpoints while training goes on, from a copy in host memory.", True)
+    save_model_in_checkpoints: bool = _save(
+        "(own) Every checkpoint is also a model: from_pretrained reads its safetensors files.", True
+    )
     trust_checkpoint: bool = _save(
         "(own) Read a checkpoint of others that holds more than tensors and plain values; it may run any code.", False
     )
@@ -241,10 +248,23 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
     start_from_weights: str | None = _save(
         "(own) Begin with the weights of a checkpoint or of a directory of safetensors, and with nothing else of it."
     )
+    verify_weights: VerifyWeights | str = _save(
+        "(own) When the weights are not what the model's files hold: always stops, never does not look; auto stops "
+        "where the Trainer or zero.Init loaded them, and warns of a model that was loaded whole.",
+        "auto",
+    )
     ignore_data_skip: bool = _save("On resuming, start the data from the beginning.", False)
     restore_callback_states_from_checkpoint: bool = _save(
         "On resuming, callbacks take their constructor's arguments from the checkpoint too, not only their state.",
         False,
+    )
+
+    model_init_kwargs: _Json = _model(
+        "(own) Of a model that is given by its directory or hub name: arguments of ds_trainer.from_pretrained()."
+    )
+    allow_new_weights: list[str] | str | bool = _model(
+        "(own) Names of weights that the model's files may lack, as patterns (classifier.*; * is all): they are new.",
+        default_factory=list,
     )
 
     push_to_hub: bool = _hub("Push to the Hugging Face Hub when saving.", False)

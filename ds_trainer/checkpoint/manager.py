@@ -7,11 +7,14 @@ How they are written is in :mod:`ds_trainer.checkpoint.protocol.saving`, what ma
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.pieces.engine_files import engine_contents, read_engine_files
+from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.pieces.random_states import rank_with_random_state
 from ds_trainer.checkpoint.protocol.choosing import Checkpoint, newest_valid, verified
 from ds_trainer.checkpoint.protocol.contents import Content, Held
@@ -20,9 +23,16 @@ from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, PIECES, Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import CheckpointSave
+from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
+from ds_trainer.checkpoint.weights.adapters import adapter_contents, adapter_tensors, saves_adapters
+from ds_trainer.checkpoint.weights.base import BaseDigest
+from ds_trainer.checkpoint.weights.save_size import SaveSize, size_of_save
+from ds_trainer.checkpoint.weights.writing import save_weights
+from ds_trainer.engine.state.pieces import frozen_pieces
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.engine.weights import full_numel
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -44,7 +54,10 @@ class CheckpointManager:
         engine: whose state is kept.
         sharing: which ranks share ``output_dir``.
         retention: which checkpoints stay.
+        frozen: knows which weights stay as they are, and where they are stored already; default: none.
+        base: of an adapter model: what identifies its base, which checkpoints then do not hold.
         arguments: identifies the training arguments (:func:`ds_trainer.checkpoint.protocol.manifest.arguments_digest`).
+        model: the files by which a checkpoint is a model too; None for checkpoints without.
     """
 
     def __init__(
@@ -54,12 +67,18 @@ class CheckpointManager:
         sharing: Sharing,
         retention: Retention | None = None,
         arguments: str = "",
+        model: ModelPlan | None = None,
+        frozen: FrozenFiles | None = None,
+        base: BaseDigest | None = None,
     ) -> None:
         self.directory = CheckpointDirectory(output_dir)
         self.engine = engine
         self.sharing = sharing
         self.retention = retention or Retention()
         self.arguments = arguments
+        self.model = model
+        self.frozen = frozen or FrozenFiles()
+        self.base = base
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -87,9 +106,9 @@ class CheckpointManager:
             path = self._write(step, once, {"only_model": True}, write_weights)
         else:
             engine = self.engine_contents()
-            mine = [*once, *own, Held.of(_random_file(distributed.rank()), random_state())]
+            mine = [*once, *own, *self._adapter_contents(), Held.of(_random_file(distributed.rank()), random_state())]
             if engine is not None:
-                path = self._write(step, chain(mine, engine), {})
+                path = self._write(step, chain(mine, engine), {}, shared=self._shared_files())
             else:
                 path = self._write(step, mine, {"engine": DEEPSPEED}, self._write_by_deepspeed)
         self.retire()
@@ -103,26 +122,55 @@ class CheckpointManager:
         """
         yield from shared if self.sharing.commits else ()
         yield from own
+        yield from self._adapter_contents()
         yield Held.of(_random_file(distributed.rank()), random_state())
-        yield from engine_contents(self.engine, self.sharing.commits)
+        yield from self._engine_contents()
+
+    def _adapter_contents(self) -> list[Content]:
+        """Files of an adapter model besides its pieces. Collective."""
+        files = adapter_contents(self.engine.deepspeed.module, self.sharing.commits)
+        return [*files, self._left_out.content()] if self._left_out is not None and self.sharing.commits else files
+
+    def _engine_contents(self) -> Iterator[Content]:
+        left_out = () if self._left_out is None else self._left_out.tensors
+        return engine_contents(self.engine, self.sharing.commits, self.model, self.frozen, left_out)
+
+    @cached_property
+    def _left_out(self) -> BaseDigest | None:
+        return None if self.base is None else self.base.while_frozen(self.engine.deepspeed.module)
 
     def writer(self, step: int) -> Callable[[Iterable[Content], Messages], Path]:
         """What writes the :meth:`contents` of ``step``, in any thread; ranks hear from each other by ``Messages``.
 
         It raises SaveFailed, on all ranks.
         """
-        facts = self.facts()
+        facts, shared = self.facts(), self._shared_files()
 
         def write(files: Iterable[Content], messages: Messages) -> Path:
-            path = CheckpointSave(self.directory, self.sharing, step, facts, messages).run(files)
+            save = CheckpointSave(self.directory, self.sharing, step, facts, messages, shared)
+            path = self._run(save, files)
             self.retire()
             return path
 
         return write
 
+    def size(self) -> SaveSize:
+        """Of a checkpoint as it would be written now. Collective; all of the state must be in memory.
+
+        Raises:
+            UnknownState: only DeepSpeed knows how to write its state.
+        """
+        module: Any = self.engine.deepspeed.module
+        adapters = adapter_tensors(module).values() if saves_adapters(module) and self.sharing.commits else ()
+        beside = sum(full_numel(tensor) * tensor.element_size() for tensor in adapters)
+        frozen = FrozenFiles(self.frozen.names)
+        left_out = () if self._left_out is None else self._left_out.tensors
+        contents = engine_contents(self.engine, False, self.model, frozen, left_out)
+        return size_of_save(contents, self.model, beside)
+
     def engine_contents(self) -> Iterator[Content] | None:
         """This rank's part of the engine's state; None where only DeepSpeed knows how to write it."""
-        contents = engine_contents(self.engine, self.sharing.commits)
+        contents = self._engine_contents()
         try:
             first = next(contents)
         except UnknownState as error:
@@ -146,14 +194,37 @@ class CheckpointManager:
             self.retention.apply(self.directory)
 
     def _write(
-        self, step: int, contents: Any, facts: dict[str, Any], by_others: Callable[[Path], None] | None = None
+        self,
+        step: int,
+        contents: Any,
+        facts: dict[str, Any],
+        by_others: Callable[[Path], None] | None = None,
+        shared: Sequence[SharedFile] = (),
     ) -> Path:
         known = {**self.facts(), **facts}
-        save = CheckpointSave(self.directory, self.sharing, step, known, distributed)
-        return save.run(contents, by_others)
+        save = CheckpointSave(self.directory, self.sharing, step, known, distributed, shared)
+        return self._run(save, contents, by_others)
+
+    def _run(
+        self, save: CheckpointSave, contents: Iterable[Content], by_others: Callable[[Path], None] | None = None
+    ) -> Path:
+        path = save.run(contents, by_others)
+        self.frozen.committed(path, save.written)
+        return path
+
+    def _shared_files(self) -> Sequence[SharedFile]:
+        """The model's files, those of frozen weights with where they lie already; after :meth:`contents`."""
+        if self.model is None:
+            return ()
+        apart = self.model.frozen
+        return [
+            f._replace(stored=self.frozen.stored(f.name, f.head)) if f.name in apart else f for f in self.model.files
+        ]
 
     def _write_by_deepspeed(self, partial: Path) -> None:
         self.engine.save_state(partial, _ENGINE_FOLDER)
+        if self.model is not None:
+            save_weights(self.engine.deepspeed.module, partial, self.model.max_bytes)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +269,10 @@ class CheckpointManager:
         _check_resumable(path, manifest)
         same = self.is_same_layout(manifest)
         if manifest.engine == PIECES:
-            read_engine_files(self.engine, path, same, keep, manifest.files, True, states, self.sharing)
+            left_out = self._checked_base(path)
+            read_engine_files(self.engine, path, same, keep, manifest.files, True, states, self.sharing, left_out)
+            pieces = frozen_pieces(self.engine, self.frozen.names.difference(left_out))
+            self.frozen.loaded(path, manifest.files.values(), pieces)
         elif same:
             self.engine.load_state(path, _ENGINE_FOLDER)
         else:
@@ -208,6 +282,14 @@ class CheckpointManager:
                 f"{_sizes(self.engine)}, ZeRO stage {self.engine.stage}, {self.engine.precision}."
             )
         return manifest
+
+    def _checked_base(self, path: Path) -> Collection[str]:
+        """Names of parameters that the checkpoint at ``path`` does not hold, after they were compared. Collective."""
+        wanted = BaseDigest.read(path)
+        if wanted is None:
+            return ()
+        wanted.check(self.base or BaseDigest.of(self.engine), path)
+        return wanted.tensors
 
     def finish(self) -> None:
         """Training has ended: with ``keep=1`` only the best checkpoint stays, not the newest beside it. Collective."""

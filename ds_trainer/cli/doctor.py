@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_trainer.arguments.parser import HfArgumentParser
@@ -15,6 +17,7 @@ from ds_trainer.arguments.recipe import load_recipe
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import resolve_ranks
+from ds_trainer.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     from ds_trainer.monitor.doctor.examination import Request
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 HELP = "examine this machine or allocation: versions, disks, limits, clocks, network, gradients"
 DESCRIPTION = """Examine this machine, or under a launcher all ranks of a job (srun ds-trainer doctor; deepspeed
 --module ds_trainer doctor; torchrun -m ds_trainer doctor). With a recipe or arguments: what that run will use; else
-the gradients of ZeRO 0 to 3 in fp32 and bf16. Exit code: 0 nothing fails, 1 something does, 2 wrong use."""
+the gradients of ZeRO 0 to 3 in fp32 and bf16. With --load only how fast weights come from a disk.
+Exit code: 0 nothing fails, 1 something does, 2 wrong use."""
 
 
 def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -36,14 +40,21 @@ def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--timeout", type=int, default=120, metavar="SECONDS", help="how long ranks wait for each other"
     )
+    parser.add_argument(
+        "--load", metavar="DIR", help="measure only how fast the weights in this model directory are read"
+    )
+    parser.add_argument("--load-bytes", metavar="SIZE", help="with --load: read at most so much, like 500MB (4GiB)")
     parser.usage = (
         "ds-trainer doctor [RECIPE] [--json] [--no-gradients] [--timeout SECONDS] [--section.key value ...]\n"
-        "       ds-trainer doctor [--json] [--no-gradients] [--timeout SECONDS] [--argument value ...]"
+        "       ds-trainer doctor [--json] [--no-gradients] [--timeout SECONDS] [--argument value ...]\n"
+        "       ds-trainer doctor --load DIR [--load-bytes SIZE] [--json]"
     )
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Examine and print (on the main process); gives the exit code, the same on all ranks."""
+    if options.load is not None or options.load_bytes is not None:
+        return _measure_loading(options, words)
     request = _request(options, words)
 
     from ds_trainer.engine.process_group import start_process_group  # imports torch
@@ -67,6 +78,27 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         size = distributed.world_size()
         print(json.dumps(as_json(shared, size), indent=2) if options.json else table(shared, size), flush=True)
     distributed.barrier()  # a launcher ends all ranks as soon as one of them fails: after the main process has spoken
+    return exit_code(shared)
+
+
+def _measure_loading(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure and print; under a launcher one rank alone does, as the others would share its disk."""
+    if options.load is None:
+        raise ConfigError(f"--load-bytes {options.load_bytes}: say with --load DIR which files are to be read.")
+    if words or options.recipe is not None:
+        raise ConfigError("--load measures a disk and takes no recipe and no arguments: leave them out, or --load.")
+
+    from ds_trainer.monitor.doctor.findings import Place, as_json, exit_code, merged, table  # imports torch
+    from ds_trainer.monitor.doctor.loading import SAMPLE_BYTES, loading_findings
+
+    if resolve_ranks(os.environ).rank != 0:
+        return 0
+    try:
+        size = SAMPLE_BYTES if options.load_bytes is None else parse_size(options.load_bytes)
+    except ValueError as error:
+        raise ConfigError(f"--load-bytes: {error}.") from None
+    shared = merged([(Place(0, socket.gethostname()), loading_findings(Path(options.load), size))])
+    print(json.dumps(as_json(shared, 1), indent=2) if options.json else table(shared, 1), flush=True)
     return exit_code(shared)
 
 

@@ -29,14 +29,14 @@ class ByteTokenizer:
         """Text of token ids; separators become line breaks, what is no UTF-8 becomes U+FFFD."""
         return bytes(10 if token == self.separator_id else token for token in ids).decode("utf-8", errors="replace")
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Leave a small file in ``directory`` that says that the model there reads bytes."""
         content = {"tokenizer": "bytes", "vocab_size": self.vocab_size, "separator_id": self.separator_id}
         write_json(Path(directory) / self.FILE_NAME, content)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> ByteTokenizer:
-        """The tokenizer that :meth:`save` left in ``directory``.
+        """The tokenizer that :meth:`save_pretrained` left in ``directory``.
 
         Raises:
             ConfigError: there is none, or it is not this one.

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids."""
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write what loads it again into ``directory``."""
 
 
@@ -84,7 +84,7 @@ class PretrainedTokenizer:
         """Text of token ids; special tokens are left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the tokenizer's files into ``directory``."""
         self._tokenizer.save_pretrained(directory)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.loading.library_state import ShardsModels
+from ds_trainer.engine.loading.placement import weights_in_place
 from ds_trainer.engine.parallelism import forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.cut import completed_cut
@@ -21,6 +23,7 @@ from ds_trainer.engine.zero3.leaf_modules import make_leaves
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -36,7 +39,7 @@ class EvaluationEngine:
     Below ZeRO-3 the weights keep their own number format.
 
     Args:
-        model: the module, on any device; it is sharded in place.
+        model: the module, as of the engine that trains; it is sharded in place.
         config: the compiled configuration.
         layout: where every rank stands.
         half: ``"bf16"`` or ``"fp16"`` to run in that precision with ZeRO-3; None for the configuration's.
@@ -72,10 +75,12 @@ class EvaluationEngine:
             settings = {key: value for key, value in settings.items() if key not in (*HALF_TYPES, "torch_autocast")}
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
-        if config.get("zero_optimization.stage") == 3:
+        sharded = config.get("zero_optimization.stage") == 3
+        if sharded:
             make_leaves(model)
-        with completed_cut(self.groups, whole_logits):
+        with completed_cut(self.groups, whole_logits), weights_in_place(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
+        self._library_state = ShardsModels(without_secrets(settings)) if sharded else None
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
         limit_collectives()
@@ -85,5 +90,7 @@ class EvaluationEngine:
         """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""
         if self._module_guard is not None:
             self._module_guard.close()
+        if self._library_state is not None:
+            self._library_state.close()
         self.deepspeed.destroy()
         forget_layout()

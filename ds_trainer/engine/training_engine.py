@@ -26,6 +26,9 @@ from ds_trainer.engine.gradient_dtypes import (
     keep_reduction_dtype,
     told_to_deepspeed,
 )
+from ds_trainer.engine.loading.creation_memory import bounded_creation
+from ds_trainer.engine.loading.library_state import ShardsModels
+from ds_trainer.engine.loading.placement import weights_in_place
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.reduction_order import reduce_in_fixed_order
@@ -57,7 +60,9 @@ class TrainingEngine:
     """A DeepSpeed engine that sums gradients over the global batch.
 
     Args:
-        model: the module to train, on any device; ZeRO-3 shards it in place.
+        model: the module to train, on any device, or on meta with a weight source
+            (:mod:`ds_trainer.engine.loading.weight_source`), or made under ``deepspeed.zero.Init``. ZeRO-3 shards it in
+            place, one parameter at a time.
         optimizer: the optimizer over ``model``'s parameters, or parameter groups over which DeepSpeed builds the one
             that ``config`` names.
         config: the compiled configuration.
@@ -75,7 +80,8 @@ class TrainingEngine:
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
     Raises:
-        ConfigError: the engine's picture of the ranks is not the layout's, or nothing of the model could be sliced.
+        ConfigError: the engine's picture of the ranks is not the layout's, nothing of the model could be sliced, or
+            nothing says what a parameter on meta holds.
     """
 
     def __init__(
@@ -101,11 +107,14 @@ class TrainingEngine:
         if self.stage == 3:
             make_leaves(model)
         forget_autocast(model)
-        with no_step_before_the_first(), completed_cut(self.groups, whole_logits):
+        placed = weights_in_place(model, self.groups, mpu)
+        cut = completed_cut(self.groups, whole_logits)
+        with no_step_before_the_first(), cut, placed, bounded_creation():
             keywords = {given: optimizer, "config": told_to_deepspeed(config), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
         # DeepSpeed writes this into every checkpoint; what it uses itself it has read by now.
         self.deepspeed.config = without_secrets(self.deepspeed.config)
+        self._library_state = ShardsModels(self.deepspeed.config) if self.stage == 3 else None
         take_over(self.deepspeed, mpu)
         keep_empty_slices(self.deepspeed)
         sizes = (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps"))
@@ -234,6 +243,8 @@ class TrainingEngine:
             self.module_guard.close()
         if self._accumulation is not None:
             self._accumulation.close()
+        if self._library_state is not None:
+            self._library_state.close()
         self.deepspeed.destroy()
         forget_layout()
         if self._compiled:

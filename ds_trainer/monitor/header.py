@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_trainer.monitor.units import human_count, human_operations
+from ds_trainer.engine.loading.report import LoadReport
+from ds_trainer.monitor.units import human_bytes, human_count, human_operations
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,12 @@ class RunSummary:
     """How they are counted."""
     peak_flops: float | None = None
     """Operations a second that one device reaches at best; None where nobody knows."""
+    weights: str | None = None
+    """Whether they are what the model's files hold; None where they are of no files."""
     number_format: str = ""
     """Format that the peak belongs to."""
+    load: LoadReport | None = None
+    """What the load of the weights from files took; None where the model came with its weights."""
 
 
 def header_lines(summary: RunSummary) -> list[str]:
@@ -75,6 +80,10 @@ def header_lines(summary: RunSummary) -> list[str]:
         ("device", f"{summary.world_size} x {summary.device}"),
         ("output", summary.output_dir),
     ]
+    about_weights = [summary.weights] if summary.weights is not None else []
+    about_weights += [load_text(summary.load)] if summary.load is not None else []
+    if about_weights:
+        rows.insert(1, ("weights", "; ".join(about_weights)))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
     if summary.resumed_from is not None:
@@ -87,6 +96,19 @@ def header_lines(summary: RunSummary) -> list[str]:
 def header_text(summary: RunSummary) -> str:
     """:func:`header_lines` as one text, ready to print."""
     return "\n".join(header_lines(summary))
+
+
+def load_text(load: LoadReport) -> str:
+    """A load of weights in one line, as the header has it."""
+    tensors = f"{load.tensors:,} tensors"
+    if load.bytes_read:
+        text = f"loaded from {load.source}: {tensors}, {human_bytes(load.bytes_read)} read in {load.seconds:.3g} s"
+    else:
+        text = f"{load.source}: {tensors}, nothing read, in {load.seconds:.3g} s"
+    text += f", host peak {human_bytes(load.host_peak_bytes)}"
+    if load.device_peak_bytes:
+        text += f", device peak {human_bytes(load.device_peak_bytes)}"
+    return text
 
 
 def _compute(summary: RunSummary) -> str:

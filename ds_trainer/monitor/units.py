@@ -31,6 +31,13 @@ def human_operations(number: float) -> str:
     return f"{text.removesuffix('B').rstrip('kMT')} {prefix}FLOP"
 
 
+def human_bytes(number: float) -> str:
+    """Bytes with decimal prefixes: ``842 B``, ``12.3 kB``, ``16.1 GB``."""
+    text = human_count(number)
+    prefix = {"k": "k", "M": "M", "B": "G", "T": "T"}.get(text[-1], "")
+    return f"{text.rstrip('kMBT')} {prefix}B"
+
+
 def human_duration(seconds: float) -> str:
     """``0.42 s``, ``12.3 s``, ``3 min 20 s``, ``2 h 05 min``, ``3 d 04 h``."""
     if not math.isfinite(seconds):

@@ -95,6 +95,28 @@ class Place:
         shape, start, stop, dim, bands = value
         return cls(tuple(shape), start, stop, dim, tuple((first, length) for first, length in bands))
 
+    def locate(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which elements of the whole tensor this run holds, and where.
+
+        Args:
+            indices: of elements of the flattened whole tensor, int64 ``[n]``.
+
+        Returns:
+            Which of ``indices`` are here (positions in ``indices``), and where in this run: int64 ``[m]`` both.
+        """
+        at = indices
+        if self.dim is not None:
+            size, inner = self.shape[self.dim], math.prod(self.shape[self.dim + 1 :])
+            outer, middle, column = indices // (size * inner), indices // inner % size, indices % inner
+            width = sum(length for _, length in self.bands)
+            at, before = torch.full_like(indices, -1), 0
+            for first, length in self.bands:
+                inside = (middle >= first) & (middle < first + length)
+                at = torch.where(inside, (outer * width + before + middle - first) * inner + column, at)
+                before += length
+        which = ((at >= self.start) & (at < self.stop)).nonzero().reshape(-1)
+        return which, at[which] - self.start
+
     def _blocks(self, dim: int | None) -> Iterator[_Block]:
         """The run as blocks of the whole matrix whose rows are the indices before ``dim``."""
         inner = 1 if dim is None else math.prod(self.shape[dim + 1 :])

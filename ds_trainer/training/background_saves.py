@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +11,11 @@ import torch
 
 from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.background.meeting import Meeting
-from ds_trainer.checkpoint.background.snapshot import Snapshot, fits_in_memory, sizes_of
+from ds_trainer.checkpoint.background.snapshot import Snapshot, fits_in_memory, frozen_bytes, sizes_of
 from ds_trainer.checkpoint.background.writing import BackgroundSave, BackgroundWork
 from ds_trainer.checkpoint.pieces.engine_files import engine_contents
+from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
+from ds_trainer.checkpoint.weights.adapters import base_names
 from ds_trainer.engine.state.pieces import all_in_memory, changes_in_steps_only
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.optim.swapping import swaps_weights
@@ -78,8 +80,13 @@ class BackgroundSaves:
         if self.possible:
             self._meeting = Meeting()
             # In the background: the first touch of memory is slow.
-            sizes = sizes_of(engine_contents(trainer.engine, False))
+            sizes = sizes_of(self._files())
             self._preparing = BackgroundWork(lambda: self._arena.prepare(sizes))
+
+    def _files(self) -> Iterator[Content]:
+        engine = self._trainer.engine
+        frozen = FrozenFiles(self._trainer.frozen_files.names)
+        return engine_contents(engine, False, frozen=frozen, left_out=base_names(engine.deepspeed.module))
 
     def _are_possible(self) -> bool:
         """Whether the state can be copied as a whole. Collective, alike on all ranks."""
@@ -88,7 +95,8 @@ class BackgroundSaves:
             if not all_in_memory(engine):
                 logger.info("Checkpoints are written while training waits: DeepSpeed has swapped states out.")
                 return False
-            needed = self._arena.room_for(sizes_of(engine_contents(engine, False)))
+            files = list(self._files())
+            needed = self._arena.room_for(sizes_of(files)) + frozen_bytes(files)
         except UnknownState:
             return False
         if not fits_in_memory(needed):

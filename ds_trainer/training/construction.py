@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.training.loading.model_argument import is_named
 from ds_trainer.training.signatures import is_from
 from ds_trainer.utils.errors import ConfigError
 
@@ -16,15 +17,18 @@ def check_construction(
     """Refuse what contradicts itself, all problems at once.
 
     Raises:
-        ConfigError: no model or two, something that is no model, two optimizers, an optimizer over a model that is yet
-            to be made, or a collator that cannot be called.
+        ConfigError: no model or two, something that is no model nor its name, two optimizers, an optimizer over a model
+            that is yet to be made, or a collator that cannot be called.
     """
     problems = []
     if (model is None) == (model_init is None):
         problems.append("Give either a model or a model_init that makes one, and not both.")
-    if model is not None and not isinstance(model, nn.Module):
+    if model is not None and not isinstance(model, nn.Module) and not is_named(model):
         hint = " Pass the function as model_init." if callable(model) else ""
-        problems.append(f"model is a {type(model).__name__}, not a torch.nn.Module.{hint}")
+        problems.append(
+            f"model is a {type(model).__name__}, not a torch.nn.Module, the name of a model, or its configuration."
+            f"{hint}"
+        )
     problems += keras_problems(model)
     placed = getattr(model, "hf_device_map", None)
     if isinstance(placed, dict) and len(set(map(str, placed.values()))) > 1:

@@ -54,6 +54,8 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
         flops_source="" if rule is None else rule.source,
         peak_flops=peak_of(trainer),
         number_format=number_format(trainer),
+        load=trainer.load_report,
+        weights=trainer.weight_check.said,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.recipe import Recipe
@@ -43,14 +43,35 @@ def language_model_config(recipe: Recipe, tokenizer: Tokenizer) -> PretrainedCon
     return config
 
 
-def build_language_model(recipe: Recipe, config: PretrainedConfig) -> PreTrainedModel:
-    """The model with its weights, float32, on the CPU. Random weights follow torch's default generator."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def build_language_model(
+    recipe: Recipe, config: PretrainedConfig, seed: int = 42, allow_new_weights: Sequence[str] | bool = ()
+) -> PreTrainedModel:
+    """The model on meta, with the source of its weights: the files of ``model.path``, or numbers that follow ``seed``.
 
-    if recipe.model.path is None:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return load_language_model(recipe.model.path, config)
+    Raises:
+        ConfigError: the files do not fit, or there are adapters that PEFT does not make.
+    """
+    from ds_trainer.training.loading.pretrained import from_config, from_pretrained
+
+    spec = recipe.model
+    common: dict[str, Any] = {
+        "auto_class": spec.auto_class or "AutoModelForCausalLM",
+        "dtype": spec.dtype or "float32",
+        "peft_config": None if spec.peft is None else _adapters(recipe, dict(spec.peft)),
+        "seed": seed,
+    }
+    model: PreTrainedModel
+    if spec.path is None:
+        model = from_config(config, **common)
+    else:
+        model = from_pretrained(spec.path, config=config, allow_new_weights=allow_new_weights, **common)
+    return model
+
+
+def _adapters(recipe: Recipe, fields: dict[str, Any]) -> Any:
+    from ds_trainer.training.loading.adapters import peft_config_of
+
+    return peft_config_of({"task_type": "CAUSAL_LM", **fields}, f"{recipe.where('model.peft')}: model.peft")
 
 
 def load_language_model(directory: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -81,10 +102,15 @@ def _import_transformers() -> Any:
 def _config_of_directory(recipe: Recipe, path: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    where, directory = recipe.where("model.path"), Path(path).expanduser()
+    from ds_trainer.training.loading.model_files import model_directory
+
+    where = recipe.where("model.path")
+    try:
+        directory = model_directory(path)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: model.path: {error}") from error
     if not (directory / "config.json").is_file():
-        reason = "has no config.json" if directory.is_dir() else "is not a directory"
-        raise ConfigError(f"{where}: model.path: {path!r} {reason}; name the local directory of a saved model.")
+        raise ConfigError(f"{where}: model.path: {path!r} has no config.json; name the directory of a saved model.")
     if recipe.data.tokenizer == "bytes" and not (directory / ByteTokenizer.FILE_NAME).is_file():
         raise ConfigError(
             f"{where}: model.path: the model in {path!r} was not trained on bytes (no {ByteTokenizer.FILE_NAME}), but "

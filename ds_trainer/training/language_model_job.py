@@ -52,13 +52,16 @@ def run(recipe: Recipe) -> dict[str, Any]:
     args = recipe.training_arguments()
     inputs = prepare(recipe)
 
-    import torch
-
     from ds_trainer.training.trainer import Trainer
 
-    torch.manual_seed(args.seed)  # random weights must be the same on all ranks
-    model = build_language_model(recipe, inputs.model_config)
-    trainer = Trainer(model, args, train_dataset=inputs.train_blocks, eval_dataset=inputs.eval_blocks)
+    model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=inputs.train_blocks,
+        eval_dataset=inputs.eval_blocks,
+        processing_class=inputs.tokenizer,  # in every checkpoint, and beside the weights at the end
+    )
     output_dir = Path(str(args.output_dir))
     baselines: dict[str, dict[str, float]] = {}
     if trainer.is_world_process_zero():
@@ -76,7 +79,6 @@ def run(recipe: Recipe) -> dict[str, Any]:
     if not trainer.is_world_process_zero():
         return {}
 
-    inputs.tokenizer.save(output_dir)
     sample = generate_sample(str(output_dir), inputs.tokenizer, recipe.report, args.seed)
     results = {
         "steps": train_output.global_step,

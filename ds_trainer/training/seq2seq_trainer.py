@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -21,6 +22,7 @@ from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.generation.config import read_generation_config
 from ds_trainer.training.generation.padding import padded
+from ds_trainer.training.loading.model_argument import model_of
 from ds_trainer.training.model.randomness import randomness_of
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils import distributed
@@ -28,7 +30,7 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PretrainedConfig
 
 
 class Seq2SeqTrainer(Trainer):
@@ -50,19 +52,20 @@ class Seq2SeqTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | os.PathLike[str] | PretrainedConfig | None = None,
         args: Seq2SeqTrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None,
+        model_init: Callable[..., Any] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
         compute_metrics: Callable[..., dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        peft_config: Any = None,
     ) -> None:
         if args is None:
             args = Seq2SeqTrainingArguments("tmp_trainer")
@@ -79,8 +82,6 @@ class Seq2SeqTrainer(Trainer):
         self._kept: ExitStack | None = None  # what an evaluation keeps open
         self._gathered = False
         self._fits: bool | None = None  # known from an evaluation's first batch on
-        if model is not None:
-            self._prepare_for_generation(model, args)
         super().__init__(
             model,
             args,
@@ -95,6 +96,7 @@ class Seq2SeqTrainer(Trainer):
             optimizers,
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
+            peft_config,
         )
 
     @staticmethod
@@ -105,12 +107,6 @@ class Seq2SeqTrainer(Trainer):
             ConfigError: it cannot be read, or is invalid.
         """
         return read_generation_config(gen_config_arg)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from ``model_init``, with the generation configuration of the arguments."""
-        model = super().call_model_init(trial)
-        self._prepare_for_generation(model, self.args)
-        return model
 
     def evaluate(
         self,
@@ -203,6 +199,13 @@ class Seq2SeqTrainer(Trainer):
         return loss, padded(tokens, self.model, self.processing_class), labels
 
     # -- details ---------------------------------------------------------------------------------------------------
+
+    def _model_of(self, given: Any) -> nn.Module:
+        """As a Trainer's, with the generation configuration of the arguments."""
+        self.load_report = None
+        model: nn.Module = model_of(given, self.args, self.peft_config, for_generation=True)
+        self._prepare_for_generation(model, self.args)
+        return model
 
     def _prepare_for_generation(self, model: Any, args: Seq2SeqTrainingArguments) -> None:
         if args.predict_with_generate and not callable(getattr(model, "generate", None)):

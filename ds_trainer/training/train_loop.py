@@ -337,6 +337,7 @@ class TrainLoop:
             **({"train_tokens_per_second": rates.tokens_per_second} if self.work.has_tokens else {}),
             "total_flos": state.total_flos,
             "train_loss": loss,
+            **({} if trainer.load_report is None else trainer.load_report.metrics()),
             **trainer.stage.end(),
         }
         trainer.log(metrics)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from ds_trainer.training.construction import check_construction
 from ds_trainer.training.header import print_header
 from ds_trainer.training.hooks.optimizer import members_of
 from ds_trainer.training.hooks.search import SearchHooks
+from ds_trainer.training.loading.model_argument import leave_to_checkpoint, put_on_device
 from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.training.model.preparation import adapt_model, prepared_for_training
 from ds_trainer.training.model.split_attention import use_split_attention
@@ -35,10 +37,14 @@ from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.start import check_start
 from ds_trainer.training.train_loop import TrainLoop, TrainOutput
+from ds_trainer.training.weight_check import WeightCheck, note_origin
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Trainer(SearchHooks):
@@ -46,7 +52,8 @@ class Trainer(SearchHooks):
 
     Args:
         model: any ``nn.Module`` that is called by keyword with a batch and returns its loss (as a scalar, as the first
-            element of a tuple, or under ``"loss"``); or none, and ``model_init``.
+            element of a tuple, or under ``"loss"``); or a directory or hub name, of which each rank reads its shards
+            (docs/loading.md); or a configuration of transformers, for a new model; or none, and ``model_init``.
         args: what is asked for; default: ``TrainingArguments("tmp_trainer")``.
         data_collator: makes a batch (a dict of tensors) of a list of samples; default:
             :func:`ds_trainer.data.collators.default_data_collator`, or padding where ``processing_class`` is a
@@ -55,7 +62,7 @@ class Trainer(SearchHooks):
             (:mod:`ds_trainer.data.stream`).
         eval_dataset: the same for evaluation, or a dict of several.
         processing_class: tokenizer or processor, saved beside the weights.
-        model_init: makes the model, so that every :meth:`train` starts from a new one.
+        model_init: makes the model, or names it, so that every :meth:`train` starts from a new one.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` returning the summed loss over that number.
         compute_metrics: metrics of an evaluation, from its predictions and labels.
         callbacks: classes or instances, added to the default ones.
@@ -63,6 +70,7 @@ class Trainer(SearchHooks):
         optimizer_cls_and_kwargs: class and arguments of the optimizer to use instead of the one that ``args`` describe;
             made over the trainer's parameter groups.
         preprocess_logits_for_metrics: ``f(logits, labels)``, what to keep of the logits of each batch.
+        peft_config: of PEFT: the model gets new adapters, and they alone are trained.
 
     Raises:
         ConfigError: what is asked for cannot run; raised before any process group exists.
@@ -83,19 +91,20 @@ class Trainer(SearchHooks):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | os.PathLike[str] | PretrainedConfig | None = None,
         args: TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None,
+        model_init: Callable[..., Any] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
         compute_metrics: Callable[..., dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        peft_config: Any = None,
     ) -> None:
         check_construction(model, model_init, optimizers, optimizer_cls_and_kwargs, data_collator)
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
@@ -105,12 +114,13 @@ class Trainer(SearchHooks):
         self.stage = self._memory_tracker.stage("init")
         configure_process(self.args)
         self.model_init = model_init
-        self.model: nn.Module = model if model is not None else self.call_model_init()
+        self.peft_config = peft_config
+        self.model: nn.Module = self._model_of(model) if model is not None else self.call_model_init()
         self.model_wrapped: nn.Module = self.model
         self.is_model_parallel = False
         self.place_model_on_device = bool(getattr(self.args, "place_model_on_device", None))
         if self.place_model_on_device:
-            self.model.to(self.device)
+            put_on_device(self.model, self.device)
         self.processing_class = processing_class
         self.data_collator = data_collator or collator_for(processing_class)
         self.train_dataset = train_dataset
@@ -123,6 +133,7 @@ class Trainer(SearchHooks):
         self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
         self.is_in_train = False
         self._engine: TrainingEngine | None = None
+        self.weight_check = WeightCheck()
         self._settle()
 
         progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
@@ -157,7 +168,7 @@ class Trainer(SearchHooks):
 
         Args:
             resume_from_checkpoint: path of a checkpoint, or True for the newest undamaged one in ``args.output_dir``.
-                The path may be one of DeepSpeed's, or of transformers.Trainer with DeepSpeed: it is converted first.
+                The path may be one of DeepSpeed's, or of transformers.Trainer: it is converted first.
             trial: values of arguments for this training, by name, or an optuna trial; then the model is new, and the
                 trainer has a changed copy of its arguments until it trains without a trial again.
             ignore_keys_for_eval: keys of the model's output that are no predictions in evaluations meanwhile.
@@ -194,6 +205,8 @@ class Trainer(SearchHooks):
                 find_batch_size(self)
             loader = self.get_train_dataloader()
             plan = self._plan_of_run(loader, checkpoint)
+            if checkpoint is not None:
+                leave_to_checkpoint(self.model, checkpoint)
             self._build(plan.max_steps)
             self.state = self._new_state(plan)
             self._begin(loader)
@@ -208,6 +221,7 @@ class Trainer(SearchHooks):
 
     def _build(self, num_training_steps: int) -> None:
         """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
+        note_origin(self.model)
         adapt_model(self.model, self.args, self.compiled, self.processing_class)
         use_split_attention(self.model, self.layout)
         self.create_optimizer_and_scheduler(num_training_steps)
@@ -216,9 +230,10 @@ class Trainer(SearchHooks):
         keep_state_where_it_is_saved(self.optimizer)
         optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
         self._group_members = members_of(optimizer)
-        self._engine = TrainingEngine(
-            self.model, optimizer, self.compiled, self.layout, compile_options(self.args), self._reads_logits
-        )
+        with self._measured_load():
+            self._engine = TrainingEngine(
+                self.model, optimizer, self.compiled, self.layout, compile_options(self.args), self._reads_logits
+            )
         self.optimizer = self._engine.basic_optimizer
         if self.lr_scheduler is None:
             self.lr_scheduler = self._engine.own_schedule or self.create_scheduler(num_training_steps, self.optimizer)

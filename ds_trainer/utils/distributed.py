@@ -90,11 +90,16 @@ def agree(votes: torch.Tensor) -> list[int]:
 
     Waits for the slowest host; for the device only before there is a :func:`host_group`.
     """
+    return [int(vote) for vote in largest(votes).tolist()]
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest of all ranks' ``values``, element by element, in host memory. Collective: one message."""
     if world_size() > 1:
         group = host_group()
-        votes = votes if group is not None else votes.to(collective_device())
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    return [int(vote) for vote in votes.tolist()]
+        values = values if group is not None else values.to(collective_device())
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values.cpu()
 
 
 def alike(text: str) -> bool:

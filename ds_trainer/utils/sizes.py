@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-_SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE_UNITS = {"B": 1}
+_SIZE_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_SIZE_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 def parse_size(text: str) -> int:

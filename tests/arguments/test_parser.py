@@ -271,3 +271,14 @@ def test_the_parser_imports_nothing_heavy() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'transformers', 'accelerate')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("text", "value"), [("3", 3), ("500GB", "500GB"), ("1.5 TiB", "1.5 TiB")])
+def test_a_number_or_a_size_is_read_alike_everywhere(text: str, value: int | str, tmp_path: Path) -> None:
+    parser = HfArgumentParser(TrainingArguments)
+    path = tmp_path / "arguments.yaml"
+    path.write_text(f"output_dir: out\nsave_total_limit: {text}\n")
+    (from_yaml,) = parser.parse_yaml_file(str(path))
+    (from_dict,) = parser.parse_dict({"output_dir": "out", "save_total_limit": value})
+    (from_line,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--save_total_limit", text])
+    assert [one.save_total_limit for one in (from_yaml, from_dict, from_line)] == [value] * 3

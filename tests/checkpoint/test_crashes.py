@@ -24,7 +24,10 @@ from ds_trainer.checkpoint.protocol.retention import Retention
 from tests.support.checkpoints import bytes_of, resume, save
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-OPERATIONS = ("make_directory", "open_new", "write", "flush", "close", "flush_file", "rename", "remove_file")
+OPERATIONS = (
+    *("make_directory", "open_new", "open_shared", "resize", "write", "write_at", "flush", "close"),
+    *("flush_file", "rename", "remove_file"),
+)
 _MOST = 8192  # bytes of a write: files are written in several
 
 
@@ -55,9 +58,12 @@ class Killer:
                 self._die()
             if name == "write":
                 return function(arguments[0], arguments[1][:_MOST])
+            if name == "write_at":
+                return function(arguments[0], arguments[1][:_MOST], arguments[2])
             result = function(*arguments)
-            if name == "open_new":
+            if name in ("open_new", "open_shared"):
                 self._unflushed[result] = os.dup(result)
+            if name == "open_new":
                 self._names.append(arguments[0])
             elif name == "flush":
                 self._unflushed.pop(arguments[0], None)

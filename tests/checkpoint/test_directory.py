@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, find_checkpoint, list_checkpoints
+from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, check_sizes, find_checkpoint, list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.utils.errors import ConfigError
-from tests.support.checkpoints import bytes_of, resume, save
+from tests.support.checkpoints import FILES, bytes_of, resume, save
 
 
 def names(directory: Path) -> list[str]:
@@ -95,6 +95,40 @@ def test_every_so_many_steps_one_stays(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path, step, Retention(keep=2, every=3))
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-5", "checkpoint-6", "checkpoint-7"]
+
+
+def size_of(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.iterdir())
+
+
+def test_by_bytes_the_oldest_go_until_the_rest_fits(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step)
+    size = max(size_of(path) for path in tmp_path.glob("checkpoint-*"))
+    directory = CheckpointDirectory(tmp_path)
+    Retention(keep_bytes=5 * size).apply(directory)
+    assert len(names(tmp_path)) == 5
+    Retention(keep_bytes=4 * size - size // 2).apply(directory)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
+    Retention(keep_bytes=2 * size, every=4).apply(directory)  # which does not count
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
+    Retention(keep_bytes=1, best=tmp_path / "checkpoint-3").apply(directory)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-5"], "the newest and the best stay"
+
+
+def test_bytes_that_checkpoints_share_count_once(tmp_path: Path) -> None:
+    first, *others = (save(tmp_path, step) for step in (1, 2, 3))
+    size, shared = size_of(first), (first / FILES[0]).stat().st_size
+    limit = shared + 3 * (size - shared) + 100
+    for path in others:
+        (path / FILES[0]).unlink()
+        os.link(first / FILES[0], path / FILES[0])  # as frozen weights are
+    directory = CheckpointDirectory(tmp_path)
+    Retention(keep_bytes=limit).apply(directory)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    Retention(keep_bytes=limit - 200).apply(directory)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert check_sizes(directory.entries()[0])
 
 
 def test_the_last_whole_one_is_never_removed(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def assert_same_files(found: Path, wanted: Path) -> None:
     assert ours == theirs and "adapter_model.safetensors" in ours
 
 
+def assert_same_adapters(found: Path, wanted: Path) -> None:
+    """The checkpoint itself is what peft loads, to the bit."""
+    ours, theirs = files_of(found), files_of(wanted)
+    assert sorted_lists(ours["adapter_config.json"]) == sorted_lists(theirs["adapter_config.json"])
+    assert ours["adapter_model.safetensors"] == theirs["adapter_model.safetensors"]
+
+
 def sorted_lists(text: bytes) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, list) else value for key, value in json.loads(text).items()}
 
@@ -101,12 +108,19 @@ def test_alone_and_merged(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     make_model, world, changes = CASES[case]
+    untouched: Any = make_model()
+    untouched = untouched.unload() if hasattr(untouched, "unload") else tiny_llama()
+    untouched.save_pretrained(tmp_path / "base")
     whole = pool(world).run(partial(saved_both_ways, make_model, str(tmp_path), **changes))[0]
     checkpoint = tmp_path / "checkpoint-2"
+    assert not (checkpoint / "model.safetensors").exists()
+    assert_same_adapters(checkpoint, tmp_path / "live")
     export_checkpoint(checkpoint, tmp_path / "alone", SHARD)
     assert_same_files(tmp_path / "alone", tmp_path / "live")
 
-    export_checkpoint(checkpoint, tmp_path / "merged", SHARD, merge_lora=True)
+    with pytest.raises(ConfigError, match=r"not the model that they belong to.*--model"):
+        export_checkpoint(checkpoint, tmp_path / "merged", SHARD, merge_lora=True)
+    export_checkpoint(checkpoint, tmp_path / "merged", SHARD, merge_lora=True, model=tmp_path / "base")
     wanted: Any = make_model()
     if "bf16" in changes:
         wanted.to(torch.bfloat16)

@@ -109,8 +109,10 @@ def resumed(world: int, path: Path, **arguments: Any) -> list[list[str]]:
     return [names for names, _ in found]
 
 
-def own(*ranks: int) -> list[str]:
-    return [f"rank_{rank:05d}.safetensors" for rank in ranks]
+def own(*ranks: int, frozen: tuple[int, ...] = ()) -> list[str]:
+    """Files of these ranks, and those with the frozen weights that ``frozen`` wrote."""
+    files = [f"rank_{rank:05d}.safetensors" for rank in ranks]
+    return sorted(files + [f"rank_{rank:05d}.frozen.safetensors" for rank in frozen])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -120,12 +122,14 @@ def test_in_the_same_layout_a_rank_opens_its_own_file_only(world: int, stage: in
 
 
 def test_also_where_it_holds_nothing_but_padding_of_a_parameter(tmp_path: Path) -> None:
-    assert resumed(4, tmp_path, narrow=True, zero_stage=3) == [own(rank) for rank in range(4)]
+    found = resumed(4, tmp_path, narrow=True, zero_stage=3)
+    assert found == [own(rank, frozen=(rank,)) for rank in range(4)]
 
 
 def test_a_checkpoint_without_empty_pieces_is_gone_on_from(tmp_path: Path) -> None:
     """As they were written before: the rank with padding only has to look into another file."""
-    assert resumed(4, tmp_path, narrow=True, zero_stage=3, as_before=True) == [own(0), own(1), own(2), own(0, 3)]
+    found = resumed(4, tmp_path, narrow=True, zero_stage=3, as_before=True)
+    assert found == [own(rank, frozen=(rank,)) for rank in range(3)] + [own(0, 3, frozen=(0, 3))]
 
 
 def test_what_all_ranks_hold_is_read_from_a_few(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_what_all_ranks_hold_is_read_from_a_few(tmp_path: Path) -> None:
     found = resumed(4, tmp_path / "0", zero_stage=0, writers=2)
     assert found == [own(0, 2), own(0, 1, 2), own(0, 2), own(0, 2, 3)]
     found = resumed(4, tmp_path / "2", narrow=True, zero_stage=2, writers=2)
-    assert found == [own(0, 2), own(0, 1, 2), own(0, 2), own(0, 2, 3)]
+    assert found == [own(*ranks, frozen=(0, 2)) for ranks in ((0,), (0, 1), (2,), (0, 3))]
 
 
 def test_what_tensor_parallel_ranks_hold_whole_is_read_from_the_first(tmp_path: Path) -> None:

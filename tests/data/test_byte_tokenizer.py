@@ -34,7 +34,7 @@ def test_separators_and_broken_characters_decode_to_something_visible() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    ByteTokenizer().save(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
     assert ByteTokenizer.load(tmp_path).vocab_size == 257
     with pytest.raises(ConfigError, match=r"has no byte_tokenizer\.json"):
         ByteTokenizer.load(tmp_path / "elsewhere")

@@ -32,7 +32,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (4, 3)
     assert tokenizer.encode(Document("x", b"hello world hello")).tolist() == [1, 2, 1]
     assert tokenizer.decode([1, 3, 2]) == "hello world"
-    tokenizer.save(tmp_path / "copy")
+    tokenizer.save_pretrained(tmp_path / "copy")
     assert load_tokenizer(str(tmp_path / "copy")).separator_id == 3
 
 
@@ -52,7 +52,7 @@ def test_text_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 def test_bytes_by_name_and_by_directory(tmp_path: Path) -> None:
-    ByteTokenizer().save(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
     assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
     assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
 

@@ -1,8 +1,8 @@
 """A stand-in of the Hugging Face Hub's API on this machine, for the real client of huggingface_hub.
 
 It keeps repositories, branches, files and commits in memory, knows tokens, and can be told to fail, or to hold requests
-until a test lets them go. Only what a push needs is there; anything else is answered with 404. Storage is that of Git
-LFS: :func:`pointed_at` switches the Xet protocol off.
+until a test lets them go. Only what a push and a download need is there; anything else is answered with 404.
+Storage is that of Git LFS: :func:`pointed_at` switches the Xet protocol off.
 """
 
 from __future__ import annotations
@@ -140,7 +140,11 @@ def pointed_at(url: str) -> Iterator[None]:
     """huggingface_hub talks to ``url``, online and without Xet. Its settings are read when it is imported: set here."""
     from huggingface_hub import constants
 
-    wanted = {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    files = url + "/{repo_id}/resolve/{revision}/{filename}"
+    wanted = {
+        **{"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": files},
+        **{"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True},
+    }
     before = {name: getattr(constants, name) for name in wanted}
     for name, value in wanted.items():
         setattr(constants, name, value)
@@ -167,6 +171,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer("GET")
 
+    def do_HEAD(self) -> None:
+        self._answer("HEAD")
+
     def do_POST(self) -> None:
         self._answer("POST")
 
@@ -192,17 +199,21 @@ class _Handler(BaseHTTPRequestHandler):
         except _Refusal as refusal:
             status, answer = refusal.status, getattr(refusal, "answer", {"error": str(refusal)})
             headers = {"X-Error-Message": str(refusal), **({"X-Error-Code": refusal.code} if refusal.code else {})}
-        text = json.dumps(answer).encode()
+        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        if isinstance(answer, bytes):
+            headers = {"ETag": f'"{_git_oid(answer)}"', "X-Repo-Commit": "0" * 40}
+        kind = "application/octet-stream" if isinstance(answer, bytes) else "application/json"
         self.send_response(status)
-        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(text))}.items():
+        for name, value in {**headers, "Content-Type": kind, "Content-Length": str(len(text))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text)
+        if method != "HEAD":
+            self.wfile.write(text)
 
     def _find(self, method: str, path: str) -> Callable[[bytes, dict[str, list[str]]], Any]:
         for wanted, pattern, function in _ROUTES:
             match = re.fullmatch(pattern, path)
-            if match and wanted == method:
+            if match and wanted == method.replace("HEAD", "GET"):
                 parts = [unquote(part) for part in match.groups()]
                 return lambda body, query: function(self, body, query, *parts)
         raise _Refusal(404, f"nothing at {method} {path}")
@@ -262,10 +273,16 @@ class _Handler(BaseHTTPRequestHandler):
         return {"_id": "1", "id": repository, "sha": "0" * 40, "tags": ["license:mit"], "siblings": []}
 
     def tree(self, body: bytes, query: Any, repository: str, branch: str) -> Any:
-        files = self._branch(repository, branch)
+        files = self._branch(repository, "main" if branch == "0" * 40 else branch)
         return [
             {"type": "file", "oid": _git_oid(data), "size": len(data), "path": path} for path, data in files.items()
         ]
+
+    def resolve(self, body: bytes, query: Any, repository: str, revision: str, path: str) -> Any:
+        files = self._branch(repository, "main" if revision == "0" * 40 else revision)
+        if path not in files:
+            raise _Refusal(404, f"no {path}", "EntryNotFound")
+        return files[path]
 
     def preupload(self, body: bytes, query: Any, repository: str, branch: str) -> Any:
         self._writer()
@@ -341,6 +358,7 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("GET", f"/api/models/{_REPOSITORY}/tree/([^/]+)", _Handler.tree),
     ("POST", f"/api/models/{_REPOSITORY}/preupload/(.+)", _Handler.preupload),
     ("POST", f"/{_REPOSITORY}\\.git/info/lfs/objects/batch", _Handler.batch),
+    ("GET", f"/{_REPOSITORY}/resolve/([^/]+)/(.+)", _Handler.resolve),
     ("PUT", "/storage/([0-9a-f]+)", _Handler.store),
     ("POST", f"/api/models/{_REPOSITORY}/commit/(.+)", _Handler.commit),
 )

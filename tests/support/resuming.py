@@ -173,6 +173,10 @@ def watched(trainer: Trainer) -> list[list[int]]:
     return batches
 
 
+def digest_of(piece: Any) -> str:
+    return digest(piece.tensor.detach().contiguous().view(torch.uint8).numpy())
+
+
 def told(trainer: Trainer, batches: list[list[int]]) -> Story:
     """The story of a run that has ended; closes its engine."""
     from ds_trainer.engine.state.pieces import read_pieces
@@ -180,7 +184,7 @@ def told(trainer: Trainer, batches: list[list[int]]) -> Story:
     state: dict[str, str] = {}
     for pieces in read_pieces(trainer.engine):
         for piece in pieces.tensors:
-            state[f"{piece.name}/{piece.kind}"] = digest(piece.tensor.detach().contiguous().view(torch.uint8).numpy())
+            state[f"{piece.name}/{piece.kind}"] = digest_of(piece)
         for name, scalars in pieces.scalars.items():
             state[f"{name}/scalars"] = str(sorted((key, float(value)) for key, value in scalars.items()))
     logs = [

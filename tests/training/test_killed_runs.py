@@ -206,6 +206,7 @@ def test_an_unknown_optimizer_is_kept_by_deepspeed(stage: int, tmp_path: Path) -
     manifest = Manifest.read(tmp_path / "parts" / f"checkpoint-{STOP_AT}")
     assert manifest.engine == DEEPSPEED
     assert sum(name.startswith("engine/") for name in manifest.files) >= 3
+    assert "model.safetensors" in manifest.files  # the weights are gathered, while training waits
     ((found, _), _) = pool(2).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
     assert found == wanted
     ((_, said),) = pool(1).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
@@ -238,5 +239,6 @@ def test_every_machine_keeps_what_its_ranks_hold(tmp_path: Path) -> None:
         assert (manifest.node, manifest.nodes) == (rank, 2)
         assert {"trainer_state.json", "progress.pt", f"rank_{rank:05d}.safetensors"} <= set(manifest.files)
         assert f"rank_{1 - rank:05d}.safetensors" not in manifest.files
+        assert not any(name.startswith("model") for name in manifest.files if name != "model.json")
     for losses in pool(2).run(run_on_own_disk, str(tmp_path), None, True):
         assert losses == wanted

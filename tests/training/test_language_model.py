@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from ds_trainer.arguments.recipe import DataSpec, ModelSpec, Recipe
 from ds_trainer.data.byte_tokenizer import ByteTokenizer
+from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.training.language_model import build_language_model, language_model_config, load_language_model
 from ds_trainer.utils.errors import ConfigError
 
@@ -34,6 +36,23 @@ def refused(wanted: Recipe) -> str:
     with pytest.raises(ConfigError) as caught:
         language_model_config(wanted, ByteTokenizer())
     return str(caught.value)
+
+
+def loaded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a model that was on meta."""
+    materialize(model, torch.device("cpu"))
+    return model.state_dict()
+
+
+def test_adapters_of_a_recipe() -> None:
+    config = language_model_config(recipe(), ByteTokenizer())
+    spec = ModelSpec(architecture=TINY, peft={"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
+    wanted = replace(recipe(), model=spec)
+    model = build_language_model(wanted, config)
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    for peft, words in (({"peft_type": "LORE"}, "Did you mean 'LORA'"), ({"peft_type": "LORA", "rr": 2}, "'rr' is no")):
+        with pytest.raises(ConfigError, match=words):
+            build_language_model(replace(wanted, model=replace(spec, peft=peft)), config)
 
 
 def test_an_architecture_follows_the_tokenizer() -> None:
@@ -88,34 +107,32 @@ def test_other_names_of_keys_are_known() -> None:
 
 def test_random_weights_follow_the_seed() -> None:
     config = language_model_config(recipe(), ByteTokenizer())
-    torch.manual_seed(1)
-    first = build_language_model(recipe(), config).state_dict()
-    torch.manual_seed(1)
-    second = build_language_model(recipe(), config).state_dict()
+    first = loaded(build_language_model(recipe(), config, seed=1))
+    second = loaded(build_language_model(recipe(), config, seed=1))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(tensor.dtype == torch.float32 for tensor in first.values())
-    torch.manual_seed(2)
-    third = build_language_model(recipe(), config).state_dict()
+    third = loaded(build_language_model(recipe(), config, seed=2))
     assert not torch.equal(first["model.embed_tokens.weight"], third["model.embed_tokens.weight"])
 
 
 def test_a_saved_model(tmp_path: Path) -> None:
     config = language_model_config(recipe(), ByteTokenizer())
     model = build_language_model(recipe(), config)
+    materialize(model, torch.device("cpu"))
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    ByteTokenizer().save(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
     wanted = recipe(path=str(tmp_path))
-    loaded = build_language_model(wanted, language_model_config(wanted, ByteTokenizer()))
-    for name, tensor in loaded.state_dict().items():
+    read = build_language_model(wanted, language_model_config(wanted, ByteTokenizer()))
+    for name, tensor in loaded(read).items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, model.state_dict()[name].float())
 
 
 def test_directories_that_hold_no_model(tmp_path: Path) -> None:
-    assert "is not a directory" in refused(recipe(path=str(tmp_path / "gone")))
+    assert "is no directory" in refused(recipe(path=str(tmp_path / "gone")))
     assert "has no config.json" in refused(recipe(path=str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
-    ByteTokenizer().save(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
     assert "r.yaml: model.path: " in refused(recipe(path=str(tmp_path)))
     language_model_config(recipe(), ByteTokenizer()).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds no model that loads"):

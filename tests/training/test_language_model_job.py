@@ -41,7 +41,7 @@ arguments:
   max_steps: 30
   learning_rate: 1e-2
   logging_steps: 10
-  save_strategy: no
+  save_steps: 30
 report:
   sample_prompt: "the "
   sample_tokens: 12
@@ -107,6 +107,10 @@ def test_everything_lies_in_the_output_directory(folder: Path, one_process: subp
     assert wanted | {"model.safetensors", "byte_tokenizer.json"} <= names
     newest = max((folder / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert newest.name == "results.json"
+    checkpoint = folder / "out" / "checkpoint-30"  # a model like that, with what reads text for it
+    for name in ("model.safetensors", "byte_tokenizer.json", "config.json", "generation_config.json"):
+        assert (checkpoint / name).read_bytes() == (folder / "out" / name).read_bytes(), name
+    load_language_model(str(checkpoint))
 
 
 def test_bits_per_byte_are_exact(folder: Path, one_process: subprocess.CompletedProcess[str]) -> None:

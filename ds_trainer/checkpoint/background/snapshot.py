@@ -12,15 +12,21 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import torch
 
 from ds_trainer.checkpoint.background.arena import Arena
 from ds_trainer.checkpoint.pieces.content import PiecesContent
-from ds_trainer.checkpoint.pieces.file import arrange, write_bytes
+from ds_trainer.checkpoint.pieces.file import Arranged, arrange, write_bytes
+from ds_trainer.checkpoint.pieces.frozen import FrozenContent
+from ds_trainer.checkpoint.pieces.in_place import InPlace, write_in_place
+from ds_trainer.checkpoint.pieces.model_plan import StoredTensor
 from ds_trainer.checkpoint.protocol.contents import Content
+from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 from ds_trainer.engine.state.pieces import Piece
+from ds_trainer.parallel.places import Place
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 
@@ -30,16 +36,48 @@ SHARE_OF_FREE_MEMORY = 0.7
 
 @dataclass(frozen=True)
 class Copied:
-    """A file of pieces in host memory."""
+    """A file of pieces in host memory, and this rank's part of the model's files.
+
+    Attributes:
+        written: bytes of ``blocks`` that the file holds, from the first on.
+        in_model: where a whole tensor lies, which elements of it there are here, of which type, from which byte on.
+    """
 
     name: str
     head: bytes
     blocks: list[torch.Tensor]
+    written: int
+    in_model: list[tuple[StoredTensor, Place, torch.dtype, int]]
+
+    @classmethod
+    def of(cls, name: str, arranged: Arranged, blocks: list[torch.Tensor]) -> Copied:
+        """A file whose pieces ``blocks`` hold one after the other."""
+        model = [(stored, piece.place, piece.tensor.dtype, at) for stored, piece, at in arranged.in_model]
+        return cls(name, arranged.head, blocks, arranged.written, model)
 
     def write(self, stream: BinaryIO) -> None:
         stream.write(self.head)
+        for part in self._bytes(0, self.written):
+            write_bytes(stream, part)
+
+    def write_shared(self, files: SharedFiles) -> None:
+        pieces = [(stored, place, partial(self._elements, dtype, at)) for stored, place, dtype, at in self.in_model]
+        write_in_place(files, [InPlace(*piece) for piece in pieces])
+
+    def _elements(self, dtype: torch.dtype, begin: int, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of what begins at byte ``begin``; a copy where a view cannot have them."""
+        parts = list(self._bytes(begin + start * dtype.itemsize, begin + stop * dtype.itemsize))
+        aligned = len(parts) == 1 and parts[0].storage_offset() % dtype.itemsize == 0
+        return (parts[0] if aligned else torch.cat(parts)).view(dtype)
+
+    def _bytes(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        """Bytes ``[first, last)`` of all blocks, as views."""
+        position = 0
         for block in self.blocks:
-            write_bytes(stream, block)
+            start, stop = max(first - position, 0), min(last - position, block.numel())
+            if start < stop:
+                yield block[start:stop]
+            position += block.numel()
 
 
 class Snapshot:
@@ -65,7 +103,9 @@ class Snapshot:
         self._stream = torch.cuda.Stream() if cuda else None
         files = 0
         for content in contents:
-            if isinstance(content, PiecesContent):
+            if isinstance(content, FrozenContent):  # copied once: its memory is let go with this snapshot
+                content = self._copy(content, Arena(), 0, lambda piece: False)
+            elif isinstance(content, PiecesContent):
                 # Pieces of a second file have been swapped in for this moment only.
                 content = self._copy(content, arena, files, waits if files == 0 else lambda piece: False)
                 files += 1
@@ -76,7 +116,7 @@ class Snapshot:
             self._copied.set()
 
     def _copy(self, content: PiecesContent, arena: Arena, index: int, waits: Callable[[Piece], bool]) -> Copied:
-        arranged = arrange(content.pieces, content.scalars)
+        arranged = arrange(content.pieces, content.scalars, content.stored)
         blocks = arena.blocks(index, arranged.size)
         rest = list(blocks)
         for piece in arranged.pieces:
@@ -91,7 +131,7 @@ class Snapshot:
                 source, rest[0] = source[size:], rest[0][size:]
                 if not rest[0].numel():
                     del rest[0]
-        return Copied(content.name, arranged.head, blocks)
+        return Copied.of(content.name, arranged, blocks)
 
     def complete(self) -> None:
         """Copy what may wait; from any thread, once.
@@ -131,8 +171,14 @@ class Snapshot:
 
 
 def sizes_of(contents: Iterable[Content]) -> list[int]:
-    """Bytes of the tensors in each file of pieces."""
-    return [sum(p.tensor.nbytes for p in content.pieces) for content in contents if isinstance(content, PiecesContent)]
+    """Bytes of the tensors in each file of pieces that every save writes; frozen weights are not among them."""
+    found = [one for one in contents if isinstance(one, PiecesContent) and not isinstance(one, FrozenContent)]
+    return [sum(p.tensor.nbytes for p in content.pieces) for content in found]
+
+
+def frozen_bytes(contents: Iterable[Content]) -> int:
+    """Bytes of the frozen weights, of which the first save has a copy until it is written."""
+    return sum(p.tensor.nbytes for one in contents if isinstance(one, FrozenContent) for p in one.pieces)
 
 
 def fits_in_memory(needed: int) -> bool:

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from ds_trainer.checkpoint.export.base_weights import BaseWeights
 from ds_trainer.checkpoint.pieces.element_types import type_of
 from ds_trainer.checkpoint.pieces.file import key_of
+from ds_trainer.checkpoint.weights.base import BaseDigest
 from ds_trainer.checkpoint.weights.description import DescribedTensor
 from ds_trainer.checkpoint.weights.weight_files import read_header_and_metadata
 from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT
@@ -35,13 +37,16 @@ class CheckpointWeights:
 
     Args:
         checkpoint: its directory.
+        base: of adapters: the directory of the model that they belong to; default: where that was loaded from.
 
     Raises:
         ConfigError: it has no files of pieces, or a damaged one.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, base: Path | None = None) -> None:
         self.checkpoint = checkpoint
+        digest = BaseDigest.read(checkpoint)
+        self._base = None if digest is None else BaseWeights(checkpoint, digest, base)
         self._pieces: dict[str, list[_StoredPiece]] = {}
         paths = sorted(checkpoint.glob("rank_*.safetensors"))
         if not paths:
@@ -51,9 +56,16 @@ class CheckpointWeights:
             )
         for path in paths:
             header, metadata = read_header_and_metadata(path)
-            for key, place in json.loads(metadata["places"]).items():
+            in_model = json.loads(metadata.get("in_model", "{}"))
+            for key, listed in json.loads(metadata["places"]).items():
+                place = Place.from_json(listed)
+                if key in in_model:  # and all other ranks' parts of it: the whole tensor lies there
+                    name, offset, dtype = in_model[key]
+                    whole = Place.whole(place.shape)
+                    self._pieces[key] = [_StoredPiece(checkpoint / name, whole, type_of(dtype), offset)]
+                    continue
                 entry = header[key]
-                stored = _StoredPiece(path, Place.from_json(place), type_of(entry["dtype"]), entry["data_offsets"][0])
+                stored = _StoredPiece(path, place, type_of(entry["dtype"]), entry["data_offsets"][0])
                 self._pieces.setdefault(key, []).append(stored)
 
     def kinds(self) -> dict[str, int]:
@@ -71,6 +83,8 @@ class CheckpointWeights:
             if tensor.kept_as is None:
                 problems.append(f"{tensor.name} is made by the model whenever it is saved; checkpoints do not hold it.")
                 continue
+            if self._of_base(tensor):
+                continue  # compared when it is read
             wanted = tensor.weight()
             numel = wanted.nbytes // wanted.dtype.itemsize
             stored = self._stored(tensor)
@@ -90,6 +104,8 @@ class CheckpointWeights:
         Raises:
             ConfigError: some of it is in none of the files.
         """
+        if self._base is not None and tensor.kept_as is not None and self._of_base(tensor):
+            return self._base.read(tensor.kept_as, dtype)
         stored = self._stored(tensor)
         numel = _numel(tensor.shape)
         target = torch.empty(numel, dtype=dtype)
@@ -104,6 +120,9 @@ class CheckpointWeights:
                 "file of a rank is missing; with save_on_each_node=True the directories of all nodes are needed."
             )
         return target.view(tensor.shape)
+
+    def _of_base(self, tensor: DescribedTensor) -> bool:
+        return bool(self._base and tensor.kept_as and self._base.has(tensor.kept_as) and not self._stored(tensor))
 
     def _stored(self, tensor: DescribedTensor) -> list[_StoredPiece]:
         if tensor.kept_as is None:

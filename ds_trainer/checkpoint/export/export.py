@@ -22,11 +22,12 @@ from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights
 from ds_trainer.checkpoint.export.merging import MergedWeights, export_adapters
 from ds_trainer.checkpoint.export.model_directory import describe_directory
 from ds_trainer.checkpoint.pieces.engine_files import PROGRESS_FILE
+from ds_trainer.checkpoint.weights.base import BaseDigest
 from ds_trainer.checkpoint.weights.description import (
     CONFIGURATION_FILES,
     DESCRIPTION_FILE,
     ModelDescription,
-    held_name,
+    held_file,
 )
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, Weight, plan_files, write_weight_files
 from ds_trainer.checkpoint.weights.writing import complete_configuration
@@ -61,7 +62,8 @@ def export_checkpoint(
             (32-bit masters, where training had them) are rounded once.
         merge_lora: write whole weights with the adapters merged into them, not the adapters alone.
         model: a directory of transformers for the same model, for a checkpoint that was converted and does not say
-            itself what it is of; its weights are not read.
+            itself what it is of; its weights are not read. For one of adapters: the model that they belong to, where
+            it is not where it was.
 
     Raises:
         ConfigError: the checkpoint is incomplete or of a kind that cannot be exported, a tensor has not the model's
@@ -70,19 +72,21 @@ def export_checkpoint(
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--to {directory}: is there already and not empty. Name a new directory.")
-    if (checkpoint / SINGLE_FILE).is_file() or (checkpoint / INDEX_FILE).is_file():
+    has_model = (checkpoint / SINGLE_FILE).is_file() or (checkpoint / INDEX_FILE).is_file()
+    if has_model and not any(checkpoint.glob("rank_*.safetensors")):
         raise ConfigError(
             f"{checkpoint} holds weights for from_pretrained already (save_only_model=True when it was written): there "
             "is nothing to export."
         )
     with ExitStack() as stack:
         described = checkpoint
-        if model is not None:
+        base = model if BaseDigest.read(checkpoint) is not None else None
+        if model is not None and base is None:
             if (checkpoint / DESCRIPTION_FILE).is_file():
                 raise ConfigError(f"--model {model}: {checkpoint} says itself what it is of. Leave it out.")
             described = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_directory(model, described)
-        return _export(checkpoint, described, directory, max_shard_bytes, dtype, merge_lora)
+        return _export(checkpoint, described, directory, max_shard_bytes, dtype, merge_lora, base)
 
 
 def _export(
@@ -92,13 +96,14 @@ def _export(
     max_shard_bytes: int,
     dtype: torch.dtype | None,
     merge_lora: bool,
+    base: Path | None,
 ) -> Exported:
     """Write the weights in ``checkpoint`` of the model that ``described`` holds the description of."""
     description = ModelDescription.read(described)
     if merge_lora and not description.adapters:
         raise ConfigError(f"--merge-lora: the model of {checkpoint} has no adapters. Leave it out.")
     _refuse_weights_of_training(checkpoint)
-    source = CheckpointWeights(checkpoint)
+    source = CheckpointWeights(checkpoint, base)
     alone = bool(description.adapters) and not merge_lora
     if problems := source.incomplete([t for t in description.tensors if t.adapter or not alone]):
         raise ConfigError(problems)
@@ -124,7 +129,7 @@ def _copy_files(checkpoint: Path, description: ModelDescription, directory: Path
         if not (alone and name in CONFIGURATION_FILES):  # an adapter's configuration is its own
             target = directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / held_name(name), target)
+            shutil.copyfile(held_file(checkpoint, name), target)
 
 
 def _write_weights(

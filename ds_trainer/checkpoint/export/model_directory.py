@@ -43,6 +43,7 @@ def describe_directory(model: Path, into: Path) -> ModelDescription:
     has_tokenizer = (model / "tokenizer_config.json").is_file()
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(model)) if has_tokenizer else None
     for content in description_contents(blueprint, tokenizer):
+        (into / content.name).parent.mkdir(parents=True, exist_ok=True)
         with (into / content.name).open("wb") as stream:
             content.write(stream)
     return ModelDescription.read(into)

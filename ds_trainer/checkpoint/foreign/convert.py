@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed and of transformers.Trainer with DeepSpeed, turned into ours.
+"""Checkpoints of DeepSpeed and of transformers.Trainer, turned into ours.
 
 Read are: ``engine.save_checkpoint`` of every ZeRO stage (tensor-parallel ones too), DeepSpeed's universal form, and
 ``checkpoint-N`` directories of transformers. Shards become whole tensors by DeepSpeed's own converter, in a directory
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_trainer.checkpoint.foreign.engine_shards import ForeignState, UniversalFiles
+from ds_trainer.checkpoint.foreign.plain_trainer import PlainTrainerFiles, RunningModel
 from ds_trainer.checkpoint.foreign.unsharded import UnshardedFile
 from ds_trainer.checkpoint.pieces.content import PiecesContent
 from ds_trainer.checkpoint.pieces.engine_files import PROGRESS_FILE
@@ -56,32 +57,41 @@ def foreign_at(path: Path) -> Foreign:
     if found is None:
         raise ConfigError(
             f"{path} is no checkpoint of DeepSpeed: there are no *_model_states.pt, neither in it nor in the directory "
-            "that a file 'latest' or 'latest_universal' in it names."
+            "that a file 'latest' or 'latest_universal' in it names. Neither is it one of transformers.Trainer: there "
+            "is no trainer_state.json with optimizer.pt or training_args.bin."
         )
     return found
 
 
-def write_as_ours(foreign: Foreign, files: CheckpointFiles, trusted: bool) -> Converted:
+def write_as_ours(
+    foreign: Foreign, files: CheckpointFiles, trusted: bool, here: RunningModel | None = None
+) -> Converted:
     """Write all files of a checkpoint of ours but its manifest into ``files.directory``.
 
     Args:
         foreign: what is read.
         files: where to; DeepSpeed's converter writes to a directory in it, which is removed in the end.
         trusted: unpickle whatever is in the files.
+        here: the model that goes on, which a checkpoint of transformers.Trainer without DeepSpeed needs.
 
     Raises:
         ConfigError: it cannot be converted, and why.
     """
     check_pickles(foreign.files, trusted)
     scratch = files.directory / "universal"
-    source = _source_of(foreign, scratch, trusted)
+    source = _source_of(foreign, scratch, trusted, here)
     state = source.state
     for content in _contents(source.pieces(), state):
         with files.create(content.name) as stream:
             content.write(stream)
     shutil.rmtree(scratch, ignore_errors=True)
     notes: list[str] = []
-    _write(files, [Held.of(PROGRESS_FILE, state.progress()), Held.of("scheduler.pt", _schedule(foreign, state, notes))])
+    schedule = _schedule(foreign, state, notes)
+    if isinstance(source, PlainTrainerFiles):
+        notes += source.notes
+        schedule = source.schedule(schedule)
+        _write(files, [source.base.content()] if source.base is not None else [])
+    _write(files, [Held.of(PROGRESS_FILE, state.progress()), Held.of("scheduler.pt", schedule)])
     _write(files, _random_states(foreign, trusted, notes))
     _write(files, [Held("trainer_state.json", _trainer_state(foreign, state, notes))])
     return Converted(state.step, _facts(foreign, state), notes)
@@ -96,7 +106,17 @@ def _write(files: CheckpointFiles, contents: Iterable[Content]) -> None:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-def _source_of(foreign: Foreign, scratch: Path, trusted: bool) -> UniversalFiles | UnshardedFile:
+def _source_of(
+    foreign: Foreign, scratch: Path, trusted: bool, here: RunningModel | None
+) -> UniversalFiles | UnshardedFile | PlainTrainerFiles:
+    if foreign.kind is Kind.PLAIN_TRAINER:
+        if here is None:
+            raise ConfigError(
+                f"{foreign.path} is of transformers.Trainer without DeepSpeed, whose optimizer numbers its parameters "
+                "without naming them: only a run with the model can tell which they are. Resume from it: "
+                f"train(resume_from_checkpoint={str(foreign.path)!r})."
+            )
+        return PlainTrainerFiles(foreign.path, here, trusted)
     if foreign.is_universal:
         return UniversalFiles(foreign.files, trusted)
     shards = sorted(foreign.files.glob("*zero_pp_rank_*_optim_states.pt"))
@@ -219,9 +239,9 @@ def _schedule(foreign: Foreign, state: ForeignState, notes: list[str]) -> dict[s
     place = {"last_epoch": state.step, "_step_count": state.step + 1, "lr_lambdas": []}
     place["last_batch_iteration"] = state.step - 1
     path = foreign.path / "scheduler.pt"
-    if foreign.kind is Kind.TRANSFORMERS and path.is_file():
+    if foreign.is_of_trainer and path.is_file():
         notes.append("the schedule of learning rates (scheduler.pt)")
-        return dict(read_foreign(path, trusted=False))
+        return {"last_batch_iteration": state.step - 1, **read_foreign(path, trusted=False)}
     if state.model.get("lr_scheduler"):
         notes.append("the schedule of learning rates (lr_scheduler of DeepSpeed's file)")
         return {**place, **state.model["lr_scheduler"]}
@@ -234,7 +254,7 @@ def _schedule(foreign: Foreign, state: ForeignState, notes: list[str]) -> dict[s
 
 def _random_states(foreign: Foreign, trusted: bool, notes: list[str]) -> Iterator[Content]:
     """Of each rank, in the form of :func:`ds_trainer.utils.seeds.random_state`."""
-    found = sorted(foreign.path.glob("rng_state*.pth")) if foreign.kind is Kind.TRANSFORMERS else []
+    found = sorted(foreign.path.glob("rng_state*.pth")) if foreign.is_of_trainer else []
     for path in found:
         rank = int(path.stem.rpartition("_")[2]) if path.stem != "rng_state" else 0
         state = read_foreign(path, trusted)
@@ -256,7 +276,7 @@ def _random_states(foreign: Foreign, trusted: bool, notes: list[str]) -> Iterato
 def _trainer_state(foreign: Foreign, state: ForeignState, notes: list[str]) -> bytes:
     values: dict[str, Any] = {"global_step": state.step, "epoch": 0}
     path = foreign.path / "trainer_state.json"
-    if foreign.kind is Kind.TRANSFORMERS:
+    if foreign.is_of_trainer:
         values = json.loads(path.read_text(encoding="utf-8"))
         notes.append("the trainer's state with logs, best metric and states of callbacks (trainer_state.json)")
         if values.get("best_model_checkpoint"):

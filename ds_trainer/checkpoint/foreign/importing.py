@@ -7,17 +7,25 @@ from pathlib import Path
 
 from ds_trainer.checkpoint.foreign.convert import Converted, foreign_at, write_as_ours
 from ds_trainer.checkpoint.foreign.engine_shards import model_files
+from ds_trainer.checkpoint.foreign.plain_trainer import RunningModel
 from ds_trainer.checkpoint.foreign.universal import write_universal
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.files import CheckpointFiles
-from ds_trainer.checkpoint.protocol.foreign_formats import Foreign, check_pickles, read_foreign
+from ds_trainer.checkpoint.protocol.foreign_formats import Foreign, Kind, check_pickles, read_foreign
 from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, versions
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json
 
 
 def import_hidden(
-    foreign: Foreign, directory: CheckpointDirectory, trusted: bool, node: int = 0, nodes: int = 1, save_id: str = ""
+    foreign: Foreign,
+    directory: CheckpointDirectory,
+    trusted: bool,
+    node: int = 0,
+    nodes: int = 1,
+    save_id: str = "",
+    here: RunningModel | None = None,
 ) -> tuple[Path, Converted]:
     """Convert ``foreign`` into a hidden directory of ``directory``; whole, with a manifest.
 
@@ -28,18 +36,19 @@ def import_hidden(
         directory: where the hidden directory is made.
         trusted: unpickle whatever is in it.
         node, nodes, save_id: for the manifest, where each machine converts for itself.
+        here: the model that goes on, which a checkpoint of transformers.Trainer without DeepSpeed needs.
 
     Raises:
         ConfigError: it cannot be converted, or not written; nothing of it is left.
     """
     check_pickles(foreign.files, trusted)
-    step = int(read_foreign(model_files(foreign.files)[0], trusted)["global_steps"])
+    step = _steps(foreign, trusted)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         partial = directory.begin(step)
         try:
             files = CheckpointFiles(partial)
-            converted = write_as_ours(foreign, files, trusted)
+            converted = write_as_ours(foreign, files, trusted, here)
             Manifest(
                 step=converted.step,
                 generation=directory.next_generation(),
@@ -59,6 +68,12 @@ def import_hidden(
     except OSError as error:
         raise ConfigError(f"{foreign.path} could not be converted in {directory.path}: {error}.") from error
     return partial, converted
+
+
+def _steps(foreign: Foreign, trusted: bool) -> int:
+    if foreign.kind is Kind.PLAIN_TRAINER:
+        return int(read_json(foreign.path / "trainer_state.json")["global_step"])
+    return int(read_foreign(model_files(foreign.files)[0], trusted)["global_steps"])
 
 
 def import_checkpoint(source: Path, to: Path, trusted: bool = False) -> tuple[Path, Converted]:

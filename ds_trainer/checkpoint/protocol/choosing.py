@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_trainer.checkpoint.protocol.crc32 import finished
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
-from ds_trainer.checkpoint.protocol.files import FileRecord, damage
+from ds_trainer.checkpoint.protocol.files import FileRecord, damage, damaged, part_of_checksum
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
+
+_DIVIDED = 64 * 2**20
+"""Bytes from which a file that is no rank's own is read by all ranks, a part by each, where they share it."""
 
 
 class Checkpoint(NamedTuple):
@@ -28,16 +33,24 @@ def verified(path: Path, sharing: Sharing, messages: Messages) -> Checkpoint:
     Raises:
         BrokenCheckpoint: it is damaged, on some node; the message names what is wrong.
     """
-    manifest, wrong = None, []
+    manifest, wrong, parts = None, [], {}
     try:
         manifest = Manifest.read(path)
-        wrong = [said for record in _share(manifest, sharing) if (said := damage(path, record))]
-    except BrokenCheckpoint as error:
+        whole, divided = _share(manifest, sharing)
+        wrong = [said for record in whole if (said := damage(path, record))]
+        wrong += [said for record in divided if (said := damage(path, record, sum_up=False))]
+        if not wrong:
+            at = sharing.ranks.index(sharing.rank), len(sharing.ranks)
+            parts = {record.name: part_of_checksum(path / record.name, record.size, *at) for record in divided}
+    except (BrokenCheckpoint, OSError) as error:
         wrong = [str(error)]
-    told = messages.gather_to_main((None if manifest is None else manifest.save_id, wrong))
+    told = messages.gather_to_main((None if manifest is None else manifest.save_id, wrong, parts))
     verdict: Any = None
     if told is not None:
-        verdict = list(dict.fromkeys(said for _, more in told for said in more)), len({said for said, _ in told}) > 1
+        problems = list(dict.fromkeys(said for _, more, _ in told for said in more))
+        if not problems and manifest is not None:
+            problems = list(_damaged_in_parts(manifest, [one for *_, one in told]))
+        verdict = problems, len({said for said, *_ in told}) > 1
     problems, differ = messages.broadcast_object(verdict)
     if problems or manifest is None:
         raise BrokenCheckpoint(f"{path} cannot be resumed from: {'; '.join(problems)}.")
@@ -51,17 +64,34 @@ def verified(path: Path, sharing: Sharing, messages: Messages) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def _share(manifest: Manifest, sharing: Sharing) -> list[FileRecord]:
-    """The files that this rank reads: those of the rank of its number, which it will need, and some of the rest."""
-    own, rest = [], []
+def _damaged_in_parts(manifest: Manifest, told: Iterable[Mapping[str, int]]) -> Iterator[str]:
+    """Of the files of which every rank has read a part, those that are damaged."""
+    found: dict[str, int] = {}
+    for parts in told:
+        for name, part in parts.items():
+            found[name] = found.get(name, 0) ^ part
+    for name, all_parts in found.items():
+        record = manifest.files[name]
+        if (crc32 := finished(all_parts, record.size)) != record.crc32:
+            yield damaged(record, crc32)
+
+
+def _share(manifest: Manifest, sharing: Sharing) -> tuple[list[FileRecord], list[FileRecord]]:
+    """The files that this rank reads, and those of which every rank reads a part.
+
+    The first are those of the rank of its number, which it will need, and some of the rest; the others are large.
+    """
+    own: list[FileRecord] = []
+    rest: list[FileRecord] = []
+    divided: list[FileRecord] = []
     for record in sorted(manifest.files.values(), key=lambda record: record.size):
         of_rank = re.search(r"rank_?(\d+)\.|_(\d{5})\.", record.name)
         writer = int(of_rank[1] or of_rank[2]) if of_rank else -1
         if writer == sharing.rank:
             own.append(record)
         elif writer not in sharing.ranks:
-            rest.append(record)
-    return own + rest[sharing.share()]
+            (divided if record.size >= _DIVIDED and sharing.nodes == 1 else rest).append(record)
+    return own + rest[sharing.share()], divided
 
 
 def newest_valid(directory: CheckpointDirectory, sharing: Sharing, messages: Messages) -> Checkpoint:

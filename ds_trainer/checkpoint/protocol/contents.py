@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
+
+from ds_trainer.checkpoint.protocol.files import Stored
+from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 
 
 class Content(Protocol):
@@ -19,6 +22,14 @@ class Content(Protocol):
 
     def write(self, stream: BinaryIO) -> None:
         """Write all of it, from the beginning, without seeking."""
+
+
+@runtime_checkable
+class WritesShared(Protocol):
+    """A content that also writes its part of files that many ranks write."""
+
+    def write_shared(self, files: SharedFiles) -> None:
+        """Write it, after the content itself."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +63,27 @@ class Made:
 
     def write(self, stream: BinaryIO) -> None:
         stream.write(self.make())
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """What earlier checkpoints hold: linked to, and written again only where that cannot be done.
+
+    Attributes:
+        content: what is written then.
+        stored: the earlier file; None where it is written again in any case, and only shared files are linked to.
+    """
+
+    content: Content
+    stored: Stored | None
+
+    @property
+    def name(self) -> str:
+        return self.content.name
+
+    def write(self, stream: BinaryIO) -> None:
+        self.content.write(stream)
+
+    def write_shared(self, files: SharedFiles) -> None:
+        if isinstance(self.content, WritesShared):
+            self.content.write_shared(files)

@@ -21,6 +21,21 @@ def open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
 
 
+def open_shared(path: Path) -> int:
+    """A descriptor for writing a file that exists, in place."""
+    return os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+
+
+def resize(descriptor: int, size: int) -> None:
+    """Give a file ``size`` bytes; those that were not written are zero."""
+    os.ftruncate(descriptor, size)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write some of ``data`` at ``offset``; how many bytes."""
+    return os.pwrite(descriptor, data, offset)
+
+
 def write(descriptor: int, data: memoryview) -> int:
     """Write some of ``data``; how many bytes."""
     return os.write(descriptor, data)
@@ -53,6 +68,11 @@ def flush_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name, in the same file system."""
+    os.link(source, target)
 
 
 def rename(source: Path, target: Path) -> None:

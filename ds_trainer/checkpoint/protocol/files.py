@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.checkpoint.protocol.crc32 import register, shifted
 from ds_trainer.utils.threads import new_executor
 
 _CHUNK = 8 * 2**20  # bytes read at a time
@@ -30,6 +31,31 @@ class FileRecord(NamedTuple):
     name: str
     size: int
     crc32: int
+
+
+class Stored(NamedTuple):
+    """A file of an earlier checkpoint.
+
+    Attributes:
+        path: of the file.
+        record: what the manifest beside it says of it.
+        head: its first bytes.
+    """
+
+    path: Path
+    record: FileRecord
+    head: bytes
+
+    def link(self, target: Path) -> bool:
+        """Give it a second name; whether that could be done."""
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                if self.path.stat().st_size != self.record.size or stream.read(len(self.head)) != self.head:
+                    return False
+            disk.link(self.path, target)
+        except OSError:  # gone, on another file system, or one without links: it is written anew
+            return False
+        return True
 
 
 class CheckpointFiles:
@@ -53,13 +79,26 @@ class CheckpointFiles:
         Raises:
             OSError: it exists, or cannot be written.
         """
-        stream = _Summing(disk.open_new(self.directory / name))
+        path = self.directory / name
+        for folder in reversed(path.relative_to(self.directory).parents):
+            if not (self.directory / folder).is_dir():
+                disk.make_directory(self.directory / folder)
+        stream = _Summing(disk.open_new(path))
         try:
             yield cast(BinaryIO, stream)
             stream.flush_to_disk()
         finally:
             stream.close()
+        if path.parent != self.directory:
+            disk.flush_file(path.parent)
         self.records.append(FileRecord(name, stream.size, stream.crc32))
+
+    def link(self, name: str, stored: Stored) -> bool:
+        """Take in a file of an earlier checkpoint by a second name; whether that could be done."""
+        linked = stored.link(self.directory / name)
+        if linked:
+            self.records.append(stored.record)
+        return linked
 
     def adopt(self, name: str) -> None:
         """Take in a file that was written by something else: it is read, summed and flushed to the disk."""
@@ -119,6 +158,24 @@ def checksum(path: Path) -> int:
     return found
 
 
+def part_of_checksum(path: Path, size: int, index: int, count: int) -> int:
+    """The share of the checksum of a file of ``size`` bytes that its ``index``-th of ``count`` parts has.
+
+    The exclusive or of all shares, :func:`~ds_trainer.checkpoint.protocol.crc32.finished`, is :func:`checksum`.
+    """
+    found, rest = 0, size * (index + 1) // count - size * index // count
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(size * index // count)
+        while rest and (chunk := stream.read(min(rest, _CHUNK))):
+            found, rest = register(chunk, found), rest - len(chunk)
+    return shifted(found, size - size * (index + 1) // count)
+
+
+def damaged(record: FileRecord, found: int) -> str:
+    """That the checksum of a file is another one, as the end of a sentence."""
+    return f"{record.name} is damaged (checksum {found:08x} instead of {record.crc32:08x})"
+
+
 def damage(directory: Path, record: FileRecord, sum_up: bool = True) -> str | None:
     """What is wrong with a file, as the end of a sentence; None where it is as its record says.
 
@@ -133,7 +190,7 @@ def damage(directory: Path, record: FileRecord, sum_up: bool = True) -> str | No
         if size != record.size:
             return f"{record.name} has {size} bytes instead of {record.size}"
         if sum_up and (found := checksum(path)) != record.crc32:
-            return f"{record.name} is damaged (checksum {found:08x} instead of {record.crc32:08x})"
+            return damaged(record, found)
     except FileNotFoundError:
         return f"{record.name} is missing"
     except OSError as error:

@@ -13,6 +13,7 @@ from ds_trainer.utils.errors import ConfigError
 
 _POINTERS = ("latest", "latest_universal")
 _MODEL_FILES = "*_model_states.pt"
+_PLAIN_TRAINER = ("optimizer.pt", "training_args.bin")  # the second alone: of weights only, or of FSDP
 
 
 class Kind(Enum):
@@ -21,6 +22,7 @@ class Kind(Enum):
     PLAIN = "DeepSpeed's engine.save_checkpoint"
     UNIVERSAL = "DeepSpeed's ds_to_universal"
     TRANSFORMERS = "transformers.Trainer with DeepSpeed"
+    PLAIN_TRAINER = "transformers.Trainer"
 
 
 class Foreign(NamedTuple):
@@ -29,7 +31,7 @@ class Foreign(NamedTuple):
     Attributes:
         path: as it was named.
         kind: who wrote it.
-        files: the directory with DeepSpeed's files: ``path``, or ``global_step<N>`` in it.
+        files: the directory with DeepSpeed's files: ``path``, or ``global_step<N>`` in it. Without DeepSpeed: ``path``.
     """
 
     path: Path
@@ -41,9 +43,14 @@ class Foreign(NamedTuple):
         """Whether it has a file for each state of each parameter, not for each rank."""
         return (self.files / "zero" / "optimizer_state.pt").is_file()
 
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether transformers.Trainer wrote it: with its state, schedule and random states."""
+        return self.kind in (Kind.TRANSFORMERS, Kind.PLAIN_TRAINER)
+
 
 def recognise(path: Path) -> Foreign | None:
-    """What ``path`` is if DeepSpeed or transformers.Trainer with DeepSpeed wrote it, else None.
+    """What ``path`` is if DeepSpeed or transformers.Trainer wrote it, else None.
 
     Args:
         path: the directory given to ``save_checkpoint``, a ``checkpoint-N`` of transformers, or the directory of one
@@ -55,6 +62,8 @@ def recognise(path: Path) -> Foreign | None:
             if files != path and (path / "trainer_state.json").is_file():
                 return found._replace(kind=Kind.TRANSFORMERS)
             return found._replace(kind=Kind.UNIVERSAL) if found.is_universal else found
+    if (path / "trainer_state.json").is_file() and any((path / name).is_file() for name in _PLAIN_TRAINER):
+        return Foreign(path, Kind.PLAIN_TRAINER, path)
     return None
 
 

@@ -1,7 +1,7 @@
 """One checkpoint from the first byte to its name. All ranks that write it run this together.
 
-    begin     the first rank of a directory makes a hidden one beside the final name
-    write     every rank writes its files; each is on the disk when it is closed
+    begin     the first rank of a directory makes a hidden one beside the final name, and in it the shared files
+    write     every rank writes its files, and its bytes of shared ones; each is on the disk when it is closed
     manifest  the first rank lists all of them, with sizes and checksums
     publish   it renames the directory; then the pointer to the latest
     forget    what had the name before is removed
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.contents import Content
+from ds_trainer.checkpoint.protocol.contents import Content, Unchanged, WritesShared
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, checkpoint_name
 from ds_trainer.checkpoint.protocol.files import CheckpointFiles, FileRecord
 from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, versions
+from ds_trainer.checkpoint.protocol.shared_files import SharedFile, SharedFiles, put_together
 from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
 from ds_trainer.utils.logging import get_logger
 
@@ -44,18 +45,22 @@ class SaveFailed(RuntimeError):
 
 
 class _Begun(NamedTuple):
-    """What the first rank of a directory says when it has begun: name of the hidden directory, and what to call it."""
+    """What the first rank of a directory says when it has begun: name of the hidden directory, what to call it, and
+    which shared files it has linked to."""
 
     name: str
     generation: int
     save_id: str
+    linked: list[str]
 
 
-def _known(begun: list[Any]) -> tuple[list[tuple[int, str]], dict[str, Any]]:
-    """What all ranks are told: the hidden directories, by the rank that made each; what all manifests say."""
+def _known(begun: list[Any]) -> tuple[list[tuple[int, str]], list[str], dict[str, Any]]:
+    """What all ranks are told: the hidden directories, by the rank that made each; the shared files in them that were
+    linked to; what all manifests say."""
     made = [(rank, _Begun(*one)) for rank, one in enumerate(begun) if one is not None]
     generation = max(one.generation for _, one in made)
-    return [(rank, one.name) for rank, one in made], {"generation": generation, "save_id": made[0][1].save_id}
+    names, linked = [(rank, one.name) for rank, one in made], made[0][1].linked
+    return names, linked, {"generation": generation, "save_id": made[0][1].save_id}
 
 
 class CheckpointSave:
@@ -69,18 +74,35 @@ class CheckpointSave:
             layout, zero_stage, precision, arguments, only_model, engine.
         messages: how ranks hear from each other; from another thread than the training's it must not be collectives of
             the same process group.
+        shared: files that all ranks write together, alike on all of them; only where all share one directory.
+
+    Attributes:
+        written: records of this rank's files; on the rank that lists them, of all.
     """
 
     def __init__(
-        self, directory: CheckpointDirectory, sharing: Sharing, step: int, facts: Mapping[str, Any], messages: Messages
+        self,
+        directory: CheckpointDirectory,
+        sharing: Sharing,
+        step: int,
+        facts: Mapping[str, Any],
+        messages: Messages,
+        shared: Sequence[SharedFile] = (),
     ) -> None:
         self._directory = directory
         self._sharing = sharing
         self._step = step
         self._facts = facts
         self._messages = messages
+        if shared and sharing.nodes > 1:
+            raise ValueError("files are shared by ranks that do not share a directory")
+        self._shared = shared
+        self._made: SharedFiles | None = None  # on the rank that made the directory
+        self._parts: list[Any] = []  # of shared files, of all ranks, on rank 0
         self._partial: Path | None = None
         self._replaced: Path | None = None
+        self._linked: list[str] = []  # shared files that lie in an earlier checkpoint
+        self.written: list[FileRecord] = []
         self._records: list[FileRecord] = []  # of all files in the directory, on the rank that lists them
 
     def run(self, contents: Iterable[Content], by_others: Callable[[Path], None] | None = None) -> Path:
@@ -97,7 +119,7 @@ class CheckpointSave:
             SaveFailed: something failed on some rank.
         """
         try:
-            names, known = self._together("make a directory for it", self._begin, _known)
+            names, self._linked, known = self._together("make a directory for it", self._begin, _known)
             partial = self._directory.path / dict(names)[self._sharing.first]
             if by_others is not None:
                 by_others(partial)
@@ -121,22 +143,30 @@ class CheckpointSave:
             return None
         generation = self._directory.next_generation()
         self._partial = self._directory.begin(self._step)
-        return _Begun(self._partial.name, generation, uuid.uuid4().hex)
+        self._made = SharedFiles(self._partial, self._shared)
+        linked = self._made.make()
+        return _Begun(self._partial.name, generation, uuid.uuid4().hex, linked)
 
-    def _write(self, partial: Path, contents: Iterable[Content]) -> list[FileRecord]:
-        files = CheckpointFiles(partial)
+    def _write(self, partial: Path, contents: Iterable[Content]) -> tuple[list[FileRecord], list[Any]]:
+        files, shared = CheckpointFiles(partial), self._made or SharedFiles(partial, self._shared)
         for content in contents:
-            with files.create(content.name) as stream:
-                content.write(stream)
-        return files.records
+            unchanged = content if isinstance(content, Unchanged) else None
+            if unchanged is None or unchanged.stored is None or not files.link(content.name, unchanged.stored):
+                with files.create(content.name) as stream:
+                    content.write(stream)
+            if self._shared and isinstance(content, WritesShared) and not (unchanged and self._linked):
+                content.write_shared(shared)
+        self.written = files.records
+        return files.records, list(shared.parts.values())
 
     def _collect(self, written: Sequence[Sequence[Any]]) -> list[Any] | None:
         """On rank 0: the records of each directory, by the rank that lists them. Those of the only one stay here."""
         if self._sharing.nodes == 1:
-            self._records = [FileRecord(*record) for records in written for record in records]
+            self._records = [FileRecord(*record) for records, _ in written for record in records]
+            self._parts = [part for _, parts in written for part in parts]
             return None
         found: dict[int, list[Any]] = {}
-        for first, records in zip(self._sharing.firsts, written, strict=True):
+        for first, (records, _) in zip(self._sharing.firsts, written, strict=True):
             found.setdefault(first, []).extend(records)
         return list(found.items())
 
@@ -144,12 +174,15 @@ class CheckpointSave:
         if not self._sharing.commits:
             return
         files = CheckpointFiles(partial)
+        self._records += put_together(self._shared, self._parts, self._linked)
+        self.written = self._records
         listed = {record.name for record in self._records}
         found = [path for path in sorted(partial.rglob("*")) if search and path.is_file()]
         for name in (path.relative_to(partial).as_posix() for path in found):
             if name not in listed:
                 files.adopt(name)
-        for folder in {path.parent for path in found} - {partial}:
+        folders = {path.parent for path in (*found, *(partial / name for name in listed))} - {partial}
+        for folder in sorted(folders, reverse=True):
             disk.flush_file(folder)
         manifest = Manifest(
             step=self._step,

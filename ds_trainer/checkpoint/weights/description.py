@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import torch
 from torch import nn
@@ -115,20 +115,29 @@ def description_contents(model: nn.Module, processing_class: Any) -> Iterator[He
     if not _processing_files or _processing_files[0][0] is not processing_class:
         _processing_files[:] = [(processing_class, _files_of(processing_class))]
     files.update(_processing_files[0][1])
+    if "config.json" in files:
+        types = [tensor.dtype for tensor in saved_tensors(model).values()]
+        values = completed(json.loads(files["config.json"]), type(model).__name__, types)
+        files["config.json"] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
     text = json.dumps({"format": _FORMAT, **asdict(describe(model, sorted(files)))}, indent=1)
     yield Held(DESCRIPTION_FILE, text.encode())
     for name, data in files.items():
-        yield Held(held_name(name), data)
+        yield Held(name, data)
 
 
-def held_name(name: str) -> str:
-    """What a file of an export is called in a checkpoint, which has no folders."""
-    return quote(name, safe=" ")
+def held_file(checkpoint: Path, name: str) -> Path:
+    """Where a file of :attr:`ModelDescription.files` is; earlier checkpoints had no folders."""
+    path = checkpoint / name
+    return path if path.is_file() else checkpoint / quote(name, safe=" ")
 
 
-def export_name(name: str) -> str:
-    """The reverse of :func:`held_name`."""
-    return unquote(name)
+def completed(values: dict[str, Any], model_class: str, types: Sequence[torch.dtype]) -> dict[str, Any]:
+    """What ``config.json`` says, and of which class and type the weights beside it are."""
+    dtype = next((dtype for dtype in types if dtype.is_floating_point), None)
+    if dtype is None:
+        return values
+    said = {**values, "architectures": [model_class], "dtype": str(dtype).removeprefix("torch.")}
+    return dict(sorted(said.items()))
 
 
 def describe(model: Any, files: list[str]) -> ModelDescription:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer.checkpoint.pieces.source import OnlyWeights, shared_source
+from ds_trainer.checkpoint.weights.base import BaseDigest
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE
 from ds_trainer.engine.state.pieces import BUFFER, WEIGHT, Source, persistent_buffers, write_pieces
 from ds_trainer.engine.training_engine import TrainingEngine
@@ -70,6 +71,11 @@ class WholeTensors:
         return {}
 
 
+def holds_pieces(directory: Path) -> bool:
+    """Whether it is a checkpoint of ours: then its pieces count, whatever else is there."""
+    return next(directory.glob(_PIECES), None) is not None
+
+
 def read_weights(engine: TrainingEngine, directory: Path) -> None:
     """Give ``engine`` the weights in ``directory``, and nothing else of it. Collective.
 
@@ -81,8 +87,13 @@ def read_weights(engine: TrainingEngine, directory: Path) -> None:
         ConfigError: it is neither, or holds another model.
     """
     pieces = sorted(directory.glob(_PIECES))
+    left_out: Collection[str] = ()
     if pieces:
         source: Source = OnlyWeights(shared_source(directory, [path.name for path in pieces]))
+        base = BaseDigest.read(directory)
+        if base is not None:
+            base.check(BaseDigest.of(engine), directory)
+            left_out = base.tensors
     elif (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file():
         model = engine.deepspeed.module
         source = WholeTensors(directory, _other_names(model), {name for name, _ in persistent_buffers(model)})
@@ -90,7 +101,7 @@ def read_weights(engine: TrainingEngine, directory: Path) -> None:
         raise ConfigError(
             f"{directory} holds no weights: neither a checkpoint ({_PIECES}) nor {SINGLE_FILE} or {INDEX_FILE}."
         )
-    write_pieces(engine, source)
+    write_pieces(engine, source, left_out)
 
 
 def _other_names(model: nn.Module) -> dict[str, list[str]]:

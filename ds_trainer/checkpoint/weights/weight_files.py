@@ -74,7 +74,7 @@ def write_weight_files(
         OSError: the disk is full, say; no partial file stays.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    names, arriving = _file_names(len(files)), iter(tensors)
+    names, arriving = file_names(len(files)), iter(tensors)
     partials = [directory / f".{name}.partial" for name in names]
     try:
         for partial, weights in zip(partials, files, strict=True):
@@ -85,22 +85,29 @@ def write_weight_files(
         for partial in partials:
             partial.unlink(missing_ok=True)
     if len(names) > 1:
-        where = {weight.name: name for name, weights in zip(names, files, strict=True) for weight in weights}
-        total = sum(weight.nbytes for weights in files for weight in weights)
-        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
+        write_json(directory / INDEX_FILE, index_of(names, files))
     else:
         (directory / INDEX_FILE).unlink(missing_ok=True)
     for stale in {path for path in directory.glob("model*.safetensors")} - {directory / name for name in names}:
         stale.unlink()
 
 
-def _file_names(count: int) -> list[str]:
+def index_of(names: Sequence[str], files: Sequence[Sequence[Weight]]) -> dict[str, Any]:
+    """What the index of ``files``, which are called ``names``, says."""
+    where = {weight.name: name for name, weights in zip(names, files, strict=True) for weight in weights}
+    total = sum(weight.nbytes for weights in files for weight in weights)
+    return {"metadata": {"total_size": total}, "weight_map": where}
+
+
+def file_names(count: int) -> list[str]:
+    """What ``count`` files of one model are called."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
 
 
-def _header(weights: Sequence[Weight]) -> bytes:
+def header(weights: Sequence[Weight]) -> bytes:
+    """The first bytes of a file: where in it each tensor lies, one after the other from here on."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for weight in weights:
@@ -120,9 +127,9 @@ def _header(weights: Sequence[Weight]) -> bytes:
 def _write(path: Path, weights: Sequence[Weight], tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
     """Write one file to the disk; the checksum of its bytes."""
     with path.open("wb") as stream:
-        header = _header(weights)
-        stream.write(header)
-        checksum = zlib.crc32(header)
+        head = header(weights)
+        stream.write(head)
+        checksum = zlib.crc32(head)
         for weight in weights:
             # Handed on at once: whoever keeps a tensor while the next one is gathered has two in memory.
             checksum = _write_tensor(stream, weight, *next(tensors), checksum)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ds_trainer.checkpoint.weights.adapters import save_adapters, saves_adapters
+from ds_trainer.checkpoint.weights.description import completed
 from ds_trainer.checkpoint.weights.weight_files import Weight, plan_files, write_weight_files
 from ds_trainer.engine.weights import full_shape, saved_tensors, whole_tensors
 from ds_trainer.utils import distributed
@@ -75,7 +76,5 @@ def save_pretrained_parts(model: nn.Module, processing_class: Any, directory: Pa
 def complete_configuration(directory: Path, model_class: str, types: Sequence[torch.dtype]) -> None:
     """Say in ``config.json``, where there is one, of which class and type the weights beside it are."""
     path = directory / "config.json"
-    dtype = next((dtype for dtype in types if dtype.is_floating_point), None)
-    if dtype is not None and path.is_file():
-        values = {**read_json(path), "architectures": [model_class], "dtype": str(dtype).removeprefix("torch.")}
-        write_json(path, dict(sorted(values.items())))
+    if path.is_file():
+        write_json(path, completed(read_json(path), model_class, types))

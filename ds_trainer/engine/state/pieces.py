@@ -7,7 +7,7 @@ the optimizer has masters of them: they follow by rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -69,17 +69,21 @@ class Source(Protocol):
         """States of another shape, which this rank wrote in the same layout."""
 
 
-def read_pieces(engine: TrainingEngine) -> Iterator[Pieces]:
+def read_pieces(engine: TrainingEngine, apart: Collection[str] = ()) -> Iterator[Pieces]:
     """This rank's part of the state; tensors are the engine's own and valid until the next one is asked for.
 
     States that DeepSpeed has swapped out come one sub-group at a time.
+
+    Args:
+        engine: whose state is read.
+        apart: names of parameters that no optimizer steps, and that are not asked for.
 
     Raises:
         UnknownState: DeepSpeed's optimizer is none whose state is known.
     """
     units = units_of(engine.deepspeed, engine.groups.place.tp)
     resident = [unit for unit in units if unit.tensor.numel() == unit.numel]
-    first = Pieces(list(_not_stepped(engine, units)), {}, {})
+    first = Pieces(list(_not_stepped(engine, units, apart)), {}, {})
     numbers = numbers_among((unit.tensor, unit.states) for unit in units)
     for unit in resident:
         _read_unit(engine, unit, numbers, first)
@@ -112,13 +116,34 @@ def _read_unit(engine: TrainingEngine, unit: Unit, numbers: set[str], into: Piec
         into.extras[unit.members[0].name] = extras
 
 
-def _not_stepped(engine: TrainingEngine, units: list[Unit]) -> Iterator[Piece]:
-    """Parameters that no optimizer steps, and buffers, of which every rank has its own."""
-    model = engine.deepspeed.module
-    stepped = {id(member.parameter) for unit in units for member in unit.members} | _stepped_elsewhere(engine)
-    for name, parameter in model.named_parameters():
-        if id(parameter) in stepped:
-            continue
+def frozen_names(engine: TrainingEngine) -> frozenset[str]:
+    """Parameters that are not trained: no optimizer steps them, on no rank. Alike on all ranks.
+
+    Raises:
+        UnknownState: DeepSpeed's optimizer is none whose state is known.
+    """
+    stepped = _stepped(engine, units_of(engine.deepspeed, engine.groups.place.tp))
+    named = engine.deepspeed.module.named_parameters()
+    return frozenset(name for name, one in named if id(one) not in stepped and not one.requires_grad)
+
+
+def frozen_pieces(engine: TrainingEngine, names: Collection[str]) -> list[Piece]:
+    """This rank's part of those of :func:`frozen_names`; tensors are the engine's own."""
+    parameters = engine.deepspeed.module.named_parameters()
+    return list(_weights(engine, ((name, parameter) for name, parameter in parameters if name in names)))
+
+
+def _not_stepped(engine: TrainingEngine, units: list[Unit], apart: Collection[str]) -> Iterator[Piece]:
+    """Parameters that no optimizer steps, but for those ``apart``, and buffers, of which every rank has its own."""
+    model, stepped = engine.deepspeed.module, _stepped(engine, units)
+    named = model.named_parameters()
+    yield from _weights(engine, ((name, p) for name, p in named if id(p) not in stepped and name not in apart))
+    for name, buffer in persistent_buffers(model):
+        yield Piece(name, BUFFER, Place.whole(buffer.shape), buffer.detach().reshape(-1))
+
+
+def _weights(engine: TrainingEngine, named: Iterable[tuple[str, Any]]) -> Iterator[Piece]:
+    for name, parameter in named:
         place = place_of(parameter, engine.groups.place.tp)
         if not _is_mine(engine, place):
             continue
@@ -128,8 +153,10 @@ def _not_stepped(engine: TrainingEngine, units: list[Unit]) -> Iterator[Piece]:
         else:
             part = _own_part(engine, place)
             yield Piece(name, WEIGHT, part, parameter.detach().reshape(-1)[part.start : part.stop])
-    for name, buffer in persistent_buffers(model):
-        yield Piece(name, BUFFER, Place.whole(buffer.shape), buffer.detach().reshape(-1))
+
+
+def _stepped(engine: TrainingEngine, units: list[Unit]) -> set[int]:
+    return {id(member.parameter) for unit in units for member in unit.members} | _stepped_elsewhere(engine)
 
 
 def _stepped_elsewhere(engine: TrainingEngine) -> set[int]:
@@ -215,11 +242,16 @@ def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def write_pieces(engine: TrainingEngine, source: Source) -> None:
+def write_pieces(engine: TrainingEngine, source: Source, left_out: Collection[str] = ()) -> None:
     """Put the state that ``source`` has into the engine. Collective.
 
     States that the source lacks for some parameters of a unit (which had no gradient yet) become zero there; a unit
     of which it has none gets none.
+
+    Args:
+        engine: whose state is replaced.
+        source: where it is read from.
+        left_out: names of parameters that no optimizer steps, and that stay as they are.
 
     Raises:
         ConfigError: the source lacks something that this layout needs.
@@ -233,7 +265,7 @@ def write_pieces(engine: TrainingEngine, source: Source) -> None:
         for unit in units:
             with unit.present(True):
                 _write_unit(unit, source)
-        _write_not_stepped(engine, units, source)
+        _write_not_stepped(engine, units, source, left_out)
     weights_follow(engine.deepspeed)
     if sharded:
         wrapper.checkpoint_event_epilogue()
@@ -272,11 +304,10 @@ def _fill(tensor: torch.Tensor, offset: int, source: Source, name: str, kind: st
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _write_not_stepped(engine: TrainingEngine, units: list[Unit], source: Source) -> None:
-    model = engine.deepspeed.module
-    stepped = {id(member.parameter) for unit in units for member in unit.members} | _stepped_elsewhere(engine)
+def _write_not_stepped(engine: TrainingEngine, units: list[Unit], source: Source, left_out: Collection[str]) -> None:
+    model, stepped = engine.deepspeed.module, _stepped(engine, units)
     for name, parameter in model.named_parameters():
-        if id(parameter) in stepped:
+        if id(parameter) in stepped or name in left_out:
             continue
         kind = WEIGHT if WEIGHT in source.kinds(name) else MASTER
         if hasattr(parameter, "ds_tensor"):
@@ -285,4 +316,6 @@ def _write_not_stepped(engine: TrainingEngine, units: list[Unit], source: Source
         else:
             _fill(parameter, 0, source, name, kind, place_of(parameter, engine.groups.place.tp))
     for name, buffer in persistent_buffers(model):
+        if name in left_out and BUFFER not in source.kinds(name):
+            continue  # adapters were saved without the model that they belong to
         _fill(buffer, 0, source, name, BUFFER, Place.whole(buffer.shape))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.engine.tensor.adapters import lora_is_cut
+from ds_trainer.engine.tensor.embeddings import embeddings_are_cut_in_place
 from ds_trainer.engine.tensor.head import install_whole_logits, loss_of_its_own
 from ds_trainer.engine.tensor.randomness import separate_randomness
 from ds_trainer.engine.tensor.repairs import mark_sliced_embeddings, repair_layers
@@ -39,7 +40,12 @@ def completed_cut(groups: ParallelGroups, whole_logits: bool) -> Iterator[None]:
         if getattr(model, "ds_autotp_parsed", False):
             return original(engine, model, settings)  # by an engine before, and completed then
         given_loss = loss_of_its_own(model)
-        with lora_is_cut(), _input_embeddings_may_be_missing(model):
+        with (
+            lora_is_cut(),
+            embeddings_are_cut_in_place(),
+            _on_the_host(settings),
+            _input_embeddings_may_be_missing(model),
+        ):
             replaced = original(engine, model, settings)
         mark_sliced_embeddings(model, groups.tp)
         if not any(is_sliced(parameter) for parameter in model.parameters()):
@@ -58,6 +64,22 @@ def completed_cut(groups: ParallelGroups, whole_logits: bool) -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._apply_autotp_partitioning = original
+
+
+@contextmanager
+def _on_the_host(settings: Any) -> Iterator[None]:
+    """Slices stay where the whole tensors are: they go to the device one at a time, when they are needed there.
+
+    DeepSpeed would move every slice to the device, where ZeRO-3 wants no more than shards. Only while it cuts: it asks
+    the same switch when a weight that was gathered is cut again.
+    """
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    settings.keep_module_on_host = True
+    try:
+        yield
+    finally:
+        TensorParallel_Layer.set_keep_module_on_host(False)
 
 
 @contextmanager

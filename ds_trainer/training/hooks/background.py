@@ -29,8 +29,10 @@ class BackgroundHooks(CheckpointHooks):
     _saves: BackgroundSaves | None = None
 
     def prepare_saves(self) -> None:
-        """After the first step of a training: make room for copies of the state. Collective."""
+        """After the first step of a training, when there are optimizer states: say how large a checkpoint is, and make
+        room for copies of the state. Collective."""
         if self.args.save_strategy != SaveStrategy.NO:
+            self.announce_size()
             self._background_saves()
 
     def save_in_training(self) -> None:

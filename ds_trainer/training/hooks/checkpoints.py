@@ -13,23 +13,31 @@ from ds_trainer.callbacks.state import TrainerState, export_states, restore_stat
 from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
+from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.contents import Content, Held, Made
 from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.foreign_formats import Kind
 from ds_trainer.checkpoint.protocol.lock import DirectoryLock
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest, arguments_digest
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.saving import SaveFailed
 from ds_trainer.checkpoint.protocol.sharing import Sharing
+from ds_trainer.checkpoint.weights.base import BaseDigest
 from ds_trainer.checkpoint.weights.description import description_contents
 from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
+from ds_trainer.engine.state.pieces import all_in_memory
+from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.optim.swapping import weights_of_evaluation
 from ds_trainer.training.best_model import best_checkpoint, note_checkpoint
+from ds_trainer.training.checkpoint_model import plan_of_checkpoints
 from ds_trainer.training.data_place import DataPlace
 from ds_trainer.training.divergence import DivergenceGuard
 from ds_trainer.training.hooks.hub import HubHooks
+from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import cache_as_given
 from ds_trainer.training.resume import (
     Resumption,
@@ -41,7 +49,10 @@ from ds_trainer.training.resume import (
 )
 from ds_trainer.training.rollback import in_place_of
 from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.running_model import running_model
+from ds_trainer.training.save_size import announce
 from ds_trainer.training.trajectory import Changes
+from ds_trainer.training.weight_check import forget_origin
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
@@ -73,6 +84,10 @@ class CheckpointHooks(HubHooks):
     evaluation_is_due = False
     """Whether the step of the checkpoint that is being written, or gone on from, has not been evaluated yet."""
     _converted: Path | None = None
+    _planned: tuple[ModelPlan | None] | None = None
+    frozen_files = FrozenFiles()
+    """Which weights stay as they are in the training under way, and where they are stored already."""
+    _base: BaseDigest | None = None
 
     @fails_together
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -83,6 +98,8 @@ class CheckpointHooks(HubHooks):
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._join_ranks()
+        if is_on_meta(self.model):  # it is saved before anything has needed its weights
+            cast("Trainer", self)._model_for_evaluation(None)
         weights_of_evaluation(self.optimizer)
         if self.is_world_process_zero():
             with cache_as_given(self.model):
@@ -148,9 +165,42 @@ class CheckpointHooks(HubHooks):
 
     def _manager(self, state: TrainerState) -> CheckpointManager:
         args, best = self.args, state.best_model_checkpoint
-        retention = Retention(args.save_total_limit, args.save_keep_every, Path(best) if best is not None else None)
+        limit = args.save_total_limit
+        retention = Retention(
+            limit if isinstance(limit, int) else None,
+            parse_size(limit) if isinstance(limit, str) else None,
+            args.save_keep_every,
+            Path(best) if best is not None else None,
+        )
         arguments = arguments_digest(args.to_json_string())
-        return CheckpointManager(self._output_dir, self.engine, self._sharing, retention, arguments)
+        return CheckpointManager(
+            self._output_dir,
+            self.engine,
+            self._sharing,
+            retention,
+            arguments,
+            self._model_of_checkpoints(),
+            self.frozen_files,
+            self._base,
+        )
+
+    def _model_of_checkpoints(self) -> ModelPlan | None:
+        """The weight files that each checkpoint has; None where it has none. Alike on all ranks."""
+        if self._planned is None:
+            frozen = self.frozen_files.names
+            self._planned = plan_of_checkpoints(self.model, self.optimizer, self.args, self._sharing, frozen)
+        return self._planned[0]
+
+    def announce_size(self) -> None:
+        """Say how large a checkpoint is; nothing where DeepSpeed has swapped states out, or writes them. Collective."""
+        if self.args.save_only_model:
+            return
+        try:
+            size = self._checkpoints.size() if all_in_memory(self.engine) else None
+        except UnknownState:
+            return
+        if size is not None and self.is_world_process_zero():
+            print(announce(size, self._output_dir, self.args.save_total_limit), flush=True)
 
     def keep_best(self) -> None:
         """When training ends: load the checkpoint of the best evaluation where that is asked for. Collective."""
@@ -170,6 +220,7 @@ class CheckpointHooks(HubHooks):
         Raises:
             ConfigError: another training has it, or it cannot be written to.
         """
+        self._planned = None
         self._sharing = Sharing.of(
             self.args.save_on_each_node, distributed.rank(), distributed.world_size(), distributed
         )
@@ -207,8 +258,9 @@ class CheckpointHooks(HubHooks):
                 foreign = foreign_at(asked)
                 logger.info("%s is of %s: it is converted first.", asked, foreign.kind.value)
                 node = (sharing.node, sharing.nodes, "converted")
-                self._converted, made = import_hidden(foreign, self._directory, self.args.trust_checkpoint, *node)
-                logger.info("Converted from %s: %s.", asked, "; ".join(made.notes))
+                here = running_model(cast("Trainer", self)) if foreign.kind is Kind.PLAIN_TRAINER else None
+                self._converted, made = import_hidden(foreign, self._directory, self.args.trust_checkpoint, *node, here)
+                self._say("\n  ".join([f"Converted from {asked}:", *made.notes]))
             except ConfigError as error:
                 problem = str(error)
         told = distributed.gather_objects((problem, self._converted))
@@ -262,15 +314,22 @@ class CheckpointHooks(HubHooks):
     def _begin(self, loader: Any) -> None:
         """Put back what the checkpoint has, or the weights that are asked for. Collective."""
         resumption, plan, trainer = self._resumption, self.run_plan, cast("Trainer", self)
+        self.frozen_files, self._planned = FrozenFiles.of(self.engine), None
+        self._base = BaseDigest.of(self.engine)
         self.evaluation_is_due = resumption is not None and resumption.evaluation_is_due
         if resumption is None:
-            if self.args.start_from_weights is not None:
+            if self.args.start_from_weights is None:
+                self.weight_check.loaded(self.model, self.args, self.engine)
+            else:
                 directory = weights_directory(self.args.start_from_weights)
                 read_weights(self.engine, directory)
+                self.weight_check.restarted(self.model, directory, self.args, self.engine)
                 self._say(f"Weights from {directory}; optimizer, schedule and data begin anew.")
+            forget_origin(self.model)
             self.data_place = DataPlace(trainer, plan, loader)
             self.guard = DivergenceGuard(trainer)
             return
+        forget_origin(self.model)
         changes, path, checkpoints = self._changes, resumption.path, self._checkpoints
         saved = checkpoints.load(path, changes.settings(self.args), states=not changes.optimizer)
         self._restore_state(resumption.state, resumption.position(plan))

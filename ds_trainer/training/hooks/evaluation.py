@@ -30,10 +30,12 @@ from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.records import RecordHooks
 from ds_trainer.training.hooks.step import StepHooks
 from ds_trainer.training.item_count import ItemCount, count_for
+from ds_trainer.training.loading.model_argument import is_on_meta, put_on_device
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.split_attention import use_split_attention
 from ds_trainer.training.signatures import accepted_arguments, is_overridden
 from ds_trainer.training.stopping.stopper import EvaluationGivenUp
+from ds_trainer.training.weight_check import note_origin
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
@@ -263,18 +265,23 @@ class EvaluationHooks(DataHooks, StepHooks, RecordHooks):
             return self.model_wrapped
         if self.sequence_cut is not None:
             use_split_attention(self.model, self.layout)
+        note_origin(self.model)
         start = time.perf_counter()
         if self.compiled.get("zero_optimization.stage") == 3 or self.layout.tp > 1:
             if self._evaluation_engine is None:
-                self._evaluation_engine = EvaluationEngine(
-                    self.model, self.compiled, self.layout, half, self._reads_logits
-                )
+                with self._measured_load():
+                    self._evaluation_engine = EvaluationEngine(
+                        self.model, self.compiled, self.layout, half, self._reads_logits
+                    )
                 self._preparation_time = round(time.perf_counter() - start, 4)
+                self.weight_check.loaded(self.model, self.args, self._evaluation_engine)
             return self._evaluation_engine.deepspeed
-        if half is None:
-            self.model.to(self.device)
+        with self._measured_load():
+            if half is None or is_on_meta(self.model):
+                put_on_device(self.model, self.device)
         if self._preparation_time is None:
             self._preparation_time = round(time.perf_counter() - start, 4)
+            self.weight_check.loaded(self.model, self.args, None)
         return self.model
 
     def _end_evaluation_engine(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.sequence_cut import SequenceCut
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
+from ds_trainer.engine.loading.report import LoadReport
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
@@ -22,7 +24,9 @@ from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.training.label_smoothing import LabelSmoother
+from ds_trainer.training.loading.model_argument import MeasuredLoad
 from ds_trainer.training.loss import LossRule
+from ds_trainer.training.weight_check import WeightCheck
 from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.errors import ConfigError
@@ -43,7 +47,8 @@ class Parts:
     compute_loss_func: Callable[..., torch.Tensor] | None
     compute_metrics: Callable[..., dict[str, Any]] | None
     preprocess_logits_for_metrics: Callable[..., Any] | None
-    model_init: Callable[..., nn.Module] | None
+    model_init: Callable[..., Any] | None
+    peft_config: Any
     label_names: list[str]
     label_smoother: LabelSmoother | None
     layout: ParallelLayout
@@ -65,11 +70,24 @@ class Parts:
     stage: Stage
     """The stage of the run whose memory is being measured; an inert one without ``skip_memory_metrics=False``."""
     _memory_tracker: MemoryTracker
+    weight_check: WeightCheck
+    """Whether the weights were what the model's files hold."""
     _engine: TrainingEngine | None
     _evaluation_engine: EvaluationEngine | None = None
+    load_report: LoadReport | None = None
+    """What the last load of the weights from files took; None where there was none."""
     # Class, arguments and origin of an optimizer that neither arguments nor file describe.
     _optimizer_class: tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None
     _group_members: list[list[Any]] | None = None
+
+    @contextmanager
+    def _measured_load(self) -> Iterator[None]:
+        """Inside, the model gets its weights, if it is on meta; that is measured. Collective."""
+        load = MeasuredLoad()
+        with load.of(self.model):
+            yield
+        if load.report is not None:
+            self.load_report = load.report
 
     @property
     def engine(self) -> TrainingEngine:

@@ -19,6 +19,7 @@ from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
 from ds_trainer.training.hooks.plan import PlanHooks
 from ds_trainer.training.hooks.stopping import StoppingHooks
+from ds_trainer.training.loading.model_argument import is_named, model_of
 from ds_trainer.training.process import configure_process
 from ds_trainer.training.search.apply import argument_names, arguments_of
 from ds_trainer.training.search.backend import find_backend
@@ -54,7 +55,7 @@ class SearchHooks(PlanHooks, EvaluationHooks, StoppingHooks):
         """A new model from ``model_init``, which may take the ``trial`` of a hyper-parameter search.
 
         Raises:
-            ConfigError: ``model_init`` takes more than one argument, or returns no module.
+            ConfigError: ``model_init`` takes more than one argument, or returns neither a module nor what names one.
         """
         assert self.model_init is not None  # asked before
         taken = list(inspect.signature(self.model_init).parameters.values())
@@ -62,10 +63,19 @@ class SearchHooks(PlanHooks, EvaluationHooks, StoppingHooks):
         if len(needed) > 1:
             raise ConfigError(f"model_init needs {', '.join(needed)}, but is called with nothing or the trial only.")
         model = self.model_init(trial) if len(taken) == 1 or needed else self.model_init()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model_init returned a {type(model).__name__}, not a torch.nn.Module.")
+        if not isinstance(model, nn.Module) and not is_named(model):
+            raise ConfigError(
+                f"model_init returned a {type(model).__name__}, not a torch.nn.Module, the name of a model, or its "
+                "configuration."
+            )
         if problems := keras_problems(model):
             raise ConfigError(problems)
+        return self._model_of(model)
+
+    def _model_of(self, given: Any) -> nn.Module:
+        """The module that ``model``, or what ``model_init`` returned, means; with the adapters of ``peft_config``."""
+        self.load_report = None
+        model: nn.Module = model_of(given, self.args, self.peft_config)
         return model
 
     def hyperparameter_search(

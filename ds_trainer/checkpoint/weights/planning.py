@@ -1,0 +1,61 @@
+"""Plans the weight files of the model in a checkpoint, from the model alone: names, shapes and types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from torch import nn
+
+from ds_trainer.checkpoint.pieces.element_types import TYPES
+from ds_trainer.checkpoint.pieces.model_plan import ModelPlan, StoredTensor
+from ds_trainer.checkpoint.protocol.contents import Held
+from ds_trainer.checkpoint.protocol.shared_files import SharedFile
+from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, Weight, file_names, header, index_of, plan_files
+from ds_trainer.engine.state.pieces import persistent_buffers
+from ds_trainer.engine.weights import full_shape, saved_tensors
+
+
+class NoModelFiles(ValueError):
+    """The weights of a model do not follow from its pieces."""
+
+
+def plan_model(model: nn.Module, max_bytes: int, frozen: Collection[str] = ()) -> ModelPlan:
+    """Plan the files of ``model``, of which this rank may hold a part only.
+
+    Args:
+        model: the module, whole or sharded; not the engine around it.
+        max_bytes: largest size of one file; a single tensor may exceed it.
+        frozen: parameters that stay as they are: they get files of their own, which later checkpoints link to.
+
+    Raises:
+        NoModelFiles: a tensor that ``save_model`` writes is neither a parameter nor a buffer of the model, or has a
+            type that safetensors cannot hold.
+    """
+    kept = {id(buffer): name for name, buffer in reversed(list(persistent_buffers(model)))}
+    kept.update({id(parameter): name for name, parameter in model.named_parameters()})
+    tensors = saved_tensors(model)
+    problems = [name for name, tensor in tensors.items() if id(tensor) not in kept or tensor.dtype not in TYPES]
+    if problems:
+        raise NoModelFiles(
+            f"{', '.join(problems[:3])}{' ...' if len(problems) > 3 else ''}: no parameter or buffer of a type that "
+            "safetensors can hold"
+        )
+    weights = {kept[id(t)]: Weight(n, full_shape(t), t.dtype) for n, t in tensors.items()}
+    trained = [weight for name, weight in weights.items() if name not in frozen]
+    staying = [weight for name, weight in weights.items() if name in frozen]
+    files = plan_files(trained, max_bytes) if trained or not staying else []
+    first, files = len(files), files + (plan_files(staying, max_bytes) if staying else [])
+    names = file_names(len(files))
+    shared, stored = [], {}
+    for name, of_file in zip(names, files, strict=True):
+        head = header(of_file)
+        offset = len(head)
+        for weight in of_file:
+            stored[kept[id(tensors[weight.name])]] = StoredTensor(name, offset, weight.dtype)
+            offset += weight.nbytes
+        shared.append(SharedFile(name, offset, head))
+    text = json.dumps(index_of(names, files), indent=2, ensure_ascii=False) + "\n" if len(names) > 1 else None
+    return ModelPlan(
+        shared, None if text is None else Held(INDEX_FILE, text.encode()), stored, max_bytes, frozenset(names[first:])
+    )

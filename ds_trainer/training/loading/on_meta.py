@@ -1,0 +1,85 @@
+"""A model of transformers without its weights: parameters on meta, buffers with the values that the code gives them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.checkpoint.pieces.element_types import type_of
+from ds_trainer.utils.errors import ConfigError
+
+
+def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, **keywords: Any) -> Any:
+    """The model of ``config``, in evaluation mode as ``from_pretrained`` gives it. Takes no memory for parameters.
+
+    Args:
+        model_class: an auto class or a model class.
+        config: the configuration; gets the ``dtype``.
+        dtype: of the parameters, but for those that the class keeps in float32.
+        keywords: for the class (``trust_remote_code``).
+    """
+    from accelerate import init_empty_weights
+    from transformers import initialization
+    from transformers.modeling_utils import set_zero3_state
+
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    with ExitStack() as stack:
+        stack.enter_context(set_zero3_state())  # no zero.Init, also where a script has asked transformers for it
+        stack.enter_context(initialization.no_init_weights())
+        stack.enter_context(initialization.no_tie_weights())  # inside, every parameter becomes a new one
+        stack.enter_context(init_empty_weights(include_buffers=False))
+        model = make(config, dtype=dtype, **keywords)
+    model.tie_weights()
+    _keep_float32(model, dtype)
+    return model.eval()
+
+
+def _keep_float32(model: Any, dtype: torch.dtype) -> None:
+    """Parameters that the class keeps in float32 beside a half type (``wo`` of T5 in fp16), by transformers' plan."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    patterns, names, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        match = patterns.search(name)
+        if match is not None and match.lastgroup is not None:
+            kept = torch.empty_like(parameter, dtype=plan[names[match.lastgroup]])
+            torch.utils.swap_tensors(parameter, nn.Parameter(kept, parameter.requires_grad))
+
+
+def dtype_of(asked: Any, config: Any, first_of_file: Any) -> torch.dtype:
+    """The type of the parameters: the one ``asked`` for, else the configuration's, else the file's.
+
+    Args:
+        asked: a type, its name, ``"auto"`` or None.
+        config: the configuration.
+        first_of_file: ``f()`` gives the type of the first tensor in the file that holds fractions; None without one.
+    """
+    if asked in (None, "auto"):
+        asked = getattr(config, "dtype", None) or first_of_file() or torch.float32
+    if isinstance(asked, str):
+        found = getattr(torch, asked.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ConfigError(f"dtype={asked!r} is no type of torch. Use bfloat16, float16, float32 or auto.")
+        asked = found
+    if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
+        raise ConfigError(f"dtype={asked!r}: weights are trained as bfloat16, float16 or float32.")
+    return asked
+
+
+def first_type_of_file(path: Path) -> torch.dtype | None:
+    """The type of the first tensor in a weight file that holds fractions; None without one. Reads no weights."""
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(str(path), framework="pt") as file:
+            types = (type_of(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
+            return next((dtype for dtype in types if dtype.is_floating_point), None)
+    tensors = torch.load(path, map_location="meta", weights_only=True)
+    return next((value.dtype for value in tensors.values() if value.is_floating_point()), None)

@@ -1,0 +1,88 @@
+"""The rate of a disk, measured over the weights of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ds_trainer.cli.main import main
+from ds_trainer.monitor.doctor.findings import Level
+from ds_trainer.monitor.doctor.loading import Rate, _times, loading_findings, measure_rate
+from ds_trainer.utils.errors import ConfigError
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    files = {"a.safetensors": 5, "b.safetensors": 3}
+    where = {}
+    for name, count in files.items():
+        state = {f"{name[0]}{number}": torch.randn(250, 1000) for number in range(count)}
+        save_file(state, tmp_path / name)
+        where.update(dict.fromkeys(state, name))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return tmp_path
+
+
+def test_all_is_read_or_a_sample_of_every_file(directory: Path) -> None:
+    rate = measure_rate(directory)
+    assert rate.read_bytes == rate.file_bytes == 8_000_000
+    assert (rate.tensors, rate.files) == (8, 2)
+    assert rate.bytes_per_second == rate.read_bytes / rate.seconds > 0
+    assert measure_rate(directory, 1_000_000).read_bytes == 1_000_000
+    assert measure_rate(directory, seconds=0).read_bytes == 1_000_000  # it stops after the first piece
+
+
+def test_the_times_of_ranks() -> None:
+    """160 GB at 2 GB/s: 80 seconds, by however many ranks that share a disk; an eighth where 8 nodes have one each."""
+    found = _times(Rate(10 * 10**9, 5.0, 160 * 10**9, 1, 1, False), (1, 8, 64))
+    assert [finding.name for finding in found] == ["load by 1 rank", "load by 8 ranks", "load by 64 ranks"]
+    assert found[0].said.startswith("1 min 20 s (every byte is read once")
+    assert found[1].said.startswith("1 min 20 s")
+    assert found[2].said == "10.0 s where each of 8 nodes gets this rate, 1 min 20 s where they share it"
+
+
+def test_a_system_that_cannot_forget(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loading_findings(directory)[0].level == Level.OK
+    monkeypatch.delattr("os.posix_fadvise")
+    found = loading_findings(directory)[0]
+    assert found.level == Level.WARN
+    assert "may have come from memory" in found.remedy
+
+
+def test_the_command(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--load", str(directory), "--load-bytes", "2MB", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    names = [finding["name"] for finding in answer["findings"]]
+    assert names == ["rate of reading", "load by 1 rank", "load by 8 ranks", "load by 64 ranks"]
+    assert "GB/s (0.002 GB of" in answer["findings"][0]["said"]
+    assert main(["doctor", "--load", str(directory)]) == 0
+    assert "8 tensors in 2 files, 0.008 GB" in capsys.readouterr().out
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--load", str(directory)]) == 0
+    assert capsys.readouterr().out == ""  # the first rank prints
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--load-bytes", "1GB"], "say with --load DIR"),
+        (["--load", "DIR", "--load-bytes", "much"], "'much' is no size"),
+        (["--load", "DIR", "--bf16", "true"], "takes no recipe and no arguments"),
+        (["--load", "absent"], "There is no such directory"),
+    ],
+)
+def test_wrong_use(words: list[str], message: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *(str(directory) if word == "DIR" else word for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_empty_weights(tmp_path: Path) -> None:
+    save_file({"a": torch.empty(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="its tensors are empty"):
+        measure_rate(tmp_path)

@@ -1,0 +1,227 @@
+"""``ds_trainer.from_pretrained``: the same model as transformers gives, on meta, its numbers from the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_trainer
+from ds_trainer import ConfigError
+from ds_trainer.engine.loading.placement import materialize
+from ds_trainer.engine.loading.weight_source import attached_weights
+from tests.support.models import tiny_llama
+from tests.support.saved_models import CLASSES, saved
+
+CPU = torch.device("cpu")
+
+
+def loaded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors of a model that was on meta."""
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialize(model, CPU)
+    return model.state_dict()
+
+
+def differences(model: nn.Module, expected: nn.Module) -> list[str]:
+    """Names of tensors that differ in type, shape or value; buffers that are not saved among them."""
+    named = dict(expected.named_buffers())
+    found = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, named[name])]
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    return found + [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_is_the_model_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    import transformers
+
+    directory = saved(name, tmp_path, dtype, max_shard_size="20KB")
+    expected = getattr(transformers, CLASSES[name]).from_pretrained(directory)
+    model = ds_trainer.from_pretrained(directory)
+    assert type(model) is type(expected) and not model.training and model.name_or_path == directory
+    assert all(parameter.is_meta for parameter in model.parameters())
+    shared = [len({id(p) for p in found.parameters()}) for found in (model, expected)]
+    assert shared[0] == shared[1]
+    materialize(model, CPU)
+    assert [len({id(p) for p in found.parameters()}) for found in (model, expected)] == shared
+    assert differences(model, expected) == []
+    assert model.config.to_dict() == expected.config.to_dict()
+
+
+def test_the_type_of_the_weights(tmp_path: Path) -> None:
+    directory = saved("llama", tmp_path, torch.bfloat16)
+    types = {asked: ds_trainer.from_pretrained(directory, dtype=asked).dtype for asked in (None, "auto", "float32")}
+    assert types == {None: torch.bfloat16, "auto": torch.bfloat16, "float32": torch.float32}
+    assert ds_trainer.from_pretrained(directory, torch_dtype=torch.float16).config.dtype == torch.float16
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "bfloat16",', ""))
+    assert "bfloat16" not in config.read_text()
+    assert ds_trainer.from_pretrained(directory).dtype == torch.bfloat16  # as the file has it
+
+
+def test_fields_of_the_configuration_and_of_generation(tmp_path: Path) -> None:
+    directory = saved("t5", tmp_path)
+    settings = tmp_path / "generation_config.json"
+    settings.write_text(settings.read_text().replace("{", '{"num_beams": 3,', 1))
+    model = ds_trainer.from_pretrained(directory, dropout_rate=0.25, attn_implementation="eager")
+    assert (model.config.dropout_rate, model.config._attn_implementation) == (0.25, "eager")
+    assert model.generation_config.num_beams == 3
+    config = model.config
+    config.dropout_rate = 0.5
+    assert ds_trainer.from_pretrained(directory, config=config).encoder.block[0].layer[0].dropout.p == 0.5
+
+
+def test_nothing_is_sharded_before_its_time(tmp_path: Path) -> None:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    directory = saved("llama", tmp_path)
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    model = ds_trainer.from_pretrained(directory)
+    del kept
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    assert differences_of_files(model, directory) == []
+
+
+def differences_of_files(model: nn.Module, directory: str) -> list[str]:
+    from transformers import AutoModelForCausalLM
+
+    materialize(model, CPU)
+    return differences(model, AutoModelForCausalLM.from_pretrained(directory))
+
+
+def test_a_subfolder_and_a_bin_file(tmp_path: Path) -> None:
+    model: Any = tiny_llama(seed=3)
+    model.config.save_pretrained(tmp_path / "inside")
+    torch.save(model.state_dict(), tmp_path / "inside" / "pytorch_model.bin")
+    read = ds_trainer.from_pretrained(tmp_path, "AutoModelForCausalLM", subfolder="inside")
+    materialize(read, CPU)
+    assert differences(read, model.eval()) == []
+
+
+# -- new heads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_head_is_refused_with_the_argument_that_allows_it(tmp_path: Path) -> None:
+    directory = saved("bert", tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        ds_trainer.from_pretrained(directory, "AutoModelForSequenceClassification")
+    said = str(refused.value)
+    assert "classifier.bias" in said and "classifier.weight" in said and "bert.pooler.dense.weight" in said
+    assert 'allow_new_weights=["bert.pooler.dense.*", "classifier.*"]' in said
+
+
+def test_a_new_head_that_is_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    directory = saved("bert", tmp_path)
+    kind, allowed = "AutoModelForSequenceClassification", ["bert.pooler.*", "classifier.*"]
+
+    def weights(seed: int, patterns: Any = tuple(allowed)) -> dict[str, torch.Tensor]:
+        return loaded(ds_trainer.from_pretrained(directory, kind, allow_new_weights=patterns, seed=seed))
+
+    first, again, other = weights(1), weights(1, True), weights(2)
+    base = AutoModelForMaskedLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(first[name], base[name]) for name in first if name in base)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    head = first["classifier.weight"]
+    assert not torch.equal(head, other["classifier.weight"]) and 0.005 < float(head.std()) < 0.05
+    assert not first["classifier.bias"].any()
+    assert any("New, not in" in r.message and "classifier.weight" in r.message for r in caplog.records)
+
+
+def test_names_that_the_model_does_not_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = saved("bert", tmp_path)
+    ds_trainer.from_pretrained(directory, "AutoModelForSequenceClassification", allow_new_weights=True)
+    assert any("they are left out" in r.message and "cls.predictions" in r.message for r in caplog.records)
+
+
+def test_other_shapes(tmp_path: Path) -> None:
+    directory = saved("bert classifier", tmp_path)
+    with pytest.raises(ConfigError, match=r"classifier.weight.*\[3, 16\].*\[5, 16\].*allow_new_weights=\[\"classifier"):
+        ds_trainer.from_pretrained(directory, num_labels=5)
+    model = ds_trainer.from_pretrained(directory, num_labels=5, allow_new_weights=["classifier.*"])
+    assert loaded(model)["classifier.weight"].shape == (5, 16)
+
+
+def test_a_renamed_key_names_the_nearest(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = saved("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.mlp.upp_proj.weight"] = weights.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    nearest = r"mlp.up_proj.weight \(nearest in the file: model.layers.0.mlp.upp_proj.weight\)"
+    with pytest.raises(ConfigError, match=nearest):
+        ds_trainer.from_pretrained(directory)
+    mapped = ds_trainer.from_pretrained(directory, key_mapping={"upp_proj": "up_proj"})
+    assert torch.equal(
+        loaded(mapped)["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.upp_proj.weight"]
+    )
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown class": ({"auto_class": "AutoModelForCausalLMM"}, "Did you mean 'AutoModelForCausalLM'"),
+    "a class for other models": ({"auto_class": "AutoModelForObjectDetection"}, "no AutoModelForObjectDetection for"),
+    "a model class of another type": ({"auto_class": "BertForMaskedLM"}, "is for bert models, and this is one of type"),
+    "what is no class": ({"auto_class": nn.Linear}, "auto_class=Linear is no model class of transformers"),
+    "an unknown field": ({"num_hiden_layers": 3}, "num_hiden_layers=3 is no field.*Did you mean 'num_hidden_layers'"),
+    "a type that is none": ({"dtype": "bfloat"}, "dtype='bfloat' is no type of torch"),
+    "a type of integers": ({"dtype": torch.int8}, "weights are trained as bfloat16"),
+    "a device map": ({"device_map": "auto"}, "device_map='auto' spreads a model by itself.*zero_stage=3"),
+    "four bits": ({"load_in_4bit": True}, r"quantized weights \(load_in_4bit\).*zero_stage below 3"),
+    "a folder that is not there": ({"subfolder": "gone"}, "has no folder 'gone'"),
+    "peft_config of another kind": ({"peft_config": {"r": 4}}, "peft_config is a dict: pass one of PEFT's"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str, llama: str) -> None:
+    keywords, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        ds_trainer.from_pretrained(llama, **keywords)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_a_quantized_checkpoint(tmp_path: Path) -> None:
+    directory = saved("llama", tmp_path)
+    config = tmp_path / "config.json"
+    block = '{"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true},'
+    config.write_text(config.read_text().replace("{", block, 1))
+    with pytest.raises(ConfigError, match=r"quantized weights \(bitsandbytes\)"):
+        ds_trainer.from_pretrained(directory)
+
+
+def test_directories_that_hold_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no directory .looked from"):
+        ds_trainer.from_pretrained(str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"there is no config.json in"):
+        ds_trainer.from_pretrained(tmp_path)
+    model: Any = tiny_llama()
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"there are no weights in"):
+        ds_trainer.from_pretrained(tmp_path)
+    saved("llama", tmp_path)
+    with pytest.raises(ConfigError, match=r"is a file. Name the directory"):
+        ds_trainer.from_pretrained(tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"LlamaForCausalLM"', '"LamaModel"'))
+    with pytest.raises(ConfigError, match=r"has no LamaModel .architectures"):
+        ds_trainer.from_pretrained(tmp_path)
+    config.write_text(config.read_text().replace('"LamaModel"', ""))
+    with pytest.raises(ConfigError, match=r"its config.json names no class"):
+        ds_trainer.from_pretrained(tmp_path)
+    assert attached_weights(ds_trainer.from_pretrained(tmp_path, "AutoModelForCausalLM")) is not None
+    config.write_text("{")
+    with pytest.raises(ConfigError, match=r"its config.json cannot be used"):
+        ds_trainer.from_pretrained(tmp_path)
