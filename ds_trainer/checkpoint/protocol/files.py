@@ -13,7 +13,7 @@ from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.crc32 import register, shifted
 from ds_trainer.utils.threads import new_executor
 
-_CHUNK = 8 * 2**20  # bytes read at a time
+_CHUNK = 2 * 2**20  # bytes read at a time, into one buffer
 _LARGE = 2**20  # bytes from which a part is summed beside its writing
 _AHEAD = 16 * 2**20  # bytes after which the disk is told to begin
 
@@ -151,10 +151,10 @@ class _Summing(io.RawIOBase):
 
 def checksum(path: Path) -> int:
     """``zlib.crc32`` of a file."""
-    found = 0
+    found, buffer = 0, memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK):
-            found = zlib.crc32(chunk, found)
+        while count := stream.readinto(buffer):
+            found = zlib.crc32(buffer[:count], found)
     return found
 
 
@@ -164,10 +164,11 @@ def part_of_checksum(path: Path, size: int, index: int, count: int) -> int:
     The exclusive or of all shares, :func:`~ds_trainer.checkpoint.protocol.crc32.finished`, is :func:`checksum`.
     """
     found, rest = 0, size * (index + 1) // count - size * index // count
+    buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as stream:
         stream.seek(size * index // count)
-        while rest and (chunk := stream.read(min(rest, _CHUNK))):
-            found, rest = register(chunk, found), rest - len(chunk)
+        while rest and (read := stream.readinto(buffer[:rest])):
+            found, rest = register(buffer[:read], found), rest - read
     return shifted(found, size - size * (index + 1) // count)
 
 
