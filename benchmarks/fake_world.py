@@ -235,9 +235,9 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
         return call
 
     def made(real: Any) -> Any:
-        def call(files: Any) -> None:
+        def call(files: Any) -> Any:
             _sizes.update({file.name: file.size for file in files._files.values()})
-            real(files)
+            return real(files)
 
         return call
 

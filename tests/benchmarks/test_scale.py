@@ -76,7 +76,8 @@ def test_groups_files_and_sockets_are_as_many_as_with_few_ranks(
         assert [one[phase]["groups"] for phase in PHASES] == [groups, 0, 0, 0]
         assert not any(one[phase]["groups_of_others"] for phase in PHASES)
     for phase in PHASES:
-        assert many[phase]["files_opened"] == few[phase]["files_opened"], phase
+        # Once more or less: which of two threads opens the folder for both is a matter of time.
+        assert abs(many[phase]["files_opened"] - few[phase]["files_opened"]) <= 1, phase
         assert abs(many[phase]["sockets"] - few[phase]["sockets"]) <= 2, phase  # of threads that come and go
 
 
