@@ -21,6 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_TRAINER_SELF_TEST", "never")  # asked for where it is tested
 
+# Else the package gives its logger a handler of its own where it is imported before pytest has set its handlers: then
+# what a test hears would depend on which folders' conftest.py pytest was given.
+logging.getLogger("ds_trainer").addHandler(logging.NullHandler())
+
 # Deadlines measure the machine, not the code.
 settings.register_profile("ds_trainer", deadline=None, max_examples=60)
 settings.load_profile("ds_trainer")
