@@ -140,6 +140,7 @@ def generate_sample(directory: str, tokenizer: Tokenizer, spec: ReportSpec, seed
             max_new_tokens=spec.sample_tokens,
             pad_token_id=tokenizer.separator_id,
             eos_token_id=tokenizer.separator_id,
+            synced_gpus=False,  # under ZeRO 3 transformers would wait for ranks that generate nothing
             **options,
         )
     generated = output[0, input_ids.shape[1] :].tolist()

@@ -120,7 +120,7 @@ def ours(records: list[HostSync]) -> dict[tuple[str, str], int]:
 
 # Each waits for the slowest host, and not for the device.
 BETWEEN_HOSTS = {
-    "decision": ("host collective allreduce_", "ds_trainer/utils/distributed.py agree"),
+    "decision": ("host collective allreduce_", "ds_trainer/utils/distributed.py largest"),
     "shapes": ("host collective all_gather_object", "ds_trainer/utils/distributed.py gather_objects"),
     "batch": ("host collective broadcast_", "ds_trainer/data/sending.py _broadcast"),
 }

@@ -153,7 +153,7 @@ def test_a_second_job_is_refused_and_does_no_harm(whole: list[Story], tmp_path: 
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(pool(2).run, partial(run, str(output_dir), callbacks=[WaitInTheMiddle()], **SAVING))
         try:
-            while not (tmp_path / "waiting").exists():
+            while not ((tmp_path / "waiting").exists() and list_checkpoints(output_dir)):  # saved in the background
                 assert not first.done()
                 time.sleep(0.05)
             (message,) = pool(1).run(refused, str(output_dir))
