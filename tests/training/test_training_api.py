@@ -242,8 +242,8 @@ def two_arguments(trial: Any, size: int) -> nn.Module:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "neither model nor model_init": ({"model": None}, "either a model or a model_init"),
     "both": ({"model_init": Regression}, "either a model or a model_init"),
-    "a class for a model": ({"model": Regression}, "not a torch.nn.Module. Pass the function as model_init"),
-    "a name for a model": ({"model": "gpt2"}, "model is a str"),
+    "a class for a model": ({"model": Regression}, "model is a type, not a torch.nn.Module"),
+    "an unknown name of a model": ({"model": "no-such-model"}, "'no-such-model' is no directory"),
     "model_init with two arguments": ({"model": None, "model_init": two_arguments}, "needs trial, size"),
     "model_init without a model": ({"model": None, "model_init": lambda: None}, "returned a NoneType"),
     "an optimizer alone": ({"optimizers": "adamw"}, "must be a pair"),
