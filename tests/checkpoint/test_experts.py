@@ -14,6 +14,7 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.checkpoint.export.export import export_checkpoint
 from ds_trainer.checkpoint.export.inspection import problems_of
 from ds_trainer.checkpoint.weights.description import DESCRIPTION_FILE
+from ds_trainer.utils import distributed
 from tests.checkpoint.test_model_files import equal, in_files
 from tests.support.experts import qwen3_moe
 from tests.support.models import RaggedTokens
@@ -104,6 +105,20 @@ def test_every_reader(tmp_path: Path) -> None:
     described.write_text(json.dumps({**values, "format": 1}))
     export_checkpoint(checkpoint, tmp_path / "as before", 10**9)
     assert equal(in_files(tmp_path / "as before"), ends.whole.weights)
+
+
+def unlike(to: str) -> None:
+    model: Any = qwen3_moe()
+    if distributed.rank() == 1:
+        model._weight_conversions = []  # as from_pretrained leaves it that has read stacked experts
+    run(to, model, zero_stage=2, max_steps=1).engine.close()
+
+
+def test_ranks_that_would_name_them_differently(tmp_path: Path) -> None:
+    """They would write to different places of the same files: such a checkpoint has no model."""
+    pool(2).run(partial(unlike, str(tmp_path)))
+    checkpoint = tmp_path / "checkpoint-1"
+    assert problems_of(checkpoint) == [] and not list(checkpoint.glob("model*.safetensors"))
 
 
 peft: Any = pytest.importorskip("peft")
