@@ -10,6 +10,7 @@ from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.checkpoint.weights.adapters import saves_adapters
 from ds_trainer.checkpoint.weights.planning import NoModelFiles, plan_model
 from ds_trainer.optim.swapping import swaps_weights
+from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.sizes import parse_size
 
@@ -24,7 +25,7 @@ logger = get_logger(__name__)
 def plan_of_checkpoints(
     model: nn.Module, optimizer: Any, args: TrainingArguments, sharing: Sharing, frozen: Collection[str]
 ) -> tuple[ModelPlan | None]:
-    """The weight files of each checkpoint; None where it has none, of which rank 0 says why. Alike on all ranks."""
+    """The weight files of each checkpoint; None where it has none, of which rank 0 says why. Collective."""
     if not args.save_model_in_checkpoints or args.save_only_model or saves_adapters(model):
         return (None,)
     reason = ""
@@ -34,7 +35,14 @@ def plan_of_checkpoints(
         reason = f"{type(optimizer).__name__} evaluates other weights than it trains; save_model() writes those"
     else:
         try:
-            return (plan_model(model, parse_size(args.max_shard_size), frozen),)
+            plan = plan_model(model, parse_size(args.max_shard_size), frozen)
+            # Each rank writes where its own plan says.
+            if distributed.alike(repr([(file.name, file.size, file.head) for file in plan.files])):
+                return (plan,)
+            reason = (
+                "ranks loaded the model in different ways, from_pretrained on some only, and would name its weights"
+            )
+            reason += " differently"
         except NoModelFiles as error:
             reason = str(error)
     if sharing.rank == 0:

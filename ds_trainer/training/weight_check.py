@@ -22,7 +22,7 @@ from ds_trainer.checkpoint.loading.file_weights import FileWeights
 from ds_trainer.checkpoint.loading.held_weights import base_model
 from ds_trainer.checkpoint.loading.sampled_files import FILES, weight_files
 from ds_trainer.checkpoint.loading.verification import Verification, verify_weights
-from ds_trainer.checkpoint.weights.source import holds_pieces
+from ds_trainer.checkpoint.loading.weights_source import holds_pieces
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.loading.weight_source import WeightSource, attached_weights
 from ds_trainer.engine.training_engine import TrainingEngine

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are sc
 
 import loading as benchmark
 
-from ds_trainer.checkpoint.loading.geometry import View
+from ds_trainer.checkpoint.weights.geometry import View
 
 
 def test_the_bytes_of_all_ways(tmp_path: Path) -> None:

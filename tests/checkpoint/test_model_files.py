@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,10 +18,10 @@ from ds_trainer.checkpoint.export.export import export_checkpoint
 from ds_trainer.checkpoint.export.inspection import problems_of
 from ds_trainer.checkpoint.pieces.file import PiecesFile
 from ds_trainer.checkpoint.protocol.manifest import Manifest
-from ds_trainer.checkpoint.weights.description import description_contents
+from ds_trainer.checkpoint.weights.description import ModelDescription, description_contents
 from ds_trainer.data.tokenizer import load_tokenizer
 from ds_trainer.engine.weights import gathered, saved_tensors
-from tests.support.experts import qwen3_moe
+from tests.support.experts import mixtral, qwen3_moe
 from tests.support.layouts import PlainAttention
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.opens import opened
@@ -61,6 +60,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": partial(tiny_llama, tied=True),
     "frozen": frozen_llama,
     "moe": qwen3_moe,
+    "mixtral": mixtral,
     "t5": partial(of_family, "T5", "T5ForConditionalGeneration", **_T5),
     "bert": partial(of_family, "Bert", "BertForMaskedLM", **_BERT),
     "clip": clip,
@@ -74,6 +74,8 @@ CASES: dict[int, dict[str, Case]] = {
         "bf16, zero 0": ("tied", {"zero_stage": 0, **BF16}),
         "autocast": ("llama", {"zero_stage": 0, "torch_autocast": "bf16"}),
         "t5": ("t5", {"zero_stage": 1, **BF16}),
+        "moe": ("moe", {"zero_stage": 0}),
+        "mixtral, zero 3": ("mixtral", {"zero_stage": 3, **BF16}),
     },
     2: {
         "zero 0": ("tied", {"zero_stage": 0}),
@@ -98,6 +100,8 @@ CASES: dict[int, dict[str, Case]] = {
         "cp 2, zero 2": ("llama", {"zero_stage": 2, **CP, **BF16}),
         "moe": ("moe", {"zero_stage": 2, **BF16}),
         "moe, zero 3": ("moe", {"zero_stage": 3}),
+        "mixtral": ("mixtral", {"zero_stage": 0}),
+        "mixtral, zero 3": ("mixtral", {"zero_stage": 3, **BF16}),
         "t5, zero 3": ("t5", {"zero_stage": 3}),
         "bert": ("bert", {"zero_stage": 1, **BF16}),
         "bert, zero 3": ("bert", {"zero_stage": 3, **BF16}),
@@ -166,12 +170,22 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
+def as_saved(model: str, weights: dict[str, torch.Tensor], to: Path) -> dict[str, torch.Tensor]:
+    """What ``save_pretrained`` of a model with these weights writes."""
+    made = MODELS[model]()
+    if model == "buffered":
+        return weights
+    made.load_state_dict(weights, strict=False, assign=True)
+    made.tie_weights()  # type: ignore[operator]
+    made.save_pretrained(to)  # type: ignore[operator]
+    return in_files(to)
+
+
 def written_twice(checkpoint: Path) -> list[str]:
     """Weights of a type whose numbers are in a file of pieces and in the model's as well."""
     model: dict[str, str] = {}
-    for path in checkpoint.glob("model*.safetensors"):
-        with safe_open(str(path), framework="pt") as file:
-            model.update({name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118
+    for tensor in ModelDescription.read(checkpoint).tensors:
+        model[str(tensor.kept_as)] = tensor.dtype
     found = []
     for path in sorted(checkpoint.glob("rank_*.safetensors")):
         pieces = PiecesFile(path)
@@ -191,8 +205,10 @@ def test_from_pretrained_gives_the_live_weights(world: int, tmp_path: Path) -> N
     weights = pool(world).run(partial(trained, cases, str(tmp_path)))
     for name, (model, arguments) in cases.items():
         checkpoint, wanted = tmp_path / name / "checkpoint-2", weights[0][name]
-        assert equal(in_files(checkpoint), wanted), name
-        assert not equal(in_files(tmp_path / name / "checkpoint-1"), wanted), name  # control: another step's differ
+        written = as_saved(model, wanted, tmp_path / name / "saved")
+        assert equal(in_files(checkpoint), written), name
+        assert not equal(in_files(tmp_path / name / "checkpoint-1"), written), name  # control: another step's differ
+        assert any(".experts.3." in key for key in written) == (model in ("moe", "mixtral")), name
         assert written_twice(checkpoint) == [], name
         listed = Manifest.read(checkpoint).files
         assert all(path.name in listed for path in checkpoint.glob("model*")), name

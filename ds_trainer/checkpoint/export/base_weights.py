@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ds_trainer.checkpoint.export.blueprint import base_blueprint
+from ds_trainer.checkpoint.loading.file_weights import FileWeights, open_weights
 from ds_trainer.checkpoint.weights.base import BaseDigest
+from ds_trainer.checkpoint.weights.description import ModelDescription
+from ds_trainer.parallel.places import Place
 from ds_trainer.utils.errors import ConfigError
 
 _OF_PEFT = ("base_layer", "original_module")  # where peft keeps what it wraps
@@ -27,7 +31,7 @@ class BaseWeights:
         self._checkpoint = checkpoint
         self._digest = digest
         self._directory = directory
-        self._files: dict[str, Any] | None = None  # open files by tensor
+        self._weights: FileWeights | None = None
 
     def has(self, name: str) -> bool:
         """Whether the tensor is one of the base's."""
@@ -39,23 +43,23 @@ class BaseWeights:
         Raises:
             ConfigError: the base is not there, has no such tensor, or is another one.
         """
-        files = self._opened()
+        weights = self._opened()
         key = name.removeprefix(_INSIDE)
         key = ".".join(part for part in key.split(".") if part not in _OF_PEFT)
-        if key not in files:
+        if not weights.has(key):
             raise ConfigError(f"{self._directory} has no {key}: it is not the model that the adapters belong to.")
-        found = files[key].get_tensor(key).to(self._digest.dtype(name))
+        shape = self._digest.shape(name)
+        found = torch.empty(math.prod(shape), dtype=self._digest.dtype(name))
+        weights.fill(key, Place.whole(shape), found)
+        found = found.view(shape)
         self._digest.check_tensor(name, found, Path(str(self._directory)))
         return found.to(dtype)
 
-    def _opened(self) -> dict[str, Any]:
-        if self._files is None:
-            from safetensors import safe_open
-
-            paths = sorted(self._found().glob("*.safetensors"))
-            opened = [safe_open(str(path), framework="pt") for path in paths]
-            self._files = {key: file for file in opened for key in list(file.keys())}
-        return self._files
+    def _opened(self) -> FileWeights:
+        if self._weights is None:
+            model = base_blueprint(self._checkpoint, ModelDescription.read(self._checkpoint))
+            self._weights = open_weights(self._found(), model)
+        return self._weights
 
     def _found(self) -> Path:
         if self._directory is None:

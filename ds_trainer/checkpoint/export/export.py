@@ -29,8 +29,9 @@ from ds_trainer.checkpoint.weights.description import (
     ModelDescription,
     held_file,
 )
-from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, Weight, plan_files, write_weight_files
-from ds_trainer.checkpoint.weights.writing import complete_configuration
+from ds_trainer.checkpoint.weights.sections import tensor_names
+from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, plan_files
+from ds_trainer.checkpoint.weights.writing import complete_configuration, write_sections
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
@@ -57,7 +58,7 @@ def export_checkpoint(
     Args:
         checkpoint: a ``checkpoint-N`` directory, of any layout and ZeRO stage.
         directory: not there yet, or empty.
-        max_shard_bytes: largest size of one file of weights; a single tensor may exceed it.
+        max_shard_bytes: largest size of one file of weights; a single tensor of the model may exceed it.
         dtype: type of the numbers with a fraction; None: as the model computed with them. The checkpoint's own numbers
             (32-bit masters, where training had them) are rounded once.
         merge_lora: write whole weights with the adapters merged into them, not the adapters alone.
@@ -143,7 +144,7 @@ def _write_weights(
     """Write whole weights; adapters, where there are any, are merged into them."""
     if description.adapters:
         merged = MergedWeights(source, description, dtype)
-        weights, read = merged.weights, merged.read
+        sections, read = merged.sections, merged.read
     else:
         # Without transformers the shapes that the live model had are all there is to compare with.
         known = description.from_transformers and "config.json" in description.files
@@ -151,20 +152,16 @@ def _write_weights(
             unknown = check_against_model(described, description)
             if unknown:
                 logger.warning("%s does not know: %s.", description.model_class, ", ".join(unknown))
-        weights = [tensor.weight(dtype) for tensor in description.tensors]
+        sections = description.sections_as(dtype)
         by_name = {tensor.name: tensor for tensor in description.tensors}
 
         def read(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
             for name in names:
                 yield name, source.read(by_name[name], by_name[name].weight(dtype).dtype)
 
-    files = plan_files(weights, max_shard_bytes)
-    write_weight_files(directory, files, chain.from_iterable(read(_names(file)) for file in files))
-    complete_configuration(directory, description.model_class, [weight.dtype for weight in weights])
-
-
-def _names(file: Sequence[Weight]) -> list[str]:
-    return [weight.name for weight in file]
+    files = plan_files(sections, max_shard_bytes)
+    write_sections(directory, files, chain.from_iterable(read(tensor_names(file)) for file in files))
+    complete_configuration(directory, description.model_class, [section.dtype for section in sections])
 
 
 def _refuse_weights_of_training(checkpoint: Path) -> None:

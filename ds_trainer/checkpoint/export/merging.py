@@ -14,6 +14,7 @@ from ds_trainer.checkpoint.export.blueprint import adapted_blueprint, blueprint_
 from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights
 from ds_trainer.checkpoint.weights.adapters import computed_prompts, write_adapters
 from ds_trainer.checkpoint.weights.description import ModelDescription
+from ds_trainer.checkpoint.weights.saved_names import sections_of
 from ds_trainer.checkpoint.weights.weight_files import Weight
 from ds_trainer.engine.weights import saved_tensors
 from ds_trainer.utils.errors import ConfigError
@@ -44,7 +45,7 @@ class MergedWeights:
         dtype: type to merge in and to write; None keeps each tensor's own.
 
     Attributes:
-        weights: what there is to write.
+        sections: what there is to write.
 
     Raises:
         ConfigError: the model cannot be made from the checkpoint's files, or its adapters cannot be merged.
@@ -63,7 +64,8 @@ class MergedWeights:
             )
         # What merging gives, tensor for tensor, without any numbers.
         merged = copy.deepcopy(self._model).merge_and_unload(adapter_names=self._active)
-        self.weights = [Weight(name, tuple(t.shape), t.dtype) for name, t in saved_tensors(merged).items()]
+        weights = [Weight(name, tuple(t.shape), t.dtype) for name, t in saved_tensors(merged).items()]
+        self.sections = sections_of(merged, weights)
 
     def _with_types(self, model: Any) -> Any:
         """``model`` with its tensors, still on meta, of the types that the checkpoint's have."""

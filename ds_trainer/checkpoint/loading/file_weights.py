@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.loading.geometry import View, boxes_of
-from ds_trainer.checkpoint.loading.name_mapping import Computed, NameMapping, is_pretrained_model, map_names
+from ds_trainer.checkpoint.loading.name_mapping import Computed, NameMapping, map_names
 from ds_trainer.checkpoint.loading.range_reader import BUFFER_BYTES, RangeReader, check_conversion
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
-from ds_trainer.checkpoint.loading.symbolic import SymbolicTensor
+from ds_trainer.checkpoint.weights.geometry import View, boxes_of
+from ds_trainer.checkpoint.weights.saved_names import is_pretrained_model
+from ds_trainer.checkpoint.weights.symbolic import SymbolicTensor
+from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.places import Place, copy_common
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -62,8 +64,8 @@ class FileWeights:
         self._tensors = mapping.tensors
         self._reader = reader
         self._shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in model.state_dict().items()
+            name: full_shape(tensor)
+            for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state")
         }
         self._groups = _tied_names(model)
@@ -249,8 +251,8 @@ def open_weights(
     Args:
         directory: with ``model.safetensors``, ``pytorch_model.bin`` or the index of several of either kind; of a model
             or of a checkpoint.
-        model: with its parameters on the meta device (their elements are not looked at). Any ``nn.Module``; names of
-            one that is not transformers' are taken as they are.
+        model: with its parameters on the meta device, or sharded (their elements are not looked at). Any
+            ``nn.Module``; names of one that is not transformers' are taken as they are.
         key_mapping: patterns of keys and their replacements, as ``from_pretrained`` takes it.
         buffer_bytes: host memory for reading. A parameter that transformers computes in another way than by moving
             elements is whole in host memory in addition, one at a time.

@@ -7,7 +7,6 @@ in another way than by moving elements is remembered, to be computed when the pa
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,9 @@ import torch
 from torch import nn
 
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
-from ds_trainer.checkpoint.loading.symbolic import NotSymbolicError, SymbolicTensor
+from ds_trainer.checkpoint.weights.saved_names import is_pretrained_model
+from ds_trainer.checkpoint.weights.symbolic import NotSymbolicError, SymbolicTensor
+from ds_trainer.engine.weights import full_shape
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -26,8 +27,8 @@ class _MetaModel:
     def __init__(self, model: Any) -> None:
         self.config = model.config
         self._tensors = {
-            name: torch.empty_like(tensor, device="meta")
-            for name, tensor in model.state_dict().items()
+            name: torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
+            for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, torch.Tensor)
         }
 
@@ -82,12 +83,6 @@ class NameMapping:
 
     tensors: dict[str, SymbolicTensor | Computed]
     unexpected: dict[str, str]
-
-
-def is_pretrained_model(model: nn.Module) -> bool:
-    """Whether it is a model of transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def map_names(

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ds_trainer.checkpoint.loading.geometry import View, coalesced
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
+from ds_trainer.checkpoint.weights.geometry import View, coalesced
 from ds_trainer.utils.errors import ConfigError
 
 BUFFER_BYTES = 64 * 2**20

@@ -10,8 +10,8 @@ from zipfile import is_zipfile
 
 import torch
 
-from ds_trainer.checkpoint.loading.geometry import contiguous_strides
 from ds_trainer.checkpoint.pieces.element_types import TYPES
+from ds_trainer.checkpoint.weights.geometry import contiguous_strides
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, read_header
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json

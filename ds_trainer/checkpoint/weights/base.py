@@ -134,6 +134,10 @@ class BaseDigest:
         if self.tensors[name] != (TYPES[tensor.dtype], tuple(tensor.shape), _digest(samples)):
             raise ConfigError(f"{origin}: {name} is not that of the model that the adapters were trained on.")
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that a tensor had."""
+        return self.tensors[name][1]
+
     def dtype(self, name: str) -> torch.dtype:
         """The type that a tensor had."""
         return type_of(self.tensors[name][0])

@@ -1,7 +1,8 @@
 """What a checkpoint says of the model itself, so that weights can be taken out of it without the model.
 
-``model.json``: each tensor of a weight file with shape and type, and under which name its pieces are kept; the class of
-the model; its adapters. Beside it the files that ``save_pretrained`` writes for configuration and tokenizer.
+``model.json``: each tensor of the model with shape and type, under which name its pieces are kept, and what a weight
+file calls it; the class of the model; its adapters. Beside it the files that ``save_pretrained`` writes for
+configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import nn
 from ds_trainer.checkpoint.pieces.element_types import TYPES, type_of
 from ds_trainer.checkpoint.protocol.contents import Held
 from ds_trainer.checkpoint.weights.adapters import adapter_tensors, saves_adapters
+from ds_trainer.checkpoint.weights.saved_names import sections_of
+from ds_trainer.checkpoint.weights.sections import Section
 from ds_trainer.checkpoint.weights.weight_files import Weight
 from ds_trainer.engine.state.pieces import persistent_buffers
 from ds_trainer.engine.weights import full_shape, saved_tensors
@@ -27,7 +30,8 @@ from ds_trainer.utils.errors import ConfigError
 
 DESCRIPTION_FILE = "model.json"
 CONFIGURATION_FILES = ("config.json", "generation_config.json")
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, 2)  # the first one had no sections
 
 # A run does not change its tokenizer, and a large one takes a second to write: the last one's files are kept.
 _processing_files: list[tuple[Any, dict[str, bytes]]] = []
@@ -35,7 +39,7 @@ _processing_files: list[tuple[Any, dict[str, bytes]]] = []
 
 @dataclass(frozen=True)
 class DescribedTensor:
-    """A tensor of a weight file.
+    """A tensor of the model that is in its weight files.
 
     Attributes:
         name: in the weight file.
@@ -65,12 +69,13 @@ class ModelDescription:
     Attributes:
         model_class: the name of its class (of what peft wraps).
         from_transformers: the class is one of transformers'.
-        tensors: in the order of the weight file.
+        tensors: in the order of the weight file, as the model has them.
         name_or_path: where transformers had loaded it from; adapters name it as the model that they belong to.
         files: names of the files for configuration and tokenizer, as they are called in an export.
         adapters: peft's configurations by name; empty without adapters.
         active: names of the adapters that are in use.
         wrapped: peft's own class is around the model; False where transformers put the adapters in.
+        sections: of tensors that weight files list in another way: their names; names and shapes in the files.
     """
 
     model_class: str
@@ -81,6 +86,19 @@ class ModelDescription:
     adapters: dict[str, Any] = field(default_factory=dict)
     active: list[str] = field(default_factory=list)
     wrapped: bool = False
+    sections: list[tuple[list[str], list[tuple[str, list[int]]]]] = field(default_factory=list)
+
+    def sections_as(self, dtype: torch.dtype | None = None) -> list[Section]:
+        """What weight files hold; numbers with a fraction as ``dtype``, where one is given."""
+        weights = {tensor.name: tensor.weight(dtype) for tensor in self.tensors}
+        found = {name: Section.of(weight) for name, weight in weights.items()}
+        for names, entries in self.sections:
+            tensors = tuple(weights[name] for name in names)
+            listed = tuple(Weight(name, tuple(shape), tensors[0].dtype) for name, shape in entries)
+            for name in names[1:]:
+                del found[name]
+            found[names[0]] = Section(tensors, listed)
+        return list(found.values())
 
     @classmethod
     def read(cls, checkpoint: Path) -> ModelDescription:
@@ -98,7 +116,7 @@ class ModelDescription:
                 "checkpoint, or one that was made by another program. 'ds-trainer checkpoint convert' reads those of "
                 "others; to export one that was converted, name a directory with the model's config.json by --model."
             ) from None
-        if values.pop("format") != _FORMAT:
+        if values.pop("format") not in _READABLE:
             raise ConfigError(f"{path} was written by a newer version of ds_trainer; use that one.")
         for name in values["files"]:  # they become paths in the directory of an export
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -119,7 +137,9 @@ def description_contents(model: nn.Module, processing_class: Any) -> Iterator[He
         types = [tensor.dtype for tensor in saved_tensors(model).values()]
         values = completed(json.loads(files["config.json"]), type(model).__name__, types)
         files["config.json"] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
-    text = json.dumps({"format": _FORMAT, **asdict(describe(model, sorted(files)))}, indent=1)
+    description = describe(model, sorted(files))
+    tensors = [asdict(tensor) for tensor in description.tensors]
+    text = json.dumps({"format": _FORMAT, **vars(description), "tensors": tensors})
     yield Held(DESCRIPTION_FILE, text.encode())
     for name, data in files.items():
         yield Held(name, data)
@@ -168,7 +188,12 @@ def describe(model: Any, files: list[str]) -> ModelDescription:
     kind = type(inner)
     known = kind.__module__.startswith("transformers.")
     origin = str(getattr(inner, "name_or_path", None) or "")
-    return ModelDescription(kind.__name__, known, tensors, files, origin, adapters, active, wrapped)
+    sections = [
+        ([weight.name for weight in section.tensors], [(entry.name, list(entry.shape)) for entry in section.entries])
+        for section in sections_of(model, [tensor.weight() for tensor in tensors])
+        if section.tensors != section.entries
+    ]
+    return ModelDescription(kind.__name__, known, tensors, files, origin, adapters, active, wrapped, sections)
 
 
 def _configuration_of(config: Any) -> Any:

@@ -11,6 +11,8 @@ from ds_trainer.checkpoint.pieces.element_types import TYPES
 from ds_trainer.checkpoint.pieces.model_plan import ModelPlan, StoredTensor
 from ds_trainer.checkpoint.protocol.contents import Held
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
+from ds_trainer.checkpoint.weights.saved_names import sections_of
+from ds_trainer.checkpoint.weights.sections import Section, entries_of
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, Weight, file_names, header, index_of, plan_files
 from ds_trainer.engine.state.pieces import persistent_buffers
 from ds_trainer.engine.weights import full_shape, saved_tensors
@@ -25,7 +27,7 @@ def plan_model(model: nn.Module, max_bytes: int, frozen: Collection[str] = ()) -
 
     Args:
         model: the module, whole or sharded; not the engine around it.
-        max_bytes: largest size of one file; a single tensor may exceed it.
+        max_bytes: largest size of one file; a single tensor of the model may exceed it.
         frozen: parameters that stay as they are: they get files of their own, which later checkpoints link to.
 
     Raises:
@@ -41,21 +43,27 @@ def plan_model(model: nn.Module, max_bytes: int, frozen: Collection[str] = ()) -
             f"{', '.join(problems[:3])}{' ...' if len(problems) > 3 else ''}: no parameter or buffer of a type that "
             "safetensors can hold"
         )
-    weights = {kept[id(t)]: Weight(n, full_shape(t), t.dtype) for n, t in tensors.items()}
-    trained = [weight for name, weight in weights.items() if name not in frozen]
-    staying = [weight for name, weight in weights.items() if name in frozen]
+    sections = sections_of(model, [Weight(n, full_shape(t), t.dtype) for n, t in tensors.items()])
+    own = {name: kept[id(tensor)] for name, tensor in tensors.items()}
+    staying, trained = list[Section](), list[Section]()
+    for section in sections:
+        stays = {own[weight.name] in frozen for weight in section.tensors}
+        alone = [section] if len(stays) == 1 else [Section.of(weight) for weight in section.tensors]
+        for one in alone:  # no file has both
+            (staying if own[one.tensors[0].name] in frozen else trained).append(one)
     files = plan_files(trained, max_bytes) if trained or not staying else []
     first, files = len(files), files + (plan_files(staying, max_bytes) if staying else [])
-    names = file_names(len(files))
+    names, listed = file_names(len(files)), [entries_of(file) for file in files]
     shared, stored = [], {}
-    for name, of_file in zip(names, files, strict=True):
-        head = header(of_file)
+    for name, of_file, entries in zip(names, files, listed, strict=True):
+        head = header(entries)
         offset = len(head)
-        for weight in of_file:
-            stored[kept[id(tensors[weight.name])]] = StoredTensor(name, offset, weight.dtype)
-            offset += weight.nbytes
+        for section in of_file:
+            for weight in section.tensors:
+                stored[own[weight.name]] = StoredTensor(name, offset, weight.dtype)
+                offset += weight.nbytes
         shared.append(SharedFile(name, offset, head))
-    text = json.dumps(index_of(names, files), indent=2, ensure_ascii=False) + "\n" if len(names) > 1 else None
+    text = json.dumps(index_of(names, listed), indent=2, ensure_ascii=False) + "\n" if len(names) > 1 else None
     return ModelPlan(
         shared, None if text is None else Held(INDEX_FILE, text.encode()), stored, max_bytes, frozenset(names[first:])
     )

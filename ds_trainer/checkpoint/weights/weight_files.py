@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -33,21 +33,37 @@ class Weight(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 class WeightFilesError(ConfigError):
     """What was to be written is not the model, or what was written is not what it should be."""
 
 
-def plan_files(weights: Sequence[Weight], max_bytes: int) -> list[list[Weight]]:
-    """Weights grouped in order so that each file holds at most ``max_bytes`` (a larger tensor stands alone).
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+_S = TypeVar("_S", bound=_Sized)
+
+
+def plan_files(weights: Sequence[_S], max_bytes: int) -> list[list[_S]]:
+    """Weights, or sections, grouped in order so that a file has at most ``max_bytes`` (a larger one stands alone).
 
     In a file wide types come first: then every tensor is aligned to its own type.
     """
-    files: list[list[Weight]] = []
+    files: list[list[_S]] = []
     room = 0
     for weight in weights:
         if not files or weight.nbytes > room:

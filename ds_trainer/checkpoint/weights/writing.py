@@ -13,6 +13,8 @@ from torch import nn
 
 from ds_trainer.checkpoint.weights.adapters import save_adapters, saves_adapters
 from ds_trainer.checkpoint.weights.description import completed
+from ds_trainer.checkpoint.weights.saved_names import sections_of
+from ds_trainer.checkpoint.weights.sections import Section, entries_of, tensor_names
 from ds_trainer.checkpoint.weights.weight_files import Weight, plan_files, write_weight_files
 from ds_trainer.engine.weights import full_shape, saved_tensors, whole_tensors
 from ds_trainer.utils import distributed
@@ -26,13 +28,13 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
 
     Under ZeRO-3 and tensor parallelism a few parameters are gathered at a time, never more than a file's worth. Each
     is checked against the shape that the model says, and each file is read again. Weight files of an earlier save that
-    this one does not replace are removed, so that a reader never finds two models in one directory. Of a PEFT model the
-    adapters are written, and nothing else.
+    this one does not replace are removed, so that a reader never finds two models in one directory. Names are those of
+    ``save_pretrained``. Of a PEFT model the adapters are written, and nothing else.
 
     Args:
         model: the module, whole or sharded by ZeRO-3; not the engine around it.
         directory: made if missing.
-        max_shard_bytes: largest size of one file; a single tensor may exceed it.
+        max_shard_bytes: largest size of one file; a single tensor of the model may exceed it.
 
     Raises:
         WeightFilesError: what was gathered is not the model, or a file reads back otherwise than it was written.
@@ -42,20 +44,33 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
         return
     tensors = saved_tensors(model)
     weights = [Weight(name, full_shape(tensor), tensor.dtype) for name, tensor in tensors.items()]
-    files = plan_files(weights, max_shard_bytes)
-    arriving = _gathered(tensors, files, min(max_shard_bytes, _GATHERED))
+    files = plan_files(sections_of(model, weights), max_shard_bytes)
+    arriving = _gathered(tensors, [tensor_names(file) for file in files], min(max_shard_bytes, _GATHERED))
     if distributed.rank() == 0:
-        write_weight_files(directory, files, arriving)
+        write_sections(directory, files, arriving)
     else:
         deque(arriving, maxlen=0)  # keeps none of them
     distributed.barrier()
 
 
 def _gathered(
-    tensors: dict[str, torch.Tensor], files: list[list[Weight]], max_bytes: int
+    tensors: dict[str, torch.Tensor], files: list[list[str]], max_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    names = ([weight.name for weight in file] for file in files)
-    return chain.from_iterable(whole_tensors(tensors, file, max_bytes) for file in names)
+    return chain.from_iterable(whole_tensors(tensors, names, max_bytes) for names in files)
+
+
+def write_sections(
+    directory: Path, files: Sequence[Sequence[Section]], tensors: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    """Write files of weights (:func:`write_weight_files`) out of the tensors of a model.
+
+    Args:
+        directory: made if missing.
+        files: what :func:`plan_files` gave.
+        tensors: of the model, in the order of ``files``.
+    """
+    cut = chain.from_iterable(section.cut(tensors) for file in files for section in file)
+    write_weight_files(directory, [entries_of(file) for file in files], cut)
 
 
 def save_pretrained_parts(model: nn.Module, processing_class: Any, directory: Path) -> None:

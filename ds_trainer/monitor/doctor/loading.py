@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ds_trainer.checkpoint.loading.geometry import View
 from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
+from ds_trainer.checkpoint.weights.geometry import View
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.units import human_duration
 from ds_trainer.utils.errors import ConfigError

@@ -12,6 +12,7 @@ from ds_trainer.arguments.enums import SaveFailure
 from ds_trainer.callbacks.state import TrainerState, export_states, restore_states
 from ds_trainer.checkpoint.foreign.convert import foreign_at
 from ds_trainer.checkpoint.foreign.importing import import_hidden
+from ds_trainer.checkpoint.loading.weights_source import read_weights
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
 from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
 from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
@@ -26,7 +27,6 @@ from ds_trainer.checkpoint.protocol.saving import SaveFailed
 from ds_trainer.checkpoint.protocol.sharing import Sharing
 from ds_trainer.checkpoint.weights.base import BaseDigest
 from ds_trainer.checkpoint.weights.description import description_contents
-from ds_trainer.checkpoint.weights.source import read_weights
 from ds_trainer.checkpoint.weights.writing import save_pretrained_parts, save_weights
 from ds_trainer.data.position import DataPosition
 from ds_trainer.engine.state.pieces import all_in_memory

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_trainer.checkpoint.loading import range_reader
-from ds_trainer.checkpoint.loading.geometry import View, contiguous_strides
 from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
+from ds_trainer.checkpoint.weights.geometry import View, contiguous_strides
 from ds_trainer.utils.errors import ConfigError
 
 PREFIX = 100  # bytes before the elements

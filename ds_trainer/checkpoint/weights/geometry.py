@@ -39,6 +39,12 @@ class View(NamedTuple):
         shape = (*self.shape[:dim], 1, *self.shape[dim:])
         return View(shape, (*self.strides[:dim], 0, *self.strides[dim:]), self.offset)
 
+    def squeeze(self, dim: int) -> View:
+        """Without a dimension of size 1."""
+        return View(
+            (*self.shape[:dim], *self.shape[dim + 1 :]), (*self.strides[:dim], *self.strides[dim + 1 :]), self.offset
+        )
+
     def permute(self, order: Sequence[int]) -> View:
         """With the dimensions in another order."""
         return View(tuple(self.shape[i] for i in order), tuple(self.strides[i] for i in order), self.offset)

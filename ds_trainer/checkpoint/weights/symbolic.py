@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_trainer.checkpoint.loading.geometry import Box, View
+from ds_trainer.checkpoint.weights.geometry import Box, View
 
 
 class NotSymbolicError(TypeError):
@@ -29,7 +29,8 @@ class Part(NamedTuple):
 class SymbolicTensor:
     """A tensor that consists of parts of sources.
 
-    It takes part in ``torch.stack``, ``cat``, ``chunk``, ``split``, ``narrow`` and ``transpose``, and in nothing else.
+    It takes part in ``torch.stack``, ``cat``, ``chunk``, ``split``, ``narrow``, ``squeeze`` and ``transpose``, and
+    in nothing else.
     """
 
     def __init__(self, shape: Sequence[int], parts: Sequence[Part]) -> None:
@@ -50,6 +51,9 @@ class SymbolicTensor:
 
     def contiguous(self) -> SymbolicTensor:
         return self
+
+    def squeeze(self, dim: int) -> SymbolicTensor:
+        return _squeezed(self, dim)
 
     def __getitem__(self, index: Any) -> SymbolicTensor:
         if index is not Ellipsis:
@@ -103,6 +107,17 @@ def _unsqueezed(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
         for source, (origin, view) in tensor.parts
     ]
     return SymbolicTensor((*tensor.shape[:dim], 1, *tensor.shape[dim:]), parts)
+
+
+def _squeezed(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
+    dim = _dimension(dim, tensor.ndim)
+    if tensor.shape[dim] != 1:
+        return tensor
+    parts = [
+        Part(source, Box((*origin[:dim], *origin[dim + 1 :]), view.squeeze(dim)))
+        for source, (origin, view) in tensor.parts
+    ]
+    return SymbolicTensor((*tensor.shape[:dim], *tensor.shape[dim + 1 :]), parts)
 
 
 def _narrow(tensor: SymbolicTensor, dim: int, start: int, length: int) -> SymbolicTensor:
