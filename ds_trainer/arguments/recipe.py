@@ -78,7 +78,8 @@ class DataSpec:
         text_key: key (jsonl) or column (parquet, dataset) that holds the text.
         file_pattern: which files of a directory; default: all, of ``python-stdlib`` ``*.py``.
         exclude: patterns; leaves out a file when one matches its path below the directory or any part of it.
-        tokenizer: ``bytes`` (a token is a byte) or a directory with a Hugging Face tokenizer.
+        tokenizer: ``bytes`` (a token is a byte), or a directory or hub name with a Hugging Face tokenizer; default:
+            that of ``model.path``, and ``bytes`` for a new architecture.
         sequence_length: tokens of one sample.
     """
 
@@ -89,7 +90,7 @@ class DataSpec:
     text_key: str = "text"
     file_pattern: str | None = None
     exclude: tuple[str, ...] = ()
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     sequence_length: int = 0
 
     def problems(self) -> list[str]:

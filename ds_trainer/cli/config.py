@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from ds_trainer.arguments.parser import HfArgumentParser
 from ds_trainer.arguments.recipe import Recipe, load_recipe
@@ -13,6 +12,7 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.config.environment import Environment, device_type
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
 
@@ -27,13 +27,14 @@ def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         parser.add_argument("recipe", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
     else:
         parser.set_defaults(recipe=None)
-    parser.add_argument("--model", metavar="DIR", help="without a recipe: where the model's config.json is")
+    parser.add_argument("--model", metavar="NAME", help="without a recipe: directory or hub name of the model")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: WORLD_SIZE, or 1")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this machine has")
     parser.add_argument("--explain", action="store_true", help="a table of all values with their origins, not JSON")
     parser.usage = (
         "ds-trainer config RECIPE [--world-size N] [--device cpu|cuda] [--explain] [--section.key value ...]\n"
-        "       ds-trainer config [--model DIR] [--world-size N] [--device cpu|cuda] [--explain] [--argument value ...]"
+        "       ds-trainer config [--model NAME] [--world-size N] [--device cpu|cuda] [--explain] "
+        "[--argument value ...]"
     )
 
 
@@ -68,14 +69,17 @@ def model_shape(recipe: Recipe) -> ModelShape:
     if shape.hidden_size is not None:
         return shape
     # The width is the architecture's default, or its key is misspelt: transformers knows both.
-    from ds_trainer.data.tokenizer import load_tokenizer
-    from ds_trainer.training.language_model import language_model_config
+    from ds_trainer.training.language_model import language_model_config, tokenizer_of
 
-    return ModelShape.from_config(language_model_config(recipe, load_tokenizer(recipe.data.tokenizer)))
+    return ModelShape.from_config(language_model_config(recipe, tokenizer_of(recipe)))
 
 
-def _shape_of_directory(directory: str, said: str) -> ModelShape:
-    path = Path(directory).expanduser() / "config.json"
+def _shape_of_directory(name: str, said: str) -> ModelShape:
+    """Of a directory or hub name, as training resolves it; of the Hub the small files are downloaded."""
+    try:
+        path = model_directory(name, weights=False) / "config.json"
+    except ConfigError as error:
+        raise ConfigError(f"{said}: {error}") from error
     try:
         return ModelShape.from_config(read_json(path), source=str(path))
     except (OSError, ValueError) as error:

@@ -97,6 +97,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    if (Path(name) / ByteTokenizer.FILE_NAME).is_file():
-        return ByteTokenizer.load(name)
-    return PretrainedTokenizer(os.path.expanduser(name))
+    directory = os.path.expanduser(name)
+    if (Path(directory) / ByteTokenizer.FILE_NAME).is_file():
+        return ByteTokenizer.load(directory)
+    return PretrainedTokenizer(directory)

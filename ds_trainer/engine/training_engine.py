@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.adagrad import groups_of_adagrad
 from ds_trainer.engine.finite_step import complete_checks, factor_of, left_out, scales_loss
 from ds_trainer.engine.first_step import no_step_before_the_first
 from ds_trainer.engine.gradient_dtypes import (
@@ -109,7 +110,7 @@ class TrainingEngine:
         forget_autocast(model)
         placed = weights_in_place(model, self.groups, mpu)
         cut = completed_cut(self.groups, whole_logits)
-        with no_step_before_the_first(), cut, placed, bounded_creation():
+        with no_step_before_the_first(), cut, placed, bounded_creation(), groups_of_adagrad():
             keywords = {given: optimizer, "config": told_to_deepspeed(config), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
         # DeepSpeed writes this into every checkpoint; what it uses itself it has read by now.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_trainer.engine.weights import full_numel
+from ds_trainer.engine.quantized import represented_numel
 from ds_trainer.monitor.header import RunSummary, header_text
 from ds_trainer.training.run_plan import RunPlan
 from ds_trainer.training.work import device_name, number_format, peak_of
@@ -26,8 +26,8 @@ def _summary(trainer: Trainer, plan: RunPlan, resumed_from: Path | None) -> RunS
     rule = trainer.flop_rule
     return RunSummary(
         model_name=type(trainer.model).__name__,
-        parameters_total=sum(full_numel(p) for p in parameters),
-        parameters_trainable=sum(full_numel(p) for p in parameters if p.requires_grad),
+        parameters_total=sum(represented_numel(p) for p in parameters),
+        parameters_trainable=sum(represented_numel(p) for p in parameters if p.requires_grad),
         world_size=layout.world_size,
         data_parallel=layout.dp,
         tensor_parallel=layout.tp,

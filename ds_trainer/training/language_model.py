@@ -9,11 +9,12 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.recipe import Recipe
 from ds_trainer.data.byte_tokenizer import ByteTokenizer
-from ds_trainer.data.tokenizer import Tokenizer
+from ds_trainer.data.tokenizer import Tokenizer, load_tokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,6 +23,27 @@ if TYPE_CHECKING:
 # Keys that every transformers config takes besides its own, or that older files use.
 _COMMON_KEYS = {"model_type", "dtype", "torch_dtype"}
 _OLD_ROPE_KEYS = {"rope_theta", "rope_scaling"}
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names; where it names none, that of the model.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    from ds_trainer.training.loading.model_files import model_directory
+
+    named = recipe.data.tokenizer
+    if named is None and recipe.model.path is None:
+        return load_tokenizer("bytes")
+    if named is not None and (named == "bytes" or Path(named).expanduser().exists()):
+        return load_tokenizer(named)
+    key, name = ("data.tokenizer", named) if named is not None else ("model.path", str(recipe.model.path))
+    try:
+        directory = model_directory(name, weights=False)
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.where(key)}: {key}: {error}") from error
+    return load_tokenizer(str(directory))
 
 
 def language_model_config(recipe: Recipe, tokenizer: Tokenizer) -> PretrainedConfig:
@@ -106,7 +128,7 @@ def _config_of_directory(recipe: Recipe, path: str) -> PretrainedConfig:
 
     where = recipe.where("model.path")
     try:
-        directory = model_directory(path)
+        directory = model_directory(path, weights=False)
     except ConfigError as error:
         raise ConfigError(f"{where}: model.path: {error}") from error
     if not (directory / "config.json").is_file():
@@ -114,7 +136,7 @@ def _config_of_directory(recipe: Recipe, path: str) -> PretrainedConfig:
     if recipe.data.tokenizer == "bytes" and not (directory / ByteTokenizer.FILE_NAME).is_file():
         raise ConfigError(
             f"{where}: model.path: the model in {path!r} was not trained on bytes (no {ByteTokenizer.FILE_NAME}), but "
-            f"data.tokenizer is bytes. Set data.tokenizer to the directory of its tokenizer, often {path!r} itself."
+            "data.tokenizer is bytes. Leave out data.tokenizer to use the model's own, or name another."
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -169,12 +191,13 @@ def _valid_keys(config_class: type) -> set[str]:
 def _fit_problems(recipe: Recipe, config: PretrainedConfig, tokenizer: Tokenizer) -> list[str]:
     """Where the model's sizes contradict the data's."""
     problems = []
+    source = recipe.data.tokenizer or recipe.model.path or "bytes"
     text_config = config.get_text_config()
     vocabulary = getattr(text_config, "vocab_size", None)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         problems.append(
             f"{recipe.where('model.architecture.vocab_size')}: the model's vocab_size={vocabulary} is smaller than the "
-            f"{tokenizer.vocab_size} tokens of data.tokenizer={recipe.data.tokenizer!r}."
+            f"{tokenizer.vocab_size} tokens of data.tokenizer={source!r}."
         )
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and positions < recipe.data.sequence_length:

@@ -15,8 +15,8 @@ from ds_trainer.arguments.recipe import Recipe
 from ds_trainer.callbacks.records import RecordsCallback
 from ds_trainer.data.sources import Corpus
 from ds_trainer.data.text_dataset import TokenBlocks, TokenStream, tokenize
-from ds_trainer.data.tokenizer import Tokenizer, load_tokenizer
-from ds_trainer.training.language_model import build_language_model, language_model_config
+from ds_trainer.data.tokenizer import Tokenizer
+from ds_trainer.training.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.training.report import (
     Evaluation,
     compression_baselines,
@@ -129,7 +129,7 @@ def prepare(recipe: Recipe) -> Inputs:
     except ConfigError as error:
         problems += error.problems
     try:
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        tokenizer = tokenizer_of(recipe)
         model_config = language_model_config(recipe, tokenizer)
     except ConfigError as error:
         problems += error.problems

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_trainer.arguments.enums import TokenCount
 from ds_trainer.data.loader import FillerBatch
-from ds_trainer.engine.weights import full_numel
+from ds_trainer.engine.quantized import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.planner.flops import FlopRule, Weights
 from ds_trainer.planner.hardware import peak_flops
@@ -72,8 +72,8 @@ def flop_rule(model: nn.Module) -> FlopRule | None:
     """How the operations of ``model`` are counted; None for a model without parameters outside its embeddings."""
     embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     rest = [p for p in model.parameters() if id(p) not in embedded]
-    trainable = sum(full_numel(p) for p in rest if p.requires_grad)
-    return FlopRule.of(ModelShape.from_model(model), Weights(sum(full_numel(p) for p in rest), trainable))
+    trainable = sum(represented_numel(p) for p in rest if p.requires_grad)
+    return FlopRule.of(ModelShape.from_model(model), Weights(sum(represented_numel(p) for p in rest), trainable))
 
 
 def number_format(trainer: Trainer) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 import ds_trainer
 from ds_trainer.cli.main import main
+from tests.support.hub_server import HubServer, Repository, pointed_at
 
 QUICKSTART = Path(ds_trainer.__file__).parents[1] / "ds_configs" / "recipes" / "quickstart.yaml"
 
@@ -60,6 +61,25 @@ def test_a_saved_model_gives_the_shape(recipe: str, tmp_path: Path, capsys: pyte
     words = ("--model.architecture", "null", "--model.path", str(tmp_path / "model"))
     config = compiled(capsys, recipe, *words)
     assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
+
+
+def test_a_hub_name_gives_the_shape_and_downloads_no_weights(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    words = ["--model.architecture", "null", "--model.path", "me/llama"]
+    with HubServer() as hub, pointed_at(hub.url):
+        files = hub.repositories.setdefault("me/llama", Repository(private=False)).branches["main"]
+        files.update({"config.json": b'{"model_type": "llama", "hidden_size": 4096}', "model.safetensors": b"x"})
+        config = compiled(capsys, recipe, *words)
+        assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
+        assert not any("safetensors" in request for request in hub.requests)
+    again = compiled(capsys, "--output_dir", "o", "--zero_stage", "2", "--model", "me/llama")  # offline, of the cache
+    assert again["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
+    assert main(["config", recipe, *words[:-1], "me/other", "--device", "cpu"]) == 2
+    assert "model.path: 'me/other' is no directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "{", "\xff"])

@@ -173,9 +173,15 @@ def _conversions(model: Any, key_mapping: Mapping[str, str] | None) -> Iterator[
     table = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     known = {(tuple(entry.source_patterns), tuple(entry.target_patterns)) for entry in table}
     for entry in getattr(model, "_weight_conversions", None) or ():
-        if (tuple(entry.source_patterns), tuple(entry.target_patterns)) not in known:
+        added = (tuple(entry.source_patterns), tuple(entry.target_patterns)) not in known
+        if added and not any(_puts_scales_beside(operation) for operation in getattr(entry, "operations", ())):
             yield copy.deepcopy(entry)
     yield from table
+
+
+def _puts_scales_beside(operation: Any) -> bool:
+    """Of bitsandbytes: the packed numbers in the model are those of the file."""
+    return type(operation).__module__ == "transformers.integrations.bitsandbytes"
 
 
 def is_transformers_model(model: Any) -> bool:

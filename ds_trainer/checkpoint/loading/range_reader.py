@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import product
@@ -57,6 +58,8 @@ class RangeReader:
         self._chunk = buffer_bytes // _THREADS // 64 * 64
         self._counting = threading.Lock()
         self._files: dict[Path, int] = {}
+        # Not by __del__: when the interpreter ends, what that calls may be gone before the reader is.
+        weakref.finalize(self, _close_all, self._files)
         self._buffers: queue.SimpleQueue[torch.Tensor] | None = None
         self._pinned = False
         self._pool: ThreadPoolExecutor | None = None
@@ -89,16 +92,10 @@ class RangeReader:
 
     def close(self) -> None:
         """Let go of files, threads and memory; the next read takes new ones."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        _close_all(self._files)
         if self._pool is not None:
             self._pool.shutdown()
         self._pool = self._buffers = None
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_files", {}).values():
-            os.close(descriptor)
 
     def _open(self, paths: set[Path]) -> None:
         if len(self._files) + len(paths) > _OPEN_FILES:
@@ -203,6 +200,11 @@ class RangeReader:
             position += count
         with self._counting:
             self.bytes_read += len(view)
+
+
+def _close_all(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def check_conversion(stored: StoredTensor, dtype: torch.dtype) -> None:

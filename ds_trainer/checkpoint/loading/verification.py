@@ -35,6 +35,7 @@ from ds_trainer.checkpoint.loading.held_weights import (
     whole_indices,
 )
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
+from ds_trainer.engine.quantized import quantized_bits, scale_names
 from ds_trainer.engine.state.units import UnknownState
 from ds_trainer.utils import distributed
 
@@ -174,6 +175,7 @@ def verify_weights(
     # One number a tensor, so that all ranks know what any of them found.
     verdicts = distributed.agree(torch.tensor(votes, dtype=torch.int64))
 
+    quantized = {name for entry in tensors if quantized_bits(entry.tensor) for name in entry.names}
     verified, computed, new = 0, 0, []
     uncomparable: list[str] = []
     missing: list[str] = []
@@ -203,7 +205,7 @@ def verify_weights(
         different=different,
         misshapen=misshapen,
         uncomparable=tuple(uncomparable),
-        unexpected=tuple(expected.unexpected),
+        unexpected=tuple(name for name in expected.unexpected if not scale_names(name) & quantized),
         new=tuple(new),
         nearest=_nearest(missing[:_NAMED], expected, files),
         seconds=time.perf_counter() - start,
@@ -217,7 +219,9 @@ def _verdict_of_files(entry: ModelTensor, expected: ExpectedWeights) -> int:
     there = [expected.shapes[name] for name in entry.names if name in expected.shapes]
     if not there:
         return _MISSING
-    return _GOOD if entry.shape in there else _MISSHAPEN
+    if entry.shape not in there:  # packed weights have another shape than what they were quantized from
+        return _MISSHAPEN if quantized_bits(entry.tensor) is None else _UNCOMPARABLE
+    return _GOOD
 
 
 def _shape_in_files(entry: ModelTensor, expected: ExpectedWeights) -> tuple[int, ...]:

@@ -77,6 +77,7 @@ class PlanHooks(OptimizerHooks, DataHooks, StepHooks):
             own_loss=own_loss,
             loss_function=loss_function,
             uncut=() if self.train_dataset is None else self._uncut,
+            trained=self.train_dataset is not None,
         )
         if self._uncut:
             logger.warning(_NOT_TRAINED, " ".join(self._uncut))

@@ -14,6 +14,7 @@ from torch import nn
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.callbacks.state import TrainerControl, export_states, restore_states
+from ds_trainer.engine.quantized import keep_order
 from ds_trainer.training.construction import keras_problems
 from ds_trainer.training.hooks.data import DataHooks
 from ds_trainer.training.hooks.evaluation import EvaluationHooks
@@ -76,6 +77,7 @@ class SearchHooks(PlanHooks, EvaluationHooks, StoppingHooks):
         """The module that ``model``, or what ``model_init`` returned, means; with the adapters of ``peft_config``."""
         self.load_report = None
         model: nn.Module = model_of(given, self.args, self.peft_config)
+        keep_order(model)
         return model
 
     def hyperparameter_search(

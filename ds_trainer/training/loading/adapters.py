@@ -80,7 +80,7 @@ def with_adapters(model: nn.Module, source: WeightSource | None, peft_config: An
     return wrapped, None if source is None else _source_of(wrapped, source, base)
 
 
-def with_saved_adapters(model: nn.Module, source: WeightSource, directory: Path) -> tuple[Any, Any]:
+def with_saved_adapters(model: nn.Module, source: WeightSource | None, directory: Path) -> tuple[Any, Any]:
     """``model`` with the adapters that are saved in ``directory``, to train them on.
 
     Raises:
@@ -94,7 +94,7 @@ def with_saved_adapters(model: nn.Module, source: WeightSource, directory: Path)
     lacking = [n for n, p in wrapped.named_parameters() if id(p) not in base and not p.is_meta and p.isnan().any()]
     if lacking:
         raise ConfigError(f"{directory} has no weights for {', '.join(lacking[:4])}, or some that are not finite.")
-    return wrapped, _source_of(wrapped, source, base)
+    return wrapped, None if source is None else _source_of(wrapped, source, base)
 
 
 @dataclass(frozen=True)

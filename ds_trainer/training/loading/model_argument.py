@@ -45,7 +45,8 @@ def model_of(given: Any, args: TrainingArguments, peft_config: Any = None, for_g
     keywords = dict(as_mapping(args.model_init_kwargs) or {})
     if isinstance(given, (str, os.PathLike)):
         keywords.setdefault("allow_new_weights", args.allow_new_weights)
-        return from_pretrained(given, **{"seed": args.seed, "peft_config": peft_config, **keywords})
+        of_args = {"seed": args.seed, "peft_config": peft_config, "device": args.device}
+        return from_pretrained(given, **{**of_args, **keywords})
     if _is_configuration(given) and keywords.keys() <= _OF_CONFIGURATIONS:
         if for_generation and not given.architectures:
             kind = "AutoModelForSeq2SeqLM" if given.is_encoder_decoder else "AutoModelForCausalLM"

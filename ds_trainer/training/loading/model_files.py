@@ -28,8 +28,9 @@ def model_directory(
     cache_dir: str | None = None,
     subfolder: str = "",
     local_files_only: bool = False,
+    weights: bool = True,
 ) -> Path:
-    """The local directory that holds the model ``name_or_path``.
+    """The local directory that holds the model ``name_or_path``; of the Hub, without ``weights``, all but those.
 
     A name of the Hub is downloaded into huggingface_hub's cache: configuration, tokenizer, and the weight files that
     are read (safetensors if there are any, else ``.bin``). Where several processes of a machine ask at the same time,
@@ -52,7 +53,7 @@ def model_directory(
         raise ConfigError(
             f"{name_or_path!r} is no directory (looked from {Path.cwd()}), and not the name of a repository either."
         )
-    return _Download(name_or_path, revision, token, cache_dir, subfolder, local_files_only).directory()
+    return _Download(name_or_path, revision, token, cache_dir, subfolder, local_files_only, weights).directory()
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -81,6 +82,7 @@ class _Download:
         cache_dir: str | None,
         subfolder: str,
         local_files_only: bool,
+        weights: bool,
     ) -> None:
         try:
             from huggingface_hub import constants
@@ -91,6 +93,7 @@ class _Download:
             ) from None
         keep_secret(token if isinstance(token, str) else None)
         self._name, self._revision, self._token, self._subfolder = name, revision, token, subfolder
+        self._with_weights = weights
         self._cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
         self._offline = local_files_only or bool(constants.HF_HUB_OFFLINE)
 
@@ -101,7 +104,7 @@ class _Download:
         if self._offline:
             return self._fetched()
         began = time.time()
-        identity = json.dumps([self._name, self._revision, self._subfolder])
+        identity = json.dumps([self._name, self._revision, self._subfolder, self._with_weights])
         locks = self._cache / ".locks" / "ds_trainer"
         locks.mkdir(parents=True, exist_ok=True)
         place = locks / hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -118,7 +121,7 @@ class _Download:
     def _fetched(self) -> Path:
         root = self._snapshot(_SMALL)
         directory = root / self._subfolder
-        for names in self._weights(directory):
+        for names in self._weights(directory) if self._with_weights else ():
             self._snapshot(names, commit=root.name)
             if any((directory / name).is_file() for name in names):
                 break

@@ -17,9 +17,8 @@ from ds_trainer.training.loading.model_class import class_of
 from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory, weight_files
 from ds_trainer.training.loading.new_weights import new_names
 from ds_trainer.training.loading.on_meta import build_on_meta, dtype_of, first_type_of_file
+from ds_trainer.training.loading.quantized import is_quantized, load_quantized, taken_quantization
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-
-_QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
 
 
 def from_pretrained(
@@ -38,12 +37,16 @@ def from_pretrained(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     subfolder: str = "",
+    device: torch.device | None = None,
     **config_overrides: Any,
 ) -> Any:
     """A model of transformers without its weights, and where they are: each rank reads what it holds, and when.
 
     The parameters are on the meta device; the engine of a :class:`ds_trainer.Trainer` turns them into the shards of a
     rank one at a time, each read from the files at that moment. The model takes no memory until then.
+
+    A model that bitsandbytes quantizes to 4 or 8 bits (``quantization_config``, ``load_in_4bit``, or files that are
+    quantized) is loaded at once and whole; with ``peft_config`` it can be trained below ZeRO stage 3.
 
     Args:
         name_or_path: a directory with ``config.json`` and weights (safetensors, or ``.bin``), or a name of the Hub,
@@ -60,6 +63,7 @@ def from_pretrained(
         key_mapping: regular expressions of names in the file, and what replaces them, as transformers has it.
         seed: of everything that is initialized.
         revision, token, cache_dir, local_files_only, subfolder, trust_remote_code: as transformers has them.
+        device: where quantized weights are loaded; default: the current GPU, or the CPU without any.
         config_overrides: fields of the configuration (``num_labels=3``, ``attn_implementation="sdpa"``).
 
     Raises:
@@ -68,6 +72,7 @@ def from_pretrained(
     name = os.fspath(name_or_path)
     dtype = config_overrides.pop("torch_dtype", None) if dtype is None else dtype
     _check_overrides(name, config_overrides)
+    quantization = taken_quantization(name, config_overrides)
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     directory = model_directory(name, revision=revision, subfolder=subfolder, **hub)  # type: ignore[arg-type]
     same = {"dtype": dtype, "key_mapping": key_mapping, "seed": seed, "trust_remote_code": trust_remote_code, **hub}
@@ -79,18 +84,21 @@ def from_pretrained(
             )
         saved = SavedAdapters.of(directory)
         given = {"config": config, "allow_new_weights": saved.allowing(allow_new_weights), **config_overrides}
+        given |= {"quantization_config": quantization, "device": device}
         inside = from_pretrained(saved.base, auto_class or saved.auto_class, **same, **given)  # type: ignore[arg-type]
-        of_base = attached_weights(inside)
-        assert of_base is not None  # it has just been attached
-        model, source = with_saved_adapters(inside, of_base, directory)
+        model, source = with_saved_adapters(inside, attached_weights(inside), directory)
     else:
         loaded = read_config(config, directory, name, trust_remote_code, config_overrides)
-        model, source = _with_files(
-            loaded, directory, name, auto_class, dtype, allow_new_weights, key_mapping, seed, trust_remote_code
-        )
+        known = (loaded, directory, name, auto_class, dtype, allow_new_weights, key_mapping, seed, trust_remote_code)
+        source = None
+        if is_quantized(name, loaded) or quantization is not None:
+            model = _quantized(quantization, device, *known)
+        else:
+            model, source = _with_files(*known)
         if peft_config is not None:
             model, source = with_adapters(model, source, peft_config, seed)
-    attach_weights(model, source)
+    if source is not None:
+        attach_weights(model, source)
     return model
 
 
@@ -158,8 +166,6 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
                 for key in unused
             ]
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(_quantized(name, config.quantization_config))
     config.name_or_path = name
     return config
 
@@ -175,11 +181,7 @@ def _with_files(
     seed: int,
     trust_remote_code: bool,
 ) -> tuple[Any, WeightSource]:
-    files = weight_files(directory)
-    if not files:
-        raise ConfigError(
-            f"{name}: there are no weights in {directory} (model.safetensors, pytorch_model.bin, or their index.json)."
-        )
+    files = _files_of(name, directory)
     model_class = class_of(config, auto_class, name, trust_remote_code)
     keywords = {"trust_remote_code": True} if trust_remote_code and hasattr(model_class, "from_config") else {}
     found = dtype_of(dtype, config, lambda: first_type_of_file(files[0]))
@@ -198,6 +200,41 @@ def _with_files(
     return model, FirstThatHas([FreshWeights(model, seed, new), weights]) if new else weights
 
 
+def _quantized(
+    quantization: Any,
+    device: torch.device | None,
+    config: Any,
+    directory: Path,
+    name: str,
+    auto_class: Any,
+    dtype: Any,
+    allow_new_weights: Sequence[str] | bool,
+    key_mapping: Mapping[str, str] | None,
+    seed: int,
+    trust_remote_code: bool,
+) -> Any:
+    files = _files_of(name, directory)
+    return load_quantized(
+        class_of(config, auto_class, name, trust_remote_code),
+        *(directory, name, config, quantization),
+        dtype=dtype_of(dtype, config, lambda: first_type_of_file(files[0])),
+        device=device,
+        allow_new_weights=allow_new_weights,
+        key_mapping=key_mapping,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _files_of(name: str, directory: Path) -> list[Path]:
+    files = weight_files(directory)
+    if not files:
+        raise ConfigError(
+            f"{name}: there are no weights in {directory} (model.safetensors, pytorch_model.bin, or their index.json)."
+        )
+    return files
+
+
 def _read_generation_config(model: Any, directory: Path) -> None:
     if (directory / "generation_config.json").is_file() and model.can_generate():
         from transformers import GenerationConfig
@@ -211,16 +248,3 @@ def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
             f"{name}: device_map={overrides['device_map']!r} spreads a model by itself; here ZeRO stage 3 "
             "(zero_stage=3) or tensor_parallel_size does. Leave it out."
         )
-    asked = [key for key in _QUANTIZED if overrides.get(key)]
-    if asked:
-        raise ConfigError(_quantized(name, asked[0]))
-
-
-def _quantized(name: str, what: Any) -> str:
-    kind = what.get("quant_method", "") if isinstance(what, Mapping) else getattr(what, "quant_method", what)
-    return (
-        f"{name}: quantized weights ({getattr(kind, 'value', kind)}) are not read shard by shard: their numbers belong "
-        "together in blocks, and ZeRO stage 3 would cut those. Load the model by AutoModel...from_pretrained with its "
-        "quantization_config, and pass it with peft_config and a zero_stage below 3; or name the model that was not "
-        "quantized."
-    )

@@ -22,6 +22,7 @@ from ds_trainer.training.model.kinds import head_problems
 from ds_trainer.training.model.liger import apply_liger, liger_problems
 from ds_trainer.training.model.neftune import noise_problems, noisy_embeddings
 from ds_trainer.training.model.overflow import overflow_problems, watched_for_overflow
+from ds_trainer.training.model.quantized import quantized_problems
 from ds_trainer.training.model.recomputation import enable_recomputation, recomputation_problems
 from ds_trainer.training.model.special_tokens import align_tokens
 from ds_trainer.utils.errors import ConfigError
@@ -36,6 +37,7 @@ def check_model(
     own_loss: bool = False,
     loss_function: bool = False,
     uncut: Sequence[str] = (),
+    trained: bool = True,
 ) -> None:
     """Refuse what cannot be done to ``model``, before anything starts.
 
@@ -47,12 +49,14 @@ def check_model(
         own_loss: a subclass computes the loss (``compute_loss``).
         loss_function: a ``compute_loss_func`` does.
         uncut: why its sequences cannot be cut, where they have to be.
+        trained: it is to be trained, not only evaluated.
 
     Raises:
         ConfigError: with a sentence for each problem.
     """
     problems = [] if own_loss or loss_function else head_problems(model)
     problems += cut_problems(model, compiled, layout.tp)
+    problems += quantized_problems(model, args, compiled, layout.tp, trained)
     problems += uncut
     if args.label_smoothing_factor:
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -142,3 +144,20 @@ def test_nothing_is_wanted() -> None:
     reader = RangeReader()
     reader.read([], torch.empty(0))
     assert reader.bytes_read == 0
+
+
+AT_EXIT = """
+import abc, sys
+from pathlib import Path
+from ds_trainer.checkpoint.loading.range_reader import RangeReader
+reader = RangeReader()
+reader._open({Path(sys.argv[1])})
+abc.kept = reader  # a module that is taken apart after os
+"""
+
+
+def test_nothing_is_said_when_the_interpreter_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    words = [sys.executable, "-W", "error", "-c", AT_EXIT, str(tmp_path / "file")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -65,7 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fused AdamW, ZeRO 3": {"zero_stage": 3, "optim": "adamw_torch_fused"},
     "fused AdamW, ZeRO 0": {"zero_stage": 0, "optim": "adamw_torch_fused"},
     "Adafactor, noise": {"zero_stage": 0, "optim": "adafactor", "neftune_noise_alpha": 0.1},
-    "Adagrad, ZeRO 0": {"zero_stage": 0, "optim": "adagrad"},
+    **{f"Adagrad, ZeRO {stage}": {"zero_stage": stage, "optim": "adagrad"} for stage in (0, 1, 2, 3)},
     "bf16, ZeRO 0": {"zero_stage": 0, "bf16": True},
     "bf16, ZeRO 3": {"zero_stage": 3, "bf16": True},
     "recomputed": {"zero_stage": 3, "gradient_checkpointing": True},

@@ -175,7 +175,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a type that is none": ({"dtype": "bfloat"}, "dtype='bfloat' is no type of torch"),
     "a type of integers": ({"dtype": torch.int8}, "weights are trained as bfloat16"),
     "a device map": ({"device_map": "auto"}, "device_map='auto' spreads a model by itself.*zero_stage=3"),
-    "four bits": ({"load_in_4bit": True}, r"quantized weights \(load_in_4bit\).*zero_stage below 3"),
     "a folder that is not there": ({"subfolder": "gone"}, "has no folder 'gone'"),
     "peft_config of another kind": ({"peft_config": {"r": 4}}, "peft_config is a dict: pass one of PEFT's"),
 }
@@ -193,12 +192,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved("llama", tmp_path_factory.mktemp("llama"))
 
 
-def test_a_quantized_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_quantization(tmp_path: Path) -> None:
     directory = saved("llama", tmp_path)
     config = tmp_path / "config.json"
-    block = '{"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true},'
+    block = '{"quantization_config": {"quant_method": "gptq", "bits": 4},'
     config.write_text(config.read_text().replace("{", block, 1))
-    with pytest.raises(ConfigError, match=r"quantized weights \(bitsandbytes\)"):
+    with pytest.raises(ConfigError, match=r"quantized by gptq.*Name the model that was not quantized"):
         ds_trainer.from_pretrained(directory)
 
 
