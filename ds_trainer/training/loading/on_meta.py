@@ -10,30 +10,32 @@ import torch
 from torch import nn
 
 from ds_trainer.checkpoint.pieces.element_types import type_of
+from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.utils.errors import ConfigError
 
 
-def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, **keywords: Any) -> Any:
+def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, new: bool, **keywords: Any) -> Any:
     """The model of ``config``, in evaluation mode as ``from_pretrained`` gives it. Takes no memory for parameters.
 
     Args:
         model_class: an auto class or a model class.
         config: the configuration; gets the ``dtype``.
         dtype: of the parameters, but for those that the class keeps in float32.
+        new: whether some weights may be initialized: what the constructor does to them is noted.
         keywords: for the class (``trust_remote_code``).
+
+    Raises:
+        ConfigError: the class cannot be built without its weights.
     """
-    from accelerate import init_empty_weights
     from transformers import initialization
     from transformers.modeling_utils import set_zero3_state
 
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with ExitStack() as stack:
         stack.enter_context(set_zero3_state())  # no zero.Init, also where a script has asked transformers for it
-        stack.enter_context(initialization.no_init_weights())
-        stack.enter_context(initialization.no_tie_weights())  # inside, every parameter becomes a new one
-        stack.enter_context(init_empty_weights(include_buffers=False))
-        model = make(config, dtype=dtype, **keywords)
-    model.tie_weights()
+        if not new:
+            stack.enter_context(initialization.no_init_weights())
+        model = empty_model(lambda: make(config, dtype=dtype, **keywords), recorded=new)
     _keep_float32(model, dtype)
     return model.eval()
 
@@ -46,11 +48,15 @@ def _keep_float32(model: Any, dtype: torch.dtype) -> None:
     from transformers.core_model_loading import build_glob_alternation
 
     patterns, names, _ = build_glob_alternation(list(plan))
+    kept: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         match = patterns.search(name)
         if match is not None and match.lastgroup is not None:
-            kept = torch.empty_like(parameter, dtype=plan[names[match.lastgroup]])
-            torch.utils.swap_tensors(parameter, nn.Parameter(kept, parameter.requires_grad))
+            data = torch.empty_like(parameter, dtype=plan[names[match.lastgroup]])
+            kept[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            module._parameters[key] = kept.get(id(parameter), parameter)
 
 
 def dtype_of(asked: Any, config: Any, first_of_file: Any) -> torch.dtype:

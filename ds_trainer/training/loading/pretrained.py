@@ -116,7 +116,7 @@ def from_config(
     """
     where = f"the {type(config).__name__} that was given"
     model_class = class_of(config, auto_class, where)
-    model = build_on_meta(model_class, config, dtype_of(dtype, config, lambda: None))
+    model = build_on_meta(model_class, config, dtype_of(dtype, config, lambda: None), new=True)
     source: WeightSource = FreshWeights(model, seed)
     if peft_config is not None:
         model, source = with_adapters(model, source, peft_config, seed)
@@ -183,7 +183,7 @@ def _with_files(
     model_class = class_of(config, auto_class, name, trust_remote_code)
     keywords = {"trust_remote_code": True} if trust_remote_code and hasattr(model_class, "from_config") else {}
     found = dtype_of(dtype, config, lambda: first_type_of_file(files[0]))
-    model = build_on_meta(model_class, config, found, **keywords)
+    model = build_on_meta(model_class, config, found, new=bool(allow_new_weights), **keywords)
     _read_generation_config(model, directory)
     weights = open_weights(directory, model, key_mapping=key_mapping)
     parameters = {key for key, _ in model.named_parameters()}
