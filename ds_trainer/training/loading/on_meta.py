@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.pieces.element_types import type_of
 from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.utils.errors import ConfigError
 
@@ -36,6 +34,7 @@ def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, new: bool, 
         if not new:
             stack.enter_context(initialization.no_init_weights())
         model = empty_model(lambda: make(config, dtype=dtype, **keywords), recorded=new)
+    model.tie_weights()  # a part of the initialization
     _keep_float32(model, dtype)
     return model.eval()
 
@@ -77,15 +76,3 @@ def dtype_of(asked: Any, config: Any, first_of_file: Any) -> torch.dtype:
     if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
         raise ConfigError(f"dtype={asked!r}: weights are trained as bfloat16, float16 or float32.")
     return asked
-
-
-def first_type_of_file(path: Path) -> torch.dtype | None:
-    """The type of the first tensor in a weight file that holds fractions; None without one. Reads no weights."""
-    if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(str(path), framework="pt") as file:
-            types = (type_of(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
-            return next((dtype for dtype in types if dtype.is_floating_point), None)
-    tensors = torch.load(path, map_location="meta", weights_only=True)
-    return next((value.dtype for value in tensors.values() if value.is_floating_point()), None)

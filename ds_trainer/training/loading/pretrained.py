@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from ds_trainer.checkpoint.loading.file_weights import open_weights
+from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
 from ds_trainer.engine.loading.fresh_weights import FreshWeights
 from ds_trainer.engine.loading.weight_source import FirstThatHas, WeightSource, attach_weights, attached_weights
 from ds_trainer.training.loading.adapters import SavedAdapters, with_adapters, with_saved_adapters
 from ds_trainer.training.loading.model_class import class_of
-from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory, weight_files
+from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory
 from ds_trainer.training.loading.new_weights import new_names
-from ds_trainer.training.loading.on_meta import build_on_meta, dtype_of, first_type_of_file
+from ds_trainer.training.loading.on_meta import build_on_meta, dtype_of
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 _QUANTIZED = ("quantization_config", "load_in_4bit", "load_in_8bit")
@@ -139,7 +140,11 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
     else:
         place = directory if config is None else Path(config).expanduser()
         if not (place / "config.json").is_file() and not place.is_file():
-            raise ConfigError(f"{name}: there is no config.json in {place}. Name the directory of a saved model.")
+            inside = sorted(path.parent.name for path in place.glob("*/config.json"))
+            hint = f" It holds {', '.join(inside[:5])}, which have one." if inside else ""
+            raise ConfigError(
+                f"{name}: there is no config.json in {place}.{hint} Name the directory of a saved model, or config."
+            )
         try:
             config, unused = AutoConfig.from_pretrained(
                 place, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
@@ -175,17 +180,13 @@ def _with_files(
     seed: int,
     trust_remote_code: bool,
 ) -> tuple[Any, WeightSource]:
-    files = weight_files(directory)
-    if not files:
-        raise ConfigError(
-            f"{name}: there are no weights in {directory} (model.safetensors, pytorch_model.bin, or their index.json)."
-        )
+    stored = stored_tensors(directory)  # before the model is built, which takes seconds for a large one
     model_class = class_of(config, auto_class, name, trust_remote_code)
     keywords = {"trust_remote_code": True} if trust_remote_code and hasattr(model_class, "from_config") else {}
-    found = dtype_of(dtype, config, lambda: first_type_of_file(files[0]))
+    found = dtype_of(dtype, config, lambda: _first_type(stored))
     model = build_on_meta(model_class, config, found, new=bool(allow_new_weights), **keywords)
     _read_generation_config(model, directory)
-    weights = open_weights(directory, model, key_mapping=key_mapping)
+    weights = open_weights(directory, model, key_mapping, stored=stored)
     parameters = {key for key, _ in model.named_parameters()}
     new = new_names(
         [key for key in weights.missing if key in parameters],  # of buffers the code says the values
@@ -198,11 +199,23 @@ def _with_files(
     return model, FirstThatHas([FreshWeights(model, seed, new), weights]) if new else weights
 
 
+def _first_type(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """Of the first tensor that holds fractions; None without one."""
+    types = (tensor.dtype for tensor in stored.values() if tensor.dtype is not None)
+    return next((dtype for dtype in types if dtype.is_floating_point), None)
+
+
 def _read_generation_config(model: Any, directory: Path) -> None:
     if (directory / "generation_config.json").is_file() and model.can_generate():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be used: {' '.join(str(error).split())[:400]} Correct "
+                "it, or remove it."
+            ) from error
 
 
 def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
