@@ -11,7 +11,8 @@ DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) makes the engine of a rank's shard
 * ``create_reduce_and_remove_grad_hooks`` gathers every parameter, one after the other, to put a hook on it, and cuts it
   again: the whole model over the network. ``register_post_accumulate_grad_hook`` needs no elements. Here shards stay.
 
-None of that changes a number. Where another DeepSpeed makes its engines in another way, a warning says what is not spared.
+None of that changes a number. Where another DeepSpeed makes its engines in another way, a warning says what is not
+spared.
 """
 
 from __future__ import annotations
