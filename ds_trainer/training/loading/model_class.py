@@ -28,7 +28,10 @@ def class_of(config: Any, auto_class: Any, where: str, trust_remote_code: bool =
         return _fitting(asked, config, where, trust_remote_code)
     names = list(getattr(config, "architectures", None) or ())
     if not names:
-        raise ConfigError(f"{where}: its config.json names no class (architectures). Pass auto_class, one of {_COMMON}")
+        raise ConfigError(
+            f"{where}: its configuration names no class (architectures). Pass auto_class (model_init_kwargs), one of "
+            f"{_COMMON}"
+        )
     found = getattr(transformers, names[0], None)
     wanted = getattr(found, "config_class", None)
     if found is not None and (not isinstance(wanted, type) or isinstance(config, wanted)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ def from_pretrained(
     name = os.fspath(name_or_path)
     dtype = config_overrides.pop("torch_dtype", None) if dtype is None else dtype
     _check_overrides(name, config_overrides)
+    _check_patterns(name, key_mapping)
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     directory = model_directory(name, revision=revision, subfolder=subfolder, **hub)  # type: ignore[arg-type]
     same = {"dtype": dtype, "key_mapping": key_mapping, "seed": seed, "trust_remote_code": trust_remote_code, **hub}
@@ -115,7 +118,7 @@ def from_config(
     Raises:
         ConfigError: no class is known.
     """
-    where = f"the {type(config).__name__} that was given"
+    where = f"the {type(config).__name__} that was given as the model"
     model_class = class_of(config, auto_class, where)
     model = build_on_meta(model_class, config, dtype_of(dtype, config, lambda: None), new=True)
     source: WeightSource = FreshWeights(model, seed)
@@ -155,10 +158,11 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
             ) from error
     unused = [key for key in unused if key in overrides]
     if unused:
-        fields = list(config.to_dict())
+        fields = [*config.to_dict(), *inspect.signature(from_pretrained).parameters]
         raise ConfigError(
             [
-                f"{name}: {key}={overrides[key]!r} is no field of its configuration ({type(config).__name__})."
+                f"{name}: {key}={overrides[key]!r} is no field of its configuration ({type(config).__name__}), and no "
+                "argument of from_pretrained."
                 f"{did_you_mean(key, fields)}"
                 for key in unused
             ]
@@ -227,6 +231,17 @@ def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
     asked = [key for key in _QUANTIZED if overrides.get(key)]
     if asked:
         raise ConfigError(_quantized(name, asked[0]))
+
+
+def _check_patterns(name: str, key_mapping: Mapping[str, str] | None) -> None:
+    for pattern in key_mapping or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{name}: key_mapping has {pattern!r}, which is no regular expression ({error}). Write the names of "
+                "the file as Python's re reads them."
+            ) from None
 
 
 def _quantized(name: str, what: Any) -> str:
