@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.checks import CHOICES, PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.enums import DebugOption, IntervalStrategy, LogLevel
-from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -69,13 +68,7 @@ def _paths_and_mappings(args: TrainingArguments) -> None:
     for name in JSON_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            try:
-                setattr(args, name, json.loads(value))
-            except ValueError as error:
-                raise ConfigError(
-                    f"{name}={value!r} ({args.where(name)}) is no JSON: {error}. Write it like "
-                    f'{name}=\'{{"key": "value"}}\'.'
-                ) from None
+            setattr(args, name, json.loads(value))
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
         if isinstance(getattr(args, name), str):  # YAML 1.1 reads 1e-3 as a string
             setattr(args, name, float(getattr(args, name)))

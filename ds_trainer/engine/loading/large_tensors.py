@@ -20,7 +20,7 @@ _Fill = Callable[[torch.Tensor], Any]
 
 
 def _ones(*_: Any) -> _Fill:
-    return partial(torch.Tensor.fill_, value=1)  # type: ignore[return-value]
+    return partial(torch.Tensor.fill_, value=1)
 
 
 def _zeros(*_: Any) -> None:
@@ -85,7 +85,7 @@ class LargeTensorsOnDemand(TorchDispatchMode):
         for key, storage in storages.items():
             if key in self._unfilled:
                 _, dtype, fill = self._unfilled.pop(key)
-                fill(torch.empty(0, dtype=dtype).set_(storage))  # type: ignore[call-overload]
+                fill(torch.empty(0, dtype=dtype).set_(storage))
 
     def _reserved(
         self, func: Any, args: Any, kwargs: Any, size_at: int, filling: Callable[..., _Fill | None]
