@@ -12,14 +12,13 @@ from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.utils.errors import ConfigError
 
 
-def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, new: bool, **keywords: Any) -> Any:
+def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, **keywords: Any) -> Any:
     """The model of ``config``, in evaluation mode as ``from_pretrained`` gives it. Takes no memory for parameters.
 
     Args:
         model_class: an auto class or a model class.
         config: the configuration; gets the ``dtype``.
         dtype: of the parameters, but for those that the class keeps in float32.
-        new: whether some weights may be initialized: what the constructor does to them is noted.
         keywords: for the class (``trust_remote_code``).
 
     Raises:
@@ -31,9 +30,9 @@ def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, new: bool, 
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with ExitStack() as stack:
         stack.enter_context(set_zero3_state())  # no zero.Init, also where a script has asked transformers for it
-        if not new:
-            stack.enter_context(initialization.no_init_weights())
-        model = empty_model(lambda: make(config, dtype=dtype, **keywords), recorded=new)
+        stack.enter_context(initialization.no_init_weights())
+        # Not recorded: `_init_weights` of the model says it all, and PEFT swaps parameters, which a record forbids.
+        model = empty_model(lambda: make(config, dtype=dtype, **keywords), recorded=False)
     model.tie_weights()  # a part of the initialization
     _keep_float32(model, dtype)
     return model.eval()

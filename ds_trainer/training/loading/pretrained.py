@@ -120,7 +120,7 @@ def from_config(
     """
     where = f"the {type(config).__name__} that was given as the model"
     model_class = class_of(config, auto_class, where)
-    model = build_on_meta(model_class, config, dtype_of(dtype, config, lambda: None), new=True)
+    model = build_on_meta(model_class, config, dtype_of(dtype, config, lambda: None))
     source: WeightSource = FreshWeights(model, seed)
     if peft_config is not None:
         model, source = with_adapters(model, source, peft_config, seed)
@@ -188,7 +188,7 @@ def _with_files(
     model_class = class_of(config, auto_class, name, trust_remote_code)
     keywords = {"trust_remote_code": True} if trust_remote_code and hasattr(model_class, "from_config") else {}
     found = dtype_of(dtype, config, lambda: _first_type(stored))
-    model = build_on_meta(model_class, config, found, new=bool(allow_new_weights), **keywords)
+    model = build_on_meta(model_class, config, found, **keywords)
     _read_generation_config(model, directory)
     weights = open_weights(directory, model, key_mapping, stored=stored)
     parameters = {key for key, _ in model.named_parameters()}
