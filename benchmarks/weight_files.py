@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.engine.weights import plan_shards, saved_tensors
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -26,8 +27,7 @@ def on_meta(config: Any) -> nn.Module:
     """The causal language model of a transformers ``config``, in bfloat16, without memory."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return empty_model(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), recorded=False)
 
 
 def write_random(config: Any, directory: Path, file_bytes: int, seed: int = 0) -> int:

@@ -257,7 +257,8 @@ def _text_problems(args: TrainingArguments) -> list[str]:
     for part in (args.optim_args or "").replace(" ", "").split(","):
         if part and "=" not in part:
             problems.append(f"optim_args={args.optim_args!r}: '{part}' is not of the form name=value.")
-    for name in ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+    kwargs = ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    for name in (*kwargs, "model_init_kwargs"):
         problems += _json_problems(name, getattr(args, name))
     problems += [
         f"debug={args.debug!r}: '{word}' is not one of {', '.join(str(option.value) for option in DebugOption)}."

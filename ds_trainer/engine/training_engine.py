@@ -27,7 +27,7 @@ from ds_trainer.engine.gradient_dtypes import (
     keep_reduction_dtype,
     told_to_deepspeed,
 )
-from ds_trainer.engine.loading.creation_memory import bounded_creation
+from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.library_state import ShardsModels
 from ds_trainer.engine.loading.placement import weights_in_place
 from ds_trainer.engine.parallelism import check_beliefs, forget_layout, take_over, tell_deepspeed
@@ -110,9 +110,10 @@ class TrainingEngine:
         forget_autocast(model)
         placed = weights_in_place(model, self.groups, mpu)
         cut = completed_cut(self.groups, whole_logits)
-        with no_step_before_the_first(), cut, placed, bounded_creation(), groups_of_adagrad():
+        with no_step_before_the_first(), cut, placed, bounded_creation() as spared, groups_of_adagrad():
             keywords = {given: optimizer, "config": told_to_deepspeed(config), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
+        check_creation(self.deepspeed.optimizer, spared)
         # DeepSpeed writes this into every checkpoint; what it uses itself it has read by now.
         self.deepspeed.config = without_secrets(self.deepspeed.config)
         self._library_state = ShardsModels(self.deepspeed.config) if self.stage == 3 else None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from ds_trainer.monitor.units import human_bytes
+
 _MEBIBYTE, _GIBI = 2**20, 2**30
 
 
@@ -13,7 +15,9 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """``metrics`` with readable values.
 
     Bytes (``_mem_`` in the name) become whole MB of 2**20 bytes, rounded down; seconds (``_runtime``) become
-    ``h:mm:ss.hundredths``; ``total_flos`` becomes whole GF of 2**30 operations; other floats have four decimals.
+    ``h:mm:ss.hundredths``; ``total_flos`` becomes whole GF of 2**30 operations; other floats have four decimals. What
+    transformers does not have: ``load_seconds`` is formatted as a runtime, and ``load_..._bytes`` and
+    ``load_bytes_read`` as in the header, with decimal prefixes.
     """
     return {name: _formatted(name, value) for name, value in metrics.items()}
 
@@ -30,7 +34,9 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> str:
 def _formatted(name: str, value: Any) -> Any:
     if "_mem_" in name:
         return f"{int(value) // _MEBIBYTE}MB"
-    if "_runtime" in name:
+    if name.startswith("load_") and name.endswith(("_bytes", "_bytes_read")):
+        return human_bytes(value)
+    if "_runtime" in name or name == "load_seconds":
         whole = int(value)
         return f"{timedelta(seconds=whole)}.{int(abs(value - whole) * 100):02d}"
     if name == "total_flos":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_trainer.monitor.records import plain
-from ds_trainer.monitor.units import human_count, human_duration
+from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 
 _HIDDEN = ("step", "epoch", "total_flos")  # the first two open the line; nobody reads the third
 
@@ -23,6 +23,9 @@ _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("alloc_delta", lambda size: f"alloc delta {size / 2**20:.0f} MB"),
     ("peaked_delta", lambda size: f"peaked delta {size / 2**20:.0f} MB"),
     ("init_mem_cpu", lambda size: f"init mem cpu {size / 2**20:.0f} MB"),
+    ("bytes_read", lambda size: f"{human_bytes(size)} read"),
+    ("bytes", human_bytes),
+    ("seconds", human_duration),
     ("learning_rate", lambda rate: f"lr {rate:.1e}"),
     ("runtime", lambda seconds: f"time {human_duration(seconds)}"),
     ("grad_norm", lambda norm: f"grad norm {_decimal(norm, 2)}"),

@@ -42,6 +42,17 @@ def test_the_values_themselves_stay() -> None:
     assert before == METRICS
 
 
+def test_the_load_of_the_weights_is_readable_too() -> None:
+    metrics = {
+        "load_seconds": 69.4321, "load_bytes_read": 16_060_000_000, "load_host_peak_bytes": 2_300_000,
+        "load_device_peak_bytes": 0, "eval_load_seconds": 1.23456, "payload_bytes": 12345,
+    }  # fmt: skip
+    assert format_metrics(metrics) == {
+        "load_seconds": "0:01:09.43", "load_bytes_read": "16.1 GB", "load_host_peak_bytes": "2.3 MB",
+        "load_device_peak_bytes": "0 B", "eval_load_seconds": 1.2346, "payload_bytes": 12345,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("metrics", "lines"),
     [

@@ -242,6 +242,7 @@ def open_weights(
     model: nn.Module,
     key_mapping: Mapping[str, str] | None = None,
     buffer_bytes: int = BUFFER_BYTES,
+    stored: Mapping[str, StoredTensor] | None = None,
 ) -> FileWeights:
     """The weight files of ``directory`` as a weight source for ``model``. Reads their headers.
 
@@ -256,11 +257,12 @@ def open_weights(
         key_mapping: patterns of keys and their replacements, as ``from_pretrained`` takes it.
         buffer_bytes: host memory for reading. A parameter that transformers computes in another way than by moving
             elements is whole in host memory in addition, one at a time.
+        stored: what :func:`~ds_trainer.checkpoint.loading.stored_tensors.stored_tensors` found there, if that is known.
 
     Raises:
         ConfigError: there are no weight files, or they are damaged.
     """
     directory = Path(directory)
-    stored = stored_tensors(directory)
+    stored = stored_tensors(directory) if stored is None else stored
     reader = RangeReader(buffer_bytes)
     return FileWeights(directory, model, stored, map_names(model, stored, key_mapping), reader, key_mapping)

@@ -18,6 +18,7 @@ import torch
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
 from ds_trainer.checkpoint.weights.geometry import View, coalesced
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.threads import new_executor
 
 BUFFER_BYTES = 64 * 2**20
 """Host memory of a reader, by default."""
@@ -113,7 +114,7 @@ class RangeReader:
         stream: torch.cuda.Stream | None,
     ) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+            self._pool = new_executor("weights", _THREADS)
         turns, failure = threading.Lock(), threading.Event()
         waiting = iter((first, second))
 
@@ -123,7 +124,7 @@ class RangeReader:
 
         def work() -> None:
             if target.is_cuda:
-                torch.cuda.set_device(target.device)  # a new thread is on device 0
+                torch.cuda.set_device(target.device)  # the reader may be used for several
             try:
                 while (read := next_read()) is not None:
                     self._perform(read, target, stream)

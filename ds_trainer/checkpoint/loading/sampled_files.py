@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from ds_trainer.checkpoint.loading.element_origins import Indices
+from ds_trainer.checkpoint.loading.stored_tensors import indexed_files
 from ds_trainer.utils.errors import ConfigError
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -100,17 +100,12 @@ def weight_files(directory: Path) -> list[Path]:
     """The files of the weights in ``directory``; empty where it has none.
 
     Raises:
-        ConfigError: an index names a file that is not there.
+        ConfigError: an index is damaged, or names a file that is not there.
     """
     found = next((directory / name for name in FILES if (directory / name).is_file()), None)
     if found is None or found.suffix != ".json":
         return [] if found is None else [found]
-    names = sorted(set(json.loads(found.read_text())["weight_map"].values()))
-    absent = [name for name in names if not (directory / name).is_file()]
-    if absent:
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-        raise ConfigError(f"{found} lists files that are not there: {', '.join(absent[:3])}{more}.")
-    return [directory / name for name in names]
+    return indexed_files(found)
 
 
 def _no_read_ahead(tensor: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import is_zipfile
@@ -12,7 +13,7 @@ import torch
 
 from ds_trainer.checkpoint.pieces.element_types import TYPES
 from ds_trainer.checkpoint.weights.geometry import contiguous_strides
-from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, read_header
+from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, WeightFilesError, read_header
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json
 
@@ -67,7 +68,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             return _read_indexed(directory, index)
     raise ConfigError(
         f"{directory} has no weights: none of {SINGLE_FILE}, {INDEX_FILE}, {BIN_FILE}, {BIN_INDEX_FILE} is there."
-        f"{_other_weights(directory)}"
+        f"{_other_weights(directory)} Name the directory of a saved model."
     )
 
 
@@ -78,20 +79,46 @@ def _other_weights(directory: Path) -> str:
     return f" It has {', '.join(others[:5])}." if others else ""
 
 
-def _read_indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
-    where = read_json(directory / index).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise ConfigError(f"{directory / index} is no index of weights: it has no weight_map.")
-    names = sorted(set(where.values()))
-    absent = [name for name in names if not (directory / name).is_file()]
-    if absent:
+def files_of_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a model's weights says it.
+
+    Raises:
+        ConfigError: it is no index.
+    """
+    try:
+        content = read_json(index)
+    except ValueError as error:
+        raise ConfigError(f"{index} is no JSON ({error}). Copy or download the model again.") from None
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
         raise ConfigError(
-            f"{directory / index} names {len(absent)} file(s) that are not there: {', '.join(absent[:3])}. Download "
-            "the model again."
+            f"{index} is no index of weights: it has no weight_map of file names. Copy or download the model again."
         )
+    return where
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that an index names, in the order of their names.
+
+    Raises:
+        ConfigError: it is no index, or a file is not there.
+    """
+    names = sorted(set(files_of_index(index).values()))
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        raise ConfigError(
+            f"{index} names {len(absent)} of {len(names)} file(s) that are not there: {', '.join(absent[:3])}{more}. "
+            "Copy or download the model again."
+        )
+    return [index.parent / name for name in names]
+
+
+def _read_indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
+    where, paths = files_of_index(directory / index), indexed_files(directory / index)
     found: dict[str, StoredTensor] = {}
-    for name in names:
-        found.update(_read_file(directory / name))
+    for path in paths:
+        found.update(_read_file(path))
     lost = [key for key in where if key not in found]
     if lost:
         raise ConfigError(
@@ -106,7 +133,10 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    entries = read_header(path)
+    try:
+        entries = read_header(path)
+    except WeightFilesError as error:
+        raise ConfigError(f"{error} Copy or download it again.") from None
     found = {}
     with path.open("rb") as stream:
         position = 8 + int.from_bytes(stream.read(8), "little")
@@ -125,6 +155,16 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def _why_not(path: Path, said: str) -> str:
+    """torch names the first thing that it does not unpickle, and advises to unpickle everything."""
+    if refused := re.search(r"(?:GLOBAL|class) ([\w.]+)", said):
+        return (
+            f"{path} holds more than tensors and plain values: {refused[1]}, which can run code when it is loaded. It "
+            "was not run. Use safetensors files of the model, from a source that you trust."
+        )
+    return f"{path} is damaged ({said.splitlines()[0][:200]}). Copy or download it again."
+
+
 def _read_bin(path: Path) -> dict[str, StoredTensor]:
     """What ``torch.save`` wrote: tensors that have places in the file and no elements come out of a fake mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,9 +178,7 @@ def _read_bin(path: Path) -> dict[str, StoredTensor]:
         with FakeTensorMode():
             content: Any = torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ConfigError(
-            f"{path} is damaged, or holds more than tensors and plain values: {str(error).splitlines()[0]}"
-        ) from None
+        raise ConfigError(_why_not(path, str(error))) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__} instead of tensors by name.")
     size = path.stat().st_size

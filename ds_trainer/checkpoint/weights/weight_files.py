@@ -205,9 +205,13 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, s
         entries, begin = _parse(stream, size, path)
     metadata = entries.pop("__metadata__", {})
     end = begin
-    for entry in entries.values():
-        entry["data_offsets"] = [begin + offset for offset in entry["data_offsets"]]
-        end = max(end, entry["data_offsets"][1])
+    for name, entry in entries.items():
+        try:
+            entry["data_offsets"] = [begin + offset for offset in entry["data_offsets"]]
+            end = max(end, entry["data_offsets"][1])
+            entry["shape"], entry["dtype"]  # both are there
+        except (KeyError, IndexError, TypeError):
+            raise WeightFilesError(f"{path} is damaged: its header does not say where {name} is.") from None
     if end != size:
         raise WeightFilesError(f"{path} has {size} bytes, and its header says {end}: it was cut off, or is damaged.")
     return entries, metadata

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from ds_trainer.engine.loading.initialization_record import Recorder, storage_of
 from ds_trainer.engine.loading.initialization_steps import Step, TensorRecord, View
 
 _KEPT_NUMEL = 2**22  # of numbers that a constructor computes, such as `nn.Parameter(torch.ones(n))`
-_RESERVED_BYTES = 2**28
 _BLANK = 0  # the source of numbers that nobody has set yet
 
 _aten = torch.ops.aten
@@ -49,25 +47,7 @@ class ConstructionRecorder(Recorder):
         self.tensors[name] = _constructed[on_meta] = record
 
     def execute(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        if func.overloadpacket is _aten.empty and (reserved := _reserved(args, kwargs)) is not None:
-            output = reserved
-        else:
-            output = super().execute(func, args, kwargs, written)
+        output = super().execute(func, args, kwargs, written)
         if func.overloadpacket in _EMPTY:
             self._note(output, frozenset({_BLANK}))
         return output
-
-
-def _reserved(args: Any, kwargs: Any) -> torch.Tensor | None:
-    """A large ``torch.empty`` as memory that is neither taken nor promised before it is written.
-
-    One stack of experts can be larger than what a host that holds shards only would grant at once.
-    """
-    device = torch.device(kwargs.get("device") or "cpu")
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    numel = torch.Size(args[0]).numel()
-    if device.type != "cpu" or kwargs.get("pin_memory") or numel * dtype.itemsize < _RESERVED_BYTES:
-        return None
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; Python names it since 3.13
-    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    return torch.frombuffer(memory, dtype=dtype).reshape(args[0])

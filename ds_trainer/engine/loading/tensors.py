@@ -72,7 +72,7 @@ def check_source(model: nn.Module, source: WeightSource | None) -> None:
     if buffers := unknown(model.named_buffers(), _saved_buffers(model)):
         problems.append(
             f"{len(buffers)} buffers of {owner} are on the meta device, and no file has them: {_first(buffers)}. "
-            "Build the model with real buffers (accelerate's init_empty_weights(include_buffers=False))."
+            "Build the model with real buffers (ds_trainer.engine.loading.empty_model.empty_model)."
         )
     if problems:
         raise ConfigError(problems)

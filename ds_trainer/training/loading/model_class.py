@@ -28,9 +28,13 @@ def class_of(config: Any, auto_class: Any, where: str, trust_remote_code: bool =
         return _fitting(asked, config, where, trust_remote_code)
     names = list(getattr(config, "architectures", None) or ())
     if not names:
-        raise ConfigError(f"{where}: its config.json names no class (architectures). Pass auto_class, one of {_COMMON}")
+        raise ConfigError(
+            f"{where}: its configuration names no class (architectures). Pass auto_class (model_init_kwargs), one of "
+            f"{_COMMON}"
+        )
     found = getattr(transformers, names[0], None)
-    if found is not None:
+    wanted = getattr(found, "config_class", None)
+    if found is not None and (not isinstance(wanted, type) or isinstance(config, wanted)):
         return found
     remote = _remote_auto_class(config)
     if remote is not None and trust_remote_code:
@@ -39,6 +43,11 @@ def class_of(config: Any, auto_class: Any, where: str, trust_remote_code: bool =
         raise ConfigError(
             f"{where}: {names[0]} is code of its repository, not of transformers. Pass trust_remote_code=True if you "
             "have read that code."
+        )
+    if found is not None:
+        raise ConfigError(
+            f"{where}: its config.json says model_type {config.model_type}, and architectures {names[0]}, which is for "
+            f"{getattr(wanted, 'model_type', wanted)} models. Correct one of them, or pass auto_class."
         )
     raise ConfigError(
         f"{where}: transformers {transformers.__version__} has no {names[0]} (architectures in config.json). Pass "

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.checkpoint.loading.stored_tensors import files_of_index
+from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, write_text_atomic
 from ds_trainer.utils.secrets import keep_secret, redacted
 
@@ -50,25 +51,17 @@ def model_directory(
             f"{name_or_path!r} is a file. Name the directory that holds it together with the model's config.json."
         )
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1 or not name_or_path.strip():
+        near = did_you_mean(path.name, _names_beside(path)).replace("'", f"'{path.parent}/", 1)
         raise ConfigError(
             f"{name_or_path!r} is no directory (looked from {Path.cwd()}), and not the name of a repository either."
+            f"{near} Name the directory of a saved model, or a repository of the Hub such as 'me/my-model'."
         )
     return _Download(name_or_path, revision, token, cache_dir, subfolder, local_files_only, weights).directory()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a model's ``directory`` in the order of their names; empty where there are none."""
-    for single in (SAFETENSORS, BIN):
-        index = directory / f"{single}.index.json"
-        if index.is_file():
-            return [directory / name for name in _named_by(index)]
-        if (directory / single).is_file():
-            return [directory / single]
-    return []
-
-
-def _named_by(index: Path) -> list[str]:
-    return sorted(set(read_json(index)["weight_map"].values()))
+def _names_beside(path: Path) -> list[str]:
+    beside = path.parent
+    return [child.name for child in beside.iterdir() if child.is_dir()] if beside.is_dir() else []
 
 
 class _Download:
@@ -133,7 +126,7 @@ class _Download:
             yield from ([name] for name in _ADAPTERS)
         for single in (SAFETENSORS, BIN):
             index = directory / f"{single}.index.json"
-            yield _named_by(index) if index.is_file() else [single]
+            yield sorted(set(files_of_index(index).values())) if index.is_file() else [single]
 
     def _snapshot(self, patterns: Iterable[str], commit: str | None = None) -> Path:
         from huggingface_hub import snapshot_download

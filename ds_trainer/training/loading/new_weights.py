@@ -46,7 +46,7 @@ def new_names(
         problems.append(
             f"{where} has no weights for {len(lost)} of {model_class}'s tensors: {names}. If they are new, as a head "
             f"for another task is, pass {_argument(lost)} to initialize them; else it is the directory of another "
-            "model, or auto_class or key_mapping is wrong."
+            f"model, or auto_class or key_mapping is wrong.{_without_match(allow_new_weights, missing)}"
         )
     if other:
         shapes = [str(differing[name]) for name in other]
@@ -71,6 +71,14 @@ def _allowed(name: str, patterns: Sequence[str] | bool) -> bool:
     if isinstance(patterns, bool):
         return patterns
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _without_match(patterns: Sequence[str] | bool, names: Collection[str]) -> str:
+    """A sentence of the patterns that none of ``names`` has."""
+    given = [] if isinstance(patterns, bool) else patterns
+    idle = [repr(pattern) for pattern in given if not any(fnmatchcase(name, pattern) for name in names)]
+    matches = "matches" if len(idle) == 1 else "match"
+    return f" {', '.join(idle)} in allow_new_weights {matches} no tensor of the model that the files lack." * bool(idle)
 
 
 def _with_nearest(names: Sequence[str], candidates: Collection[str]) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.pieces.element_types import type_of
+from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -21,8 +20,10 @@ def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, **keywords:
         config: the configuration; gets the ``dtype``.
         dtype: of the parameters, but for those that the class keeps in float32.
         keywords: for the class (``trust_remote_code``).
+
+    Raises:
+        ConfigError: the class cannot be built without its weights.
     """
-    from accelerate import init_empty_weights
     from transformers import initialization
     from transformers.modeling_utils import set_zero3_state
 
@@ -30,10 +31,9 @@ def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype, **keywords:
     with ExitStack() as stack:
         stack.enter_context(set_zero3_state())  # no zero.Init, also where a script has asked transformers for it
         stack.enter_context(initialization.no_init_weights())
-        stack.enter_context(initialization.no_tie_weights())  # inside, every parameter becomes a new one
-        stack.enter_context(init_empty_weights(include_buffers=False))
-        model = make(config, dtype=dtype, **keywords)
-    model.tie_weights()
+        # Not recorded: `_init_weights` of the model says it all, and PEFT swaps parameters, which a record forbids.
+        model = empty_model(lambda: make(config, dtype=dtype, **keywords), recorded=False)
+    model.tie_weights()  # a part of the initialization
     _keep_float32(model, dtype)
     return model.eval()
 
@@ -46,11 +46,15 @@ def _keep_float32(model: Any, dtype: torch.dtype) -> None:
     from transformers.core_model_loading import build_glob_alternation
 
     patterns, names, _ = build_glob_alternation(list(plan))
+    kept: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         match = patterns.search(name)
         if match is not None and match.lastgroup is not None:
-            kept = torch.empty_like(parameter, dtype=plan[names[match.lastgroup]])
-            torch.utils.swap_tensors(parameter, nn.Parameter(kept, parameter.requires_grad))
+            data = torch.empty_like(parameter, dtype=plan[names[match.lastgroup]])
+            kept[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            module._parameters[key] = kept.get(id(parameter), parameter)
 
 
 def dtype_of(asked: Any, config: Any, first_of_file: Any) -> torch.dtype:
@@ -71,15 +75,3 @@ def dtype_of(asked: Any, config: Any, first_of_file: Any) -> torch.dtype:
     if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
         raise ConfigError(f"dtype={asked!r}: weights are trained as bfloat16, float16 or float32.")
     return asked
-
-
-def first_type_of_file(path: Path) -> torch.dtype | None:
-    """The type of the first tensor in a weight file that holds fractions; None without one. Reads no weights."""
-    if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(str(path), framework="pt") as file:
-            types = (type_of(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
-            return next((dtype for dtype in types if dtype.is_floating_point), None)
-    tensors = torch.load(path, map_location="meta", weights_only=True)
-    return next((value.dtype for value in tensors.values() if value.is_floating_point()), None)

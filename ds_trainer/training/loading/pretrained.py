@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import torch
 
 from ds_trainer.checkpoint.loading.file_weights import open_weights
+from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
 from ds_trainer.engine.loading.fresh_weights import FreshWeights
 from ds_trainer.engine.loading.weight_source import FirstThatHas, WeightSource, attach_weights, attached_weights
 from ds_trainer.training.loading.adapters import SavedAdapters, with_adapters, with_saved_adapters
 from ds_trainer.training.loading.model_class import class_of
-from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory, weight_files
+from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory
 from ds_trainer.training.loading.new_weights import new_names
-from ds_trainer.training.loading.on_meta import build_on_meta, dtype_of, first_type_of_file
+from ds_trainer.training.loading.on_meta import build_on_meta, dtype_of
 from ds_trainer.training.loading.quantized import is_quantized, load_quantized, taken_quantization
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -73,6 +76,7 @@ def from_pretrained(
     dtype = config_overrides.pop("torch_dtype", None) if dtype is None else dtype
     _check_overrides(name, config_overrides)
     quantization = taken_quantization(name, config_overrides)
+    _check_patterns(name, key_mapping)
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     directory = model_directory(name, revision=revision, subfolder=subfolder, **hub)  # type: ignore[arg-type]
     same = {"dtype": dtype, "key_mapping": key_mapping, "seed": seed, "trust_remote_code": trust_remote_code, **hub}
@@ -122,7 +126,7 @@ def from_config(
     Raises:
         ConfigError: no class is known.
     """
-    where = f"the {type(config).__name__} that was given"
+    where = f"the {type(config).__name__} that was given as the model"
     model_class = class_of(config, auto_class, where)
     model = build_on_meta(model_class, config, dtype_of(dtype, config, lambda: None))
     source: WeightSource = FreshWeights(model, seed)
@@ -147,7 +151,11 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
     else:
         place = directory if config is None else Path(config).expanduser()
         if not (place / "config.json").is_file() and not place.is_file():
-            raise ConfigError(f"{name}: there is no config.json in {place}. Name the directory of a saved model.")
+            inside = sorted(path.parent.name for path in place.glob("*/config.json"))
+            hint = f" It holds {', '.join(inside[:5])}, which have one." if inside else ""
+            raise ConfigError(
+                f"{name}: there is no config.json in {place}.{hint} Name the directory of a saved model, or config."
+            )
         try:
             config, unused = AutoConfig.from_pretrained(
                 place, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
@@ -158,10 +166,11 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
             ) from error
     unused = [key for key in unused if key in overrides]
     if unused:
-        fields = list(config.to_dict())
+        fields = [*config.to_dict(), *inspect.signature(from_pretrained).parameters]
         raise ConfigError(
             [
-                f"{name}: {key}={overrides[key]!r} is no field of its configuration ({type(config).__name__})."
+                f"{name}: {key}={overrides[key]!r} is no field of its configuration ({type(config).__name__}), and no "
+                "argument of from_pretrained."
                 f"{did_you_mean(key, fields)}"
                 for key in unused
             ]
@@ -181,13 +190,13 @@ def _with_files(
     seed: int,
     trust_remote_code: bool,
 ) -> tuple[Any, WeightSource]:
-    files = _files_of(name, directory)
+    stored = stored_tensors(directory)  # before the model is built, which takes seconds for a large one
     model_class = class_of(config, auto_class, name, trust_remote_code)
     keywords = {"trust_remote_code": True} if trust_remote_code and hasattr(model_class, "from_config") else {}
-    found = dtype_of(dtype, config, lambda: first_type_of_file(files[0]))
+    found = dtype_of(dtype, config, lambda: _first_type(stored))
     model = build_on_meta(model_class, config, found, **keywords)
     _read_generation_config(model, directory)
-    weights = open_weights(directory, model, key_mapping=key_mapping)
+    weights = open_weights(directory, model, key_mapping, stored=stored)
     parameters = {key for key, _ in model.named_parameters()}
     new = new_names(
         [key for key in weights.missing if key in parameters],  # of buffers the code says the values
@@ -213,11 +222,10 @@ def _quantized(
     seed: int,
     trust_remote_code: bool,
 ) -> Any:
-    files = _files_of(name, directory)
     return load_quantized(
         class_of(config, auto_class, name, trust_remote_code),
         *(directory, name, config, quantization),
-        dtype=dtype_of(dtype, config, lambda: first_type_of_file(files[0])),
+        dtype=dtype_of(dtype, config, lambda: _first_type(stored_tensors(directory))),
         device=device,
         allow_new_weights=allow_new_weights,
         key_mapping=key_mapping,
@@ -226,20 +234,23 @@ def _quantized(
     )
 
 
-def _files_of(name: str, directory: Path) -> list[Path]:
-    files = weight_files(directory)
-    if not files:
-        raise ConfigError(
-            f"{name}: there are no weights in {directory} (model.safetensors, pytorch_model.bin, or their index.json)."
-        )
-    return files
+def _first_type(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """Of the first tensor that holds fractions; None without one."""
+    types = (tensor.dtype for tensor in stored.values() if tensor.dtype is not None)
+    return next((dtype for dtype in types if dtype.is_floating_point), None)
 
 
 def _read_generation_config(model: Any, directory: Path) -> None:
     if (directory / "generation_config.json").is_file() and model.can_generate():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be used: {' '.join(str(error).split())[:400]} Correct "
+                "it, or remove it."
+            ) from error
 
 
 def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
@@ -248,3 +259,14 @@ def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
             f"{name}: device_map={overrides['device_map']!r} spreads a model by itself; here ZeRO stage 3 "
             "(zero_stage=3) or tensor_parallel_size does. Leave it out."
         )
+
+
+def _check_patterns(name: str, key_mapping: Mapping[str, str] | None) -> None:
+    for pattern in key_mapping or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{name}: key_mapping has {pattern!r}, which is no regular expression ({error}). Write the names of "
+                "the file as Python's re reads them."
+            ) from None

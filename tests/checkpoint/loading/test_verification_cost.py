@@ -12,12 +12,12 @@ import pytest
 from ds_trainer.checkpoint.loading.expected_weights import ExpectedWeights
 from ds_trainer.checkpoint.loading.held_weights import Held, sampled_positions, tensors_of, whole_indices
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
+from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.parallel.places import Place
 
 
 def model_of_8b() -> Any:
     """The shape of Llama 3 8B, on meta: 291 tensors."""
-    from accelerate import init_empty_weights
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -30,8 +30,7 @@ def model_of_8b() -> Any:
         max_position_embeddings=8192,
         tie_word_embeddings=False,
     )
-    with init_empty_weights(include_buffers=False):
-        return LlamaForCausalLM(config)
+    return empty_model(lambda: LlamaForCausalLM(config), recorded=False)
 
 
 def file_of_holes(model: Any, path: Path) -> None:

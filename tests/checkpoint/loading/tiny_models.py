@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
+
+from ds_trainer.engine.loading.empty_model import empty_model
 
 _DECODER = {
     "vocab_size": 40,
@@ -137,5 +138,4 @@ def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def on_meta(model_class: Any, config: Any) -> Any:
     """The same architecture without elements."""
-    with init_empty_weights(include_buffers=False):
-        return model_class(config)
+    return empty_model(lambda: model_class(config), recorded=False)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ds_trainer.engine.loading import large_tensors
 from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.engine.loading.fresh_weights import FreshWeights
 from ds_trainer.parallel.places import Place
+from ds_trainer.utils.errors import ConfigError
 from tests.support.fresh_models import IN_CONSTRUCTOR, PLAIN, TRANSFORMERS
 
 MODELS = {**TRANSFORMERS, **PLAIN, **IN_CONSTRUCTOR}
 
 
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_names_shapes_types_ties_and_buffers_are_those_of_the_model(name: str) -> None:
-    real, empty = MODELS[name](), empty_model(MODELS[name])
+def test_names_shapes_types_ties_and_buffers_are_those_of_the_model(name: str, recorded: bool) -> None:
+    real, empty = MODELS[name](), empty_model(MODELS[name], recorded)
     described = [
         [
             (key, value.shape, value.dtype, value.requires_grad, type(value))
@@ -59,6 +64,99 @@ def test_a_weight_larger_than_the_memory_of_this_host() -> None:
     found = torch.empty(100)
     FreshWeights(model, 1).fill("weight", Place.whole((2**10, 2**16, 2**16)).run(2**42 - 100, 2**42), found)
     assert 0.05 < found.std() < 0.15
+
+
+class Large(nn.Module):
+    """Each weight has 512 GB."""
+
+    def __init__(self, make: Callable[[int, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(make(2**19, 2**18))
+        self.tied = self.weight
+
+
+LARGE: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "empty": torch.empty,
+    "zeros": torch.zeros,
+    "ones": torch.ones,
+    "full": lambda *size: torch.full(size, 0.5),
+    "rand": torch.rand,
+    "randn": lambda *size: torch.randn(*size, dtype=torch.float32),
+    "randn_like": lambda *size: torch.randn_like(torch.empty(*size).t()).t(),
+    "new_ones": lambda *size: torch.empty(0).new_ones(size),
+    "transposed": lambda rows, columns: torch.rand(columns, rows).t(),
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", LARGE)
+def test_no_memory_before_a_parameter_is_registered_either(kind: str, recorded: bool) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = empty_model(lambda: Large(LARGE[kind]), recorded)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100_000
+    assert model.weight.shape == (2**19, 2**18) and model.weight.is_meta and model.tied is model.weight
+
+
+def test_a_large_buffer_has_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("causal", torch.ones(300, 300).tril())
+            self.register_buffer("ones", torch.ones(300, 300))
+            self.register_buffer("part", torch.full((300, 300), 0.5)[1:])
+            self.register_buffer("scaled", torch.zeros(300, 300, dtype=torch.float64).add_(2).double() * 2)
+            self.register_buffer("drawn", torch.randn(300, 300))
+            self.register_buffer("true", torch.full((600, 600), True))
+            self.register_buffer("counted", torch.full((300, 300), 3))
+
+    monkeypatch.setattr(large_tensors, "LARGE_BYTES", 300_000)
+    real, empty = Masks(), empty_model(Masks)
+    for name, wanted in real.named_buffers():
+        found = empty.get_buffer(name)
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
+        assert name == "drawn" or torch.equal(found, wanted), name
+    assert 0.9 < empty.drawn.std() < 1.1
+
+
+class Norm(nn.Linear):
+    """Its constructor uses the numbers of its weight."""
+
+    def __init__(self, use: Callable[[nn.Module], Any]) -> None:
+        super().__init__(3, 3)
+        self.use(use)
+
+    def use(self, use: Callable[[nn.Module], Any]) -> None:
+        use(self)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda module: module.weight.sum().item(),
+    "condition": lambda module: 1 if (module.weight > 0).all() else 2,
+    "list": lambda module: module.weight.tolist(),
+    "numpy": lambda module: module.weight.detach().numpy(),
+    "cpu": lambda module: module.weight.detach().cpu(),
+    "equal": lambda module: torch.equal(module.weight, module.weight),
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", READS)
+def test_a_constructor_that_reads_numbers_of_a_parameter_is_refused(kind: str, recorded: bool) -> None:
+    with pytest.raises(
+        ConfigError, match=r"constructor of Norm \(test_empty_model.py, line \d+\) reads .*pass the model"
+    ):
+        empty_model(lambda: nn.Sequential(Norm(READS[kind])), recorded)
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_tensor_that_a_constructor_computes_from_a_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"computes Norm.scale from parameters.*pass the model"):
+        empty_model(lambda: Norm(lambda module: setattr(module, "scale", module.weight.detach().norm())))
+
+
+def test_other_errors_of_a_constructor_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        empty_model(lambda: Norm(lambda module: torch.ones(2, 2) @ torch.ones(3, 3)))
 
 
 def test_attributes_of_parameters_stay() -> None:

@@ -112,7 +112,11 @@ def test_a_new_head_is_refused_with_the_argument_that_allows_it(tmp_path: Path) 
         ds_trainer.from_pretrained(directory, "AutoModelForSequenceClassification")
     said = str(refused.value)
     assert "classifier.bias" in said and "classifier.weight" in said and "bert.pooler.dense.weight" in said
-    assert 'allow_new_weights=["bert.pooler.dense.*", "classifier.*"]' in said
+    assert 'allow_new_weights=["bert.pooler.dense.*", "classifier.*"]' in said and "matches" not in said
+    with pytest.raises(ConfigError, match=r"'clasifier.\*' in allow_new_weights matches no tensor of the model"):
+        ds_trainer.from_pretrained(
+            directory, "AutoModelForSequenceClassification", allow_new_weights=["clasifier.*", "bert.pooler.*"]
+        )
 
 
 def test_a_new_head_that_is_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,6 +176,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a model class of another type": ({"auto_class": "BertForMaskedLM"}, "is for bert models, and this is one of type"),
     "what is no class": ({"auto_class": nn.Linear}, "auto_class=Linear is no model class of transformers"),
     "an unknown field": ({"num_hiden_layers": 3}, "num_hiden_layers=3 is no field.*Did you mean 'num_hidden_layers'"),
+    "an argument mistyped": (
+        {"auto_clas": "AutoModel"},
+        "auto_clas='AutoModel' is no field.*Did you mean 'auto_class'",
+    ),
+    "no expression": ({"key_mapping": {"(a": "b"}}, r"key_mapping has '\(a', which is no regular expression"),
     "a type that is none": ({"dtype": "bfloat"}, "dtype='bfloat' is no type of torch"),
     "a type of integers": ({"dtype": torch.int8}, "weights are trained as bfloat16"),
     "a device map": ({"device_map": "auto"}, "device_map='auto' spreads a model by itself.*zero_stage=3"),
@@ -208,7 +217,7 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
         ds_trainer.from_pretrained(tmp_path)
     model: Any = tiny_llama()
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"there are no weights in"):
+    with pytest.raises(ConfigError, match=r"has no weights: none of model.safetensors"):
         ds_trainer.from_pretrained(tmp_path)
     saved("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"is a file. Name the directory"):
@@ -218,7 +227,7 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no LamaModel .architectures"):
         ds_trainer.from_pretrained(tmp_path)
     config.write_text(config.read_text().replace('"LamaModel"', ""))
-    with pytest.raises(ConfigError, match=r"its config.json names no class"):
+    with pytest.raises(ConfigError, match=r"its configuration names no class"):
         ds_trainer.from_pretrained(tmp_path)
     assert attached_weights(ds_trainer.from_pretrained(tmp_path, "AutoModelForCausalLM")) is not None
     config.write_text("{")

@@ -13,6 +13,7 @@ from ds_trainer import ConfigError, Seq2SeqTrainer, Seq2SeqTrainingArguments, Tr
 from ds_trainer.checkpoint.loading.file_weights import FileWeights
 from ds_trainer.engine.loading.weight_source import attached_weights
 from ds_trainer.monitor.header import load_text
+from ds_trainer.monitor.units import human_bytes
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.saved_models import Labelled, saved
 
@@ -86,6 +87,10 @@ def test_the_header_and_the_metrics_tell_of_the_load(
     assert f"; loaded from {llama}: 21 tensors, " in printed and " read in " in printed
     wanted = {"load_seconds", "load_bytes_read", "load_host_peak_bytes", "load_device_peak_bytes"}
     assert wanted <= metrics.keys() and wanted <= trainer.state.log_history[-1].keys()
+    last = printed.strip().splitlines()[-1]
+    assert f"load {human_bytes(metrics['load_bytes_read'])} read  load host peak " in last and "0000" not in last
+    trainer.log_metrics("train", metrics)
+    assert f"load_bytes_read = {human_bytes(metrics['load_bytes_read'])}" in " ".join(capsys.readouterr().out.split())
     again = trainer.train().metrics  # the model has its weights by now
     assert again["load_bytes_read"] == metrics["load_bytes_read"]
     from dataclasses import replace

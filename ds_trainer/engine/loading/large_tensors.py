@@ -1,0 +1,109 @@
+"""Large tensors that a constructor makes take no memory as long as nobody reads or writes them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+LARGE_BYTES = 2**28
+"""From here on; of smaller ones the constructor holds one at a time."""
+
+_aten = torch.ops.aten
+_Fill = Callable[[torch.Tensor], Any]
+
+
+def _ones(*_: Any) -> _Fill:
+    return partial(torch.Tensor.fill_, value=1)
+
+
+def _zeros(*_: Any) -> None:
+    """New pages are zeros."""
+
+
+def _uniform(*_: Any) -> _Fill:
+    return torch.Tensor.uniform_
+
+
+def _normal(*_: Any) -> _Fill:
+    return torch.Tensor.normal_
+
+
+def _value(args: Any) -> _Fill:
+    return lambda tensor: tensor.fill_(args[-1])
+
+
+# What fills a new tensor, and which argument says how large it is.
+_FACTORIES: dict[Any, tuple[int, Callable[..., _Fill | None]]] = {
+    **dict.fromkeys((_aten.empty, _aten.zeros, _aten.empty_like, _aten.zeros_like), (0, _zeros)),
+    **dict.fromkeys((_aten.new_empty, _aten.new_zeros), (1, _zeros)),
+    **dict.fromkeys((_aten.ones, _aten.ones_like), (0, _ones)),
+    **dict.fromkeys((_aten.full, _aten.full_like), (0, _value)),
+    **dict.fromkeys((_aten.rand, _aten.rand_like), (0, _uniform)),
+    **dict.fromkeys((_aten.randn, _aten.randn_like), (0, _normal)),
+    _aten.new_ones: (1, _ones),
+    _aten.new_full: (1, _value),
+}
+
+
+class LargeTensorsOnDemand(TorchDispatchMode):
+    """A large new tensor (``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand``, ``randn`` ...) is a range of
+    addresses, neither taken nor promised; the first operation on its numbers fills it.
+
+    One stack of experts can be larger than what a host that holds shards only would grant. A parameter that goes to
+    the meta device is never filled. Buffers are filled when they are used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # While a weak reference lives, no other storage gets its address.
+        self._unfilled: dict[int, tuple[StorageWeakRef, torch.dtype, _Fill]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        factory = _FACTORIES.get(func.overloadpacket)
+        if factory is not None:
+            made = self._reserved(func, args, kwargs, *factory)
+            return func(*args, **kwargs) if made is None else made
+        if self._unfilled and not func.is_view and func.overloadpacket is not _aten.detach:
+            self.fill(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return func(*args, **kwargs)
+
+    def fill(self, tensors: Any = None) -> None:
+        """Give numbers to those of ``tensors`` that have none yet; None: to all that still exist."""
+        if tensors is None:
+            self._unfilled = {key: held for key, held in self._unfilled.items() if not held[0].expired()}
+            storages = {key: torch.UntypedStorage._new_with_weak_ptr(key) for key in self._unfilled}
+        else:
+            storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        for key, storage in storages.items():
+            if key in self._unfilled:
+                _, dtype, fill = self._unfilled.pop(key)
+                fill(torch.empty(0, dtype=dtype).set_(storage))
+
+    def _reserved(
+        self, func: Any, args: Any, kwargs: Any, size_at: int, filling: Callable[..., _Fill | None]
+    ) -> torch.Tensor | None:
+        size = args[size_at] if len(args) > size_at else ()
+        numel = size.numel() if isinstance(size, torch.Tensor) else torch.Size(size).numel()
+        if numel * 16 < LARGE_BYTES or kwargs.get("pin_memory") or kwargs.get("generator") is not None:
+            return None
+        device = kwargs.get("device") or (args[0].device if isinstance(args[0], torch.Tensor) else "cpu")
+        if torch.device(device).type != "cpu":
+            return None
+        like = func(*args, **{**kwargs, "device": "meta"})
+        if numel * like.dtype.itemsize < LARGE_BYTES:
+            return None
+        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; Python names it since 3.13
+        memory = mmap.mmap(-1, numel * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        made = torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+        if (fill := filling(args)) is not None:
+            storage = made.untyped_storage()
+            self._unfilled[storage._cdata] = (StorageWeakRef(storage), like.dtype, fill)
+        return made

@@ -1,0 +1,178 @@
+"""A name that means no model, and models that are damaged or are another one: one error in words, on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer import ConfigError, Trainer, TrainingArguments
+from tests.support.pool import pool
+from tests.support.saved_models import saved
+
+
+class Malicious:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def _cut(path: Path, kept: int) -> None:
+    path.write_bytes(path.read_bytes()[:kept])
+
+
+def _rewrite(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _as_bin(directory: Path, content: Any) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save(content, directory / "pytorch_model.bin")
+
+
+def _another_name_in_the_index(directory: Path) -> None:
+    index = directory / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    _rewrite(index, weight_map={**names, "lm_head.weight": "model-9.safetensors"})
+
+
+def _entry_without_offsets(directory: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def _without_type(directory: Path) -> None:
+    """The type of the weights is then that of the files, which have to be opened for it."""
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("dtype")
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+# What is done to a saved model, whether it has several files, and what the error says.
+Damage = Callable[[Path], Any]
+CASES: dict[str, tuple[Damage, bool, str]] = {
+    "no config.json": (lambda d: (d / "config.json").unlink(), False, r"there is no config.json in .*Name the dir"),
+    "a config.json that is cut off": (lambda d: _cut(d / "config.json", 9), False, "json cannot be used: .*JSON"),
+    "no model_type": (
+        lambda d: (d / "config.json").write_text("{}"), False, "config.json cannot be used: .*`model_type`",
+    ),
+    "an unknown model_type": (lambda d: _rewrite(d / "config.json", model_type="lama9"), False, "used: .*`lama9`"),
+    "a class of another architecture": (
+        lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"]), False,
+        "model_type llama, and architectures BertForMaskedLM, which is for bert models. Correct one",
+    ),
+    "another architecture": (
+        lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"], model_type="bert"), False,
+        "has no weights for 44 of BertForMaskedLM's tensors.*the directory of another model",
+    ),
+    "another size": (lambda d: _rewrite(d / "config.json", hidden_size=64), False, "has other shapes than Llama"),
+    "a damaged generation_config.json": (
+        lambda d: (d / "generation_config.json").write_text("{"), False, "config.json cannot be used: .*remove",
+    ),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), False, "has no weights: none of model.safetensors, "),
+    "a missing shard file": (
+        lambda d: (d / "model-00001-of-00005.safetensors").unlink(), True,
+        r"index.json names 1 of 5 file\(s\) that are not there: model-00001-of-00005.safetensors. Copy or download",
+    ),
+    "an index with a wrong name": (
+        _another_name_in_the_index, True, r"names 1 of \d file\(s\) that are not there: model-9.safetensors",
+    ),
+    "an index that is cut off": (
+        lambda d: _cut(d / "model.safetensors.index.json", 50), True, r"index.json is no JSON \(.*Copy or download",
+    ),
+    "an index that is a list": (
+        lambda d: (d / "model.safetensors.index.json").write_text("[]"), True, "index.json is no index of weights",
+    ),
+    "a file that is cut off": (
+        lambda d: _cut(d / "model.safetensors", 79692), False,
+        "model.safetensors has 79692 bytes, and its header says 79792: it was cut off, or is damaged. Copy or download",
+    ),
+    "a file that is cut off, and no type": (
+        lambda d: (_cut(d / "model.safetensors", 70000), _without_type(d)), False, "has 70000 bytes, and its",
+    ),
+    "a shard file that is cut off": (
+        lambda d: _cut(d / "model-00002-of-00005.safetensors", 999), True, "00002-of-00005.safetensors .* damaged",
+    ),
+    "a file that is cut off in its header": (
+        lambda d: _cut(d / "model.safetensors", 100), False, "is no safetensors file, or is damaged: a header of",
+    ),
+    "an empty file": (lambda d: _cut(d / "model.safetensors", 0), False, "damaged: a header of 0 bytes in a file of 0"),
+    "a header without offsets": (_entry_without_offsets, False, "its header does not say where a is. Copy or download"),
+    "a pickle that runs code": (
+        lambda d: _as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), False,
+        "pytorch_model.bin holds more than tensors and plain values: posix.system, which can run code .*was not run",
+    ),
+    "a pickle that runs code, and no type": (
+        lambda d: (_as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), _without_type(d)), False, "posix.sys",
+    ),
+    "an old pickle that runs code": (
+        lambda d: ((d / "model.safetensors").unlink(),
+                   (d / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(d / "ran")))),
+        False, "pytorch_model.bin is damaged, or in the format of torch before 1.6",
+    ),
+}  # fmt: skip
+
+NAMES = {
+    "{root}/an empty fil": r"is no directory \(looked from .*Did you mean '.*/an empty file'.*repository",
+    "./modles/llama": r"'./modles/llama' is no directory \(looked from .*Name the directory of a saved model, or",
+    "me/llama": r"'me/llama' is no directory .*the cache .* does not hold .*HF_HUB_OFFLINE.*`hf download me/llama`",
+    "{root}": r"there is no config.json in .* It holds .*, which have one. Name the directory",
+    "{root}/no weights/config.json": "is a file. Name the directory that holds it",
+}
+
+
+def refusal(given: str, output_dir: str) -> str:
+    args = TrainingArguments(output_dir, use_cpu=True, zero_stage=3, report_to=[])
+    with pytest.raises(ConfigError) as refused:
+        Trainer(model=given, args=args)
+    return str(refused.value)
+
+
+def refusals(given: list[str], output_dir: str) -> list[str]:
+    return [refusal(one, output_dir) for one in given]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every damaged model in a directory with the name of the case."""
+    found = tmp_path_factory.mktemp("models")
+    for case, (damage, several, _) in CASES.items():
+        saved("llama", found / case, **({"max_shard_size": "20KB"} if several else {}))
+        damage(found / case)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_damaged_model(case: str, root: Path, tmp_path: Path) -> None:
+    said = refusal(str(root / case), str(tmp_path))
+    assert re.search(CASES[case][2], said), said
+    assert str(root / case) in said and not (root / case / "ran").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_means_no_model(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    said = refusal(name.format(root=root), str(tmp_path))
+    assert re.search(NAMES[name], said), said
+
+
+def test_every_rank_says_it_and_ends(root: Path, tmp_path: Path) -> None:
+    """Two ranks say the same of every one; none waits for the other."""
+    given = [str(root / case) for case in CASES] + ["./modles/llama", f"{root}/gone"]
+    first, second = pool(2).run(refusals, given, str(tmp_path))
+    assert first == second
+    assert len(first) == len(given) and not list(root.glob("*/ran"))
