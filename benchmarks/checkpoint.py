@@ -1,8 +1,9 @@
 """What does a checkpoint cost, beside what others write of the same engine?
 
 One training. Between its steps the same state is saved in turns, whose order is drawn anew for each round: by us in the
-background, by us while training waits, by ``engine.save_checkpoint``, by ``transformers.Trainer``'s own function on the
-same engine, by a bare ``torch.save`` of weights and optimizer, and ``dd conv=fsync`` writes as many bytes as we do.
+background, the same without the model's own files, by us while training waits, by ``engine.save_checkpoint``, by
+``transformers.Trainer``'s own function on the same engine, by a bare ``torch.save`` of weights and optimizer, and ``dd
+conv=fsync`` writes as many bytes as we do.
 What one has written is on the disk before the next has its turn.
 
 * *held up*: seconds for which no training happens: the call, and the next step's wait for the copy.
@@ -39,8 +40,9 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.background_saves import BackgroundSaves
 
 BACKGROUND, WAITING = "ds_trainer, background", "ds_trainer, waiting"
+NO_MODEL = "ds_trainer, background, no model files"  # save_model_in_checkpoints=False
 DEEPSPEED, THEIRS, RAW, DD = "engine.save_checkpoint", "transformers.Trainer", "torch.save", "dd conv=fsync"
-WAYS = (BACKGROUND, WAITING, DEEPSPEED, THEIRS, RAW, DD)
+WAYS = (BACKGROUND, NO_MODEL, WAITING, DEEPSPEED, THEIRS, RAW, DD)
 SEED = 0
 
 
@@ -134,6 +136,7 @@ class Bench:
         self.trainer.train()
         self.engine = self.trainer.engine
         self.saves = BackgroundSaves(self.trainer)
+        self.plans = {BACKGROUND: (self.trainer._model_of_checkpoints(),), NO_MODEL: (None,)}
         self.bytes = 0
         self.theirs = as_transformers(self.trainer, directory / "theirs", device)
 
@@ -154,10 +157,11 @@ class Bench:
         """Some steps, then one save."""
         os.sync()  # what was written and removed before is no business of this one
         quiet = statistics.median(self.step() for _ in range(self.case.quiet_steps))
-        found = self._background(quiet) if way == BACKGROUND else self._blocking(way)
+        found = self._background(way, quiet) if way in self.plans else self._blocking(way)
         return {**found, "quiet_step": quiet}
 
-    def _background(self, quiet: float) -> dict[str, float]:
+    def _background(self, way: str, quiet: float) -> dict[str, float]:
+        self.trainer._planned = self.plans[way]
         held, start = 0.0, time.perf_counter()
         outcomes: list[Any] = []
         manager, state = self.trainer._checkpoints, dataclasses.replace(self.trainer.state)
@@ -180,6 +184,7 @@ class Bench:
             steps.append(self.step())
         seconds = flight.save.ended - start
         self.saves.settle(wait=True)
+        self.trainer._planned = self.plans[BACKGROUND]
         size = size_of(outcomes[0])
         shutil.rmtree(outcomes[0])
         return {
@@ -288,7 +293,7 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             way: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
             for way, turns in found.items()
         },
-        "held_up_of": {way: ratios(BACKGROUND, way, "held_up") for way in (WAITING, DEEPSPEED, THEIRS, RAW)},
+        "held_up_of": {way: ratios(BACKGROUND, way, "held_up") for way in (NO_MODEL, WAITING, DEEPSPEED, THEIRS, RAW)},
         # seconds a byte of dd over those of the others: the share of dd's rate
         "rate_of_dd": {way: ratios(DD, way, "on_disk", "bytes") for way in WAYS if way != DD},
     }
