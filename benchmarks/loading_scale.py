@@ -223,7 +223,7 @@ def main() -> None:
             ranks = asked.ranks or RANKS[model]
             for tp in asked.tp:
                 said: list[bytes] = []
-                for rank in (0, ranks // 2 + tp // 2):
+                for rank in (0, min(ranks // 2 + tp // 2, ranks - 1)):
                     kept.add(measure(Line(model, ranks, tp, rank), files, tiny, said))
                     print(table(kept.cases[-1:]), flush=True)
     print(table(kept.cases))
