@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.checkpoint.loading.stored_tensors import files_of_index
+from ds_trainer.checkpoint.loading.weight_index import files_of_index
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, write_text_atomic
 from ds_trainer.utils.secrets import keep_secret, redacted
