@@ -19,6 +19,7 @@ from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
+from ds_trainer.engine.zero3.closing import forget_engine
 from ds_trainer.engine.zero3.leaf_modules import make_leaves
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.parallel.groups import parallel_groups
@@ -93,4 +94,5 @@ class EvaluationEngine:
         if self._library_state is not None:
             self._library_state.close()
         self.deepspeed.destroy()
+        forget_engine(self.deepspeed.module)
         forget_layout()

@@ -37,6 +37,7 @@ from ds_trainer.engine.tensor.agreement import GradientAgreement
 from ds_trainer.engine.tensor.cut import completed_cut
 from ds_trainer.engine.tensor.repairs import keep_empty_slices
 from ds_trainer.engine.tensor.slices import gradient_norm
+from ds_trainer.engine.zero3.closing import forget_engine
 from ds_trainer.engine.zero3.leaf_modules import make_leaves, reduce_leaves_in_time
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
@@ -248,6 +249,7 @@ class TrainingEngine:
         if self._library_state is not None:
             self._library_state.close()
         self.deepspeed.destroy()
+        forget_engine(module)
         forget_layout()
         if self._compiled:
             module._compiled_call_impl = None  # torch compiles in place: the next engine starts from the plain model

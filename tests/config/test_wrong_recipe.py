@@ -137,7 +137,7 @@ WHOLE: list[tuple[str, str]] = [
     ("- 1\n", "{recipe}:1: a recipe is a mapping with the sections model, data, arguments, report."),
     (DATA, "{recipe}: model: give either 'path' or 'architecture', but neither is given."),
     (MODEL, "{recipe}: data.train is missing"),
-    ("model: {path: nowhere}\n" + DATA, "{recipe}:1: model.path: nowhere/config.json cannot be read"),
+    ("model: {path: nowhere}\n" + DATA, "{recipe}:1: model.path: 'nowhere' is no directory"),
 ]
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hjson
 import pytest
 import torch
 
@@ -45,7 +46,10 @@ def run(output_dir: Path, extensions: str | None, resume: str | None = None, **c
     else:
         os.environ["TORCH_EXTENSIONS_DIR"] = extensions
         (output_dir / "nvme").mkdir(parents=True, exist_ok=True)
-        values.update(deepspeed=str(CONFIG), nvme_path=str(output_dir / "nvme"))
+        config = hjson.loads(CONFIG.read_text())
+        # Pinned buffers of 2 GB for each engine, by default: the ranks of a pool have one after the other.
+        config["zero_optimization"]["offload_param"]["buffer_size"] = 1_000_000
+        values.update(deepspeed=config, nvme_path=str(output_dir / "nvme"))
     model = tiny_llama(hidden_size=256, initializer_range=0.06)
     if frozen:
         model.get_input_embeddings().weight.requires_grad_(False)
