@@ -161,7 +161,7 @@ def _reversed(model: Any) -> Iterator[Any]:
     for rule in reversed(rules):
         try:
             yield rule.reverse_transform()
-        except (NotImplementedError, ValueError):  # of a quantized model, say
+        except (NotImplementedError, ValueError):  # it has no reverse: the model's own names stay
             continue
 
 

@@ -247,7 +247,7 @@ _REMEDY = "Load the base by AutoModel...from_pretrained and pass that model with
 def _refused_in_words(peft_config: Any, model: nn.Module, lent: int = 0) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
         said = " ".join(str(error).split())[:400]
         hint = (
             f" If they are computed from the weights of the base: those are not loaded yet. {_REMEDY}" if lent else ""
