@@ -57,6 +57,7 @@ def verdict(losses: list[float]) -> str:
 
 
 def main(argv: list[str]) -> int:
+    """Run the check; gives the exit code."""
     if len(argv) != 1:
         print("usage: check_loss_falls.py METRICS_JSONL", file=sys.stderr)
         return 2

@@ -1,19 +1,18 @@
-"""What does a checkpoint cost, beside what others write of the same engine?
+"""Measures the cost of a checkpoint, compared with other ways to save the same engine.
 
-One training. Between its steps the same state is saved in turns, whose order is drawn anew for each round: by us in the
-background, the same without the model's own files, by us while training waits, by ``engine.save_checkpoint``, by
-``transformers.Trainer``'s own function on the same engine, by a bare ``torch.save`` of weights and optimizer, and ``dd
-conv=fsync`` writes as many bytes as we do.
-What one has written is on the disk before the next has its turn.
+There is one training. Between its steps, the same state is saved in several ways, in a new random order in each round:
+by us in the background, the same without the model's files, by us synchronously, by ``engine.save_checkpoint``, by the
+function of ``transformers.Trainer`` on the same engine, by a bare ``torch.save`` of weights and optimizer, and by ``dd
+conv=fsync``, which writes as many bytes as we do. Each save is on disk before the next one starts.
 
-* *held up*: seconds for which no training happens: the call, and the next step's wait for the copy.
-* *on the disk*: seconds until a power cut could do no harm: for those who do not flush, their files are flushed. Older
-  checkpoints are removed between the turns.
-* *slower steps*: how much longer steps took while a file was written in the background than before and after, summed
-  up. On a machine whose cores are all busy with training this is not free, and it is no waiting either.
+* *held up*: seconds without training: the call, and the next step's wait for the copy.
+* *on the disk*: seconds until a power failure can do no harm. Files of savers that do not flush are flushed. Older
+  checkpoints are removed between the saves.
+* *slower steps*: how much longer steps took during a background save than before and after it, summed up. If all cores
+  are busy with training, this is a cost in addition to the waiting.
 
     python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json    the table of docs/benchmarks.md
-    python benchmarks/checkpoint.py --quick                                     one small model: does it run here?
+    python benchmarks/checkpoint.py --quick                                     one small model: a smoke test
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kept_results import Results
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.background_saves import BackgroundSaves
+from ds_trainer.training.resume.background_saves import BackgroundSaves
 
 BACKGROUND, WAITING = "ds_trainer, background", "ds_trainer, waiting"
 NO_MODEL = "ds_trainer, background, no model files"  # save_model_in_checkpoints=False
@@ -60,7 +59,7 @@ class Case:
     sequence: int = 64
     batch: int = 1
     quiet_steps: int = 2
-    """Steps between two turns, at least."""
+    """Minimum number of steps between two saves."""
 
 
 CASES = {
@@ -96,7 +95,7 @@ def build_model(case: Case) -> nn.Module:
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, without end for this purpose."""
+    """Random tokens; practically unlimited."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -110,7 +109,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Bench:
-    """A trained engine, and every way to write its state down.
+    """A trained engine, and all ways to save its state.
 
     Args:
         case: the model.
@@ -132,16 +131,18 @@ class Bench:
         )
         self.data = Tokens(case)
         self.trainer = Trainer(build_model(case), args, train_dataset=self.data)
-        self.trainer.log = lambda *args, **kwargs: None  # printing is not what is measured
+        self.trainer.log = lambda *args, **kwargs: None  # printing is not measured
         self.trainer.train()
         self.engine = self.trainer.engine
-        self.saves = BackgroundSaves(self.trainer)
-        self.plans = {BACKGROUND: (self.trainer._model_of_checkpoints(),), NO_MODEL: (None,)}
+        self.saver = self.trainer.checkpointer
+        handler, optimizer = self.trainer.callback_handler, self.trainer.optimizer
+        self.saves = BackgroundSaves(self.engine, self.trainer.device, frozenset(), handler, optimizer)
+        self.plans = {BACKGROUND: (self.saver.model_files(),), NO_MODEL: (None,)}
         self.bytes = 0
         self.theirs = as_transformers(self.trainer, directory / "theirs", device)
 
     def step(self) -> float:
-        """One optimizer step; its seconds."""
+        """Makes one optimizer step; returns its seconds."""
         start = time.perf_counter()
         rows = torch.utils.data.default_collate([self.data[0] for _ in range(self.case.batch)])
         batch = {name: tensor.to(self.trainer.device) for name, tensor in rows.items()}
@@ -154,18 +155,19 @@ class Bench:
         return time.perf_counter() - start
 
     def turn(self, way: str) -> dict[str, float]:
-        """Some steps, then one save."""
-        os.sync()  # what was written and removed before is no business of this one
+        """Makes some steps, then one save."""
+        os.sync()  # so that earlier writes and deletions do not count
         quiet = statistics.median(self.step() for _ in range(self.case.quiet_steps))
-        found = self._background(way, quiet) if way in self.plans else self._blocking(way)
-        return {**found, "quiet_step": quiet}
+        result = self._background(way, quiet) if way in self.plans else self._blocking(way)
+        return {**result, "quiet_step": quiet}
 
     def _background(self, way: str, quiet: float) -> dict[str, float]:
-        self.trainer._planned = self.plans[way]
+        self.saver.model_plan = self.plans[way]
         held, start = 0.0, time.perf_counter()
         outcomes: list[Any] = []
-        manager, state = self.trainer._checkpoints, dataclasses.replace(self.trainer.state)
-        self.saves.begin(manager, self.trainer._shared_contents(state), (), state, outcomes.append)
+        state = dataclasses.replace(self.trainer.state)
+        manager = self.saver.manager(state)
+        self.saves.begin(manager, self.saver.shared_files(state), (), state, outcomes.append)
         held += time.perf_counter() - start
         wait, waited = self.engine.before_step, 0.0
 
@@ -183,8 +185,8 @@ class Bench:
         while not flight.save.done:
             steps.append(self.step())
         seconds = flight.save.ended - start
-        self.saves.settle(wait=True)
-        self.trainer._planned = self.plans[BACKGROUND]
+        self.saves.wait()
+        self.saver.model_plan = self.plans[BACKGROUND]
         size = size_of(outcomes[0])
         shutil.rmtree(outcomes[0])
         return {
@@ -233,7 +235,7 @@ class Bench:
 
 
 def as_transformers(trainer: Trainer, target: Path, device: str) -> Any:
-    """A ``transformers.Trainer`` that believes to have our engine: its own functions write its checkpoint."""
+    """A ``transformers.Trainer`` on our engine: its own functions write its checkpoint."""
     import transformers
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
@@ -242,13 +244,13 @@ def as_transformers(trainer: Trainer, target: Path, device: str) -> Any:
     theirs.is_deepspeed_enabled = True
     theirs.deepspeed = theirs.model_wrapped = trainer.engine.deepspeed
     theirs.optimizer, theirs.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
-    # Launched with DeepSpeed, accelerate does this below ZeRO-3.
+    # With DeepSpeed, accelerate does this below ZeRO-3.
     theirs.accelerator.get_state_dict = lambda engine: clone_tensors_for_torch_save(engine.module.state_dict())
     return theirs
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or all below a directory, is on the disk."""
+    """Wait until a file, or everything in a directory, is on disk."""
     for one in [path, *path.rglob("*")]:
         descriptor = os.open(one, os.O_RDONLY)
         os.fsync(descriptor)
@@ -256,34 +258,34 @@ def flush(path: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all below a directory."""
+    """Returns the bytes of a file, or of all files in a directory."""
     if path.is_file():
         return path.stat().st_size
     return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 
 
 def measure(case: Case, directory: Path, device: str) -> dict[str, Any]:
-    """All turns of one case."""
+    """Measures all rounds of one case."""
     bench = Bench(case, directory, device)
     parameters = sum(p.numel() for p in bench.trainer.model.parameters())
-    for way in (WAITING, *WAYS):  # the first time is slow for everybody, and dd learns how much to write
+    for way in (WAITING, *WAYS):  # the first save is always slow, and dd needs the size
         bench.turn(way)
     print(f"{case.name}: warm", file=sys.stderr, flush=True)
-    draw, found = random.Random(SEED), {way: [] for way in WAYS}
+    order, turns = random.Random(SEED), {way: [] for way in WAYS}
     for _ in range(case.rounds):
-        for way in draw.sample(WAYS, len(WAYS)):
-            found[way].append(bench.turn(way))
-            print(f"{case.name}: {way}: {found[way][-1]}", file=sys.stderr, flush=True)
+        for way in order.sample(WAYS, len(WAYS)):
+            turns[way].append(bench.turn(way))
+            print(f"{case.name}: {way}: {turns[way][-1]}", file=sys.stderr, flush=True)
     bench.engine.close()
-    return {**asdict(case), "parameters": parameters, "turns": found, **summary(found)}
+    return {**asdict(case), "parameters": parameters, "turns": turns, **summary(turns)}
 
 
-def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of every way, and ratios between ways of the same round."""
+def summary(turns_by_way: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Returns medians of every way, and ratios between ways in the same round."""
 
     def ratios(of: str, to: str, key: str, scale: str | None = None) -> list[float]:
         values = []
-        for one, other in zip(found[of], found[to], strict=True):
+        for one, other in zip(turns_by_way[of], turns_by_way[to], strict=True):
             a, b = (turn[key] / (turn[scale] if scale else 1.0) for turn in (one, other))
             values.append(a / b)
         return quartiles(values)
@@ -291,22 +293,22 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {
         "medians": {
             way: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
-            for way, turns in found.items()
+            for way, turns in turns_by_way.items()
         },
         "held_up_of": {way: ratios(BACKGROUND, way, "held_up") for way in (NO_MODEL, WAITING, DEEPSPEED, THEIRS, RAW)},
-        # seconds a byte of dd over those of the others: the share of dd's rate
+        # seconds per byte of dd over those of the others: the fraction of dd's rate
         "rate_of_dd": {way: ratios(DD, way, "on_disk", "bytes") for way in WAYS if way != DD},
     }
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
+    """Returns lower quartile, median and upper quartile."""
     ordered = sorted(values)
     return [ordered[len(ordered) // 4], statistics.median(ordered), ordered[-1 - len(ordered) // 4]]
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A line a case and way."""
+    """A table with one row per case and way."""
     lines = [
         "| model | way | MB | held up, s | ours in the background takes | on the disk, s | MB/s | of dd's rate |",
         "|---|---|---|---|---|---|---|---|",
@@ -314,31 +316,31 @@ def table(results: list[dict[str, Any]]) -> str:
     for one in results:
         for way in WAYS:
             median = one["medians"][way]
-            share = one["held_up_of"].get(way)
+            ratio = one["held_up_of"].get(way)
             rate = one["rate_of_dd"].get(way)
             lines.append(
                 f"| {one['name']} | {way} | {median['bytes'] / 1e6:.0f} | {median['held_up']:.3f} | "
-                f"{spread(share)} | {median['on_disk']:.2f} | {median['bytes'] / 1e6 / median['on_disk']:.0f} | "
+                f"{spread(ratio)} | {median['on_disk']:.2f} | {median['bytes'] / 1e6 / median['on_disk']:.0f} | "
                 f"{spread(rate)} |"
             )
     return "\n".join(lines)
 
 
 def spread(values: list[float] | None) -> str:
-    """A median with its quartiles."""
+    """Formats a median with its quartiles."""
     return "" if values is None else f"{values[1]:.2f} ({values[0]:.2f} to {values[2]:.2f})"
 
 
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small model: to see it work")
-    parser.add_argument("--device", choices=list(CASES), default="cpu", help="where the model is trained")
+    parser.add_argument("--quick", action="store_true", help="one small model, as a smoke test")
+    parser.add_argument("--device", choices=list(CASES), default="cpu", help="device to train on")
     names = sorted({case.name for cases in CASES.values() for case in cases})
-    parser.add_argument("--only", nargs="+", choices=names, help="these models")
-    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: that of temporary files")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no model after this time")
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--only", nargs="+", choices=names, help="measure only these models")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary directory")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further model after this time")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.device == "cpu":

@@ -1,13 +1,13 @@
-"""Resuming in another layout: pieces of whole tensors, as we write them, beside DeepSpeed's universal checkpoints.
+"""Resuming in another layout: our shards of whole tensors, compared with DeepSpeed's universal checkpoints.
 
-For each pair of layouts a run is saved in the first and continued in the second, in both ways:
+For each pair of layouts, a run is saved in the first and resumed in the second, in both formats:
 
     ours       rank_*.safetensors of ds_trainer; any layout reads them
     universal  engine.save_checkpoint, then ds_to_universal in one process, then load_universal
 
-with the same model, engine and ranks. Times are of the whole operation between barriers; the converted form is counted
-as what it is, a second copy on the disk. ``exact`` is the largest difference of the three next losses from the
-unbroken run's. Pages are not flushed to the disk in either way, so that the disk's noise stays out.
+with the same model, engine and ranks. Times are of the whole operation between barriers; the converted checkpoint
+counts as a second copy on disk. ``difference`` is the largest difference of the three next losses from those of the
+uninterrupted run. Neither format flushes to disk, to keep the disk's noise out.
 
     python benchmarks/checkpoint_formats.py --out benchmarks/results/checkpoint_formats.json
     python benchmarks/checkpoint_formats.py --quick
@@ -40,7 +40,7 @@ PAIRS = {
 
 
 class Peak:
-    """The largest resident memory of this process while it is entered, above what it was before, in bytes."""
+    """Measures the peak growth of this process's anonymous memory within the block, in bytes."""
 
     def __enter__(self) -> Peak:
         import psutil
@@ -67,13 +67,13 @@ class Peak:
 def timed(act: Callable[[], Any]) -> dict[str, float]:
     """Seconds and peak memory of ``act``, the largest of all ranks."""
     torch.distributed.barrier()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with Peak() as peak:
         act()
         torch.distributed.barrier()
-    found = torch.tensor([time.perf_counter() - begun, float(peak.bytes)], dtype=torch.float64)
-    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-    return {"seconds": float(found[0]), "peak_bytes": float(found[1])}
+    result = torch.tensor([time.perf_counter() - start, float(peak.bytes)], dtype=torch.float64)
+    torch.distributed.all_reduce(result, op=torch.distributed.ReduceOp.MAX)
+    return {"seconds": float(result[0]), "peak_bytes": float(result[1])}
 
 
 def make_engine(stage: int, width: int, layers: int, universal: bool) -> Any:
@@ -103,22 +103,22 @@ def make_engine(stage: int, width: int, layers: int, universal: bool) -> Any:
 
 
 def losses(engine: Any, first: int, last: int) -> list[float]:
-    """Steps on random tokens, the same global batches in every layout; the mean loss of each."""
-    rank, world, found = torch.distributed.get_rank(), torch.distributed.get_world_size(), []
+    """Steps on random tokens, with the same global batches in every layout; returns the mean loss of each."""
+    rank, world, values = torch.distributed.get_rank(), torch.distributed.get_world_size(), []
     for step in range(first, last):
         tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
-        mine = tokens[rank * ROWS // world : (rank + 1) * ROWS // world]
-        loss = engine(input_ids=mine, labels=mine).loss
+        local = tokens[rank * ROWS // world : (rank + 1) * ROWS // world]
+        loss = engine(input_ids=local, labels=local).loss
         engine.backward(loss)
         engine.step()
         whole = loss.detach().clone()
         torch.distributed.all_reduce(whole)
-        found.append(float(whole) / world)
-    return found
+        values.append(float(whole) / world)
+    return values
 
 
-class Pieces:
-    """What our engine adds around DeepSpeed's, as far as the state needs it."""
+class EngineView:
+    """The part of our engine around DeepSpeed's that saving and loading need."""
 
     def __init__(self, engine: Any) -> None:
         from ds_trainer.parallel.groups import parallel_groups
@@ -129,30 +129,30 @@ class Pieces:
 
 
 def save_ours(engine: Any, directory: Path) -> None:
-    from ds_trainer.checkpoint.pieces.engine_files import engine_contents
+    from ds_trainer.checkpoint.shards.engine_files import engine_state_files
 
     directory.mkdir(parents=True, exist_ok=True)
-    for content in engine_contents(Pieces(engine), torch.distributed.get_rank() == 0):  # type: ignore[arg-type]
-        with (directory / content.name).open("wb") as stream:
-            content.write(stream)
+    for file in engine_state_files(EngineView(engine), torch.distributed.get_rank() == 0):  # type: ignore[arg-type]
+        with (directory / file.name).open("wb") as stream:
+            file.write(stream)
 
 
 def load_ours(engine: Any, directory: Path) -> None:
-    from ds_trainer.checkpoint.pieces.engine_files import read_engine_files
+    from ds_trainer.checkpoint.shards.engine_files import restore_engine_state
 
-    read_engine_files(Pieces(engine), directory, same_layout=False)  # type: ignore[arg-type]
+    restore_engine_state(EngineView(engine), directory, same_layout=False)  # type: ignore[arg-type]
 
 
 def convert(directory: Path) -> None:
-    """DeepSpeed's converter, by the first rank."""
-    from ds_trainer.checkpoint.foreign.convert import to_universal
+    """Runs DeepSpeed's converter on the first rank."""
+    from ds_trainer.checkpoint.converters.conversion import to_universal
 
     if torch.distributed.get_rank() == 0:
         to_universal(directory / "global_step2", directory / "universal")
 
 
 def first_half(stage: int, size: tuple[int, int], root: str) -> dict[str, Any]:
-    """Two steps, both saves, the conversion, then three more steps."""
+    """Two steps, both saves, the conversion, and three more steps."""
     engine = make_engine(stage, *size, universal=False)
     losses(engine, 0, 2)
     ours, plain = Path(root) / "ours", Path(root) / "plain"
@@ -168,10 +168,10 @@ def first_half(stage: int, size: tuple[int, int], root: str) -> dict[str, Any]:
     return report
 
 
-def second_half(way: str, stage: int, size: tuple[int, int], root: str) -> dict[str, Any]:
-    """A new engine, the load, three steps."""
-    engine = make_engine(stage, *size, universal=way == "universal")
-    if way == "ours":
+def second_half(format_name: str, stage: int, size: tuple[int, int], root: str) -> dict[str, Any]:
+    """A new engine, the load, and three steps."""
+    engine = make_engine(stage, *size, universal=format_name == "universal")
+    if format_name == "ours":
         report: dict[str, Any] = {"load": timed(lambda: load_ours(engine, Path(root) / "ours"))}
     else:
         report = {"load": timed(lambda: engine.load_checkpoint(str(Path(root) / "plain"), tag="universal"))}
@@ -184,7 +184,7 @@ def bytes_of(directory: Path) -> int:
 
 
 def _rank(
-    rank: int, world: int, port: int, answers: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int, world: int, port: int, results_queue: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port))
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -193,30 +193,29 @@ def _rank(
     torch.set_num_threads(1)
     start_process_group("cpu")
     try:
-        answer = function(*arguments)
-    except Exception as error:  # what fails is a result here
-        answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        result = function(*arguments)
+    except Exception as error:  # a failure is a result
+        result = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     if rank == 0:
-        answers.put(answer)
+        results_queue.put(result)
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """The first rank's answer; ranks are new processes, so that their memory is their own."""
+    """Returns the first rank's result. Ranks are new processes, so that memory is measured from a clean start."""
     from ds_trainer.utils.ranks import free_port
 
     context = multiprocessing.get_context("spawn")
-    answers, port = context.Queue(), free_port()
-    ranks = [
-        context.Process(target=_rank, args=(rank, world, port, answers, function, arguments)) for rank in range(world)
-    ]
+    results_queue, port = context.Queue(), free_port()
+    common = (world, port, results_queue, function, arguments)
+    ranks = [context.Process(target=_rank, args=(rank, *common)) for rank in range(world)]
     for process in ranks:
         process.start()
-    answer: dict[str, Any] = answers.get(timeout=900)
+    result: dict[str, Any] = results_queue.get(timeout=900)
     for process in ranks:
         process.join(timeout=30)
         if process.is_alive():
             process.kill()
-    return answer
+    return result
 
 
 def measure(pair: str, size: tuple[int, int]) -> dict[str, Any]:
@@ -225,37 +224,37 @@ def measure(pair: str, size: tuple[int, int]) -> dict[str, Any]:
     root = tempfile.mkdtemp(prefix="formats_")
     try:
         result = {"pair": pair, "first": on_ranks(world, first_half, stage, size, root)}
-        for way in ("ours", "universal"):
-            found = on_ranks(next_world, second_half, way, next_stage, size, root)
-            if "losses" in found:
-                pairs = zip(found["losses"], result["first"]["losses"], strict=True)
-                found["difference"] = max(abs(a - b) for a, b in pairs)
-            result[way] = found
+        for name in ("ours", "universal"):
+            half = on_ranks(next_world, second_half, name, next_stage, size, root)
+            if "losses" in half:
+                pairs = zip(half["losses"], result["first"]["losses"], strict=True)
+                half["difference"] = max(abs(a - b) for a, b in pairs)
+            result[name] = half
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return result
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """For docs/checkpoints.md."""
+    """The table of docs/explanation/checkpoints.md."""
     lines = [
         "| | save | convert | load | bytes written | peak memory of save, convert, load | next 3 losses differ by |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
         first = result["first"]
-        for way in ("ours", "universal"):
-            found, save = result[way], first[f"save {way}"]
-            steps = [save, *([first["convert universal"]] if way == "universal" else []), found.get("load")]
-            written = first["bytes ours"] if way == "ours" else first["bytes plain"] + first["bytes universal"]
+        for name in ("ours", "universal"):
+            half, save = result[name], first[f"save {name}"]
+            steps = [save, *([first["convert universal"]] if name == "universal" else []), half.get("load")]
+            written = first["bytes ours"] if name == "ours" else first["bytes plain"] + first["bytes universal"]
             cells = [
-                f"{result['pair']}, {way}",
+                f"{result['pair']}, {name}",
                 f"{save['seconds']:.2f} s",
-                f"{first['convert universal']['seconds']:.2f} s" if way == "universal" else "",
-                f"{found['load']['seconds']:.2f} s" if "load" in found else "fails",
+                f"{first['convert universal']['seconds']:.2f} s" if name == "universal" else "",
+                f"{half['load']['seconds']:.2f} s" if "load" in half else "fails",
                 f"{written / 1e6:.0f} MB",
                 ", ".join(f"{step['peak_bytes'] / 1e6:.0f}" for step in steps if step) + " MB",
-                f"{found['difference']:.1e}" if "difference" in found else found.get("failed", ""),
+                f"{half['difference']:.1e}" if "difference" in half else half.get("failed", ""),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""What it costs to look for losses and gradients that are not finite, and for spikes: a share of a step, by pairs.
+"""Measures the cost of detecting non-finite losses and gradients, and spikes, as a fraction of a step.
 
-Four trainings of the same model take turns in one process a rank (see ``overhead.py`` for the method): nobody looks
-("off": the engine's guard is switched off, and bf16 has DeepSpeed's own pass over the gradients back), a copy of it as
-a control, the default, and the default with ``loss_spike_factor``. The ratio within a round is what counts; that of
-the control says how far it can be believed.
+Four trainings of the same model take turns in one process per rank (see ``overhead.py`` for the method): without
+detection ("off": the guard of the engine is disabled, and bf16 uses DeepSpeed's own pass over the gradients), a copy of
+it as a control, the default, and the default with ``loss_spike_factor``. The result is the ratio within a round; the
+ratio of the control shows the measurement error.
 
     python benchmarks/divergence.py            a few minutes
     python benchmarks/divergence.py --quick    does it run here?
@@ -62,7 +62,7 @@ def trainer_of(name: str, line: Line, case: Case, data: Tokens, directory: str, 
     """One of the four."""
     from ds_trainer import Trainer, TrainerCallback, TrainingArguments
     from ds_trainer.engine import training_engine
-    from ds_trainer.training.divergence import DivergenceGuard, Update
+    from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 
     class StepEnd(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -71,21 +71,27 @@ def trainer_of(name: str, line: Line, case: Case, data: Tokens, directory: str, 
     class Blind(DivergenceGuard):
         """Steps, and looks at nothing."""
 
+        def __init__(self, guard: DivergenceGuard) -> None:
+            self.incidents = guard.incidents
+
         def begin_step(self) -> None:
             pass
 
-        def update(self, batches: Any, shares: Any) -> Update:
-            return Update.APPLIED if trainer.engine.step() else Update.LEFT_OUT
+        def before_update(self, contributions: Any) -> bool:
+            return False
+
+        def after_update(self, applied: bool, batches: Any, contributions: Any) -> Update:
+            return Update.APPLIED if applied else Update.SKIPPED
 
     class Measured(Trainer):
-        def _build(self, num_training_steps: int) -> None:
-            with mock.patch.object(training_engine, "complete_checks", lambda optimizer: None):
-                super()._build(num_training_steps)
+        def build_engine(self, num_training_steps: int) -> None:
+            with mock.patch.object(training_engine, "enable_overflow_checks", lambda optimizer: None):
+                super().build_engine(num_training_steps)
             self.engine.guarded = False
 
-        def _begin(self, loader: Any) -> None:
-            super()._begin(loader)
-            self.guard = Blind(self)
+        def train_loop(self, run: Any, checkpointer: Any, *given: Any) -> Any:
+            checkpointer.guard = Blind(checkpointer.guard)
+            return super().train_loop(run, checkpointer, *given)
 
     blind = name in (OFF, CONTROL)
     more: dict[str, Any] = {"loss_spike_factor": 10.0} if name == SPIKES else {}

@@ -1,10 +1,10 @@
-"""What does an evaluation cost, beside the same one by ``transformers.Trainer``?
+"""Measures the cost of an evaluation, compared with ``transformers.Trainer``.
 
-Both trainers evaluate the same model over the same data in one process, in turns whose order is drawn anew for each
-round, so that both see the same machine. Before anything is timed, their metrics are compared. The ratio is the
-throughput of ours over that of theirs: the median over the rounds of (their time / our time) of neighbours, on the
-wall clock and on the CPU clock of the process, which other work on the machine leaves alone. Padding is the share of
-the computed tokens that nobody asked for.
+Both trainers evaluate the same model over the same data in one process. They take turns in a random order in each
+round, so other load on the machine affects both. Before the measurement, their metrics are compared. The ratio is our
+throughput divided by theirs: the median over the rounds of (their time / our time) for consecutive turns, in wall-clock
+time and in CPU time of the process, which other load affects less. Padding is the fraction of computed tokens that are
+padding.
 
     python benchmarks/evaluation.py --out benchmarks/results/evaluation.json    the table of docs/benchmarks.md
     python benchmarks/evaluation.py --quick                                     few rounds: does it run here?
@@ -115,7 +115,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def accuracy(found: Any) -> dict[str, float]:
-    """Share of right answers. (A prediction for position t is not shifted here: both do the same.)"""
+    """Share of right answers. A prediction for position t is not shifted here: both do the same."""
     wanted = found.label_ids != -100
     return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids)[wanted].mean())}
 

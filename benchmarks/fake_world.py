@@ -1,10 +1,10 @@
-"""One rank of many, in one process, with everything counted that it does for the others' sake.
+"""Simulates one rank of many in one process, and counts its communication with the other ranks.
 
-The process group is torch's fake one: collectives return at once, as if all ranks had said the same: gathers give this
-rank's own contribution for every rank, sums are multiples of it. The rendezvous store is a real TCP store in this
-process, in which other ranks seem to have said what this one said. What ranks must not say alike, names of files, is
-changed to be the other rank's; and the files are there, as links. So this rank goes the way that it goes on a cluster,
-to the last object that it unpickles.
+The process group is torch's fake group. Collectives return at once, as if all ranks had the same values: a gather
+returns the value of this rank for every rank, and a sum is a multiple of it. The rendezvous store is a real TCP store
+in this process, which returns the messages of this rank in place of those of other ranks. Values that must differ
+between ranks (names of files) are changed to those of the other rank, and the files exist as links. So this rank runs
+the same code as on a cluster, including all unpickling.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _COLLECTIVES = (
 
 
 class Counts:
-    """What has been done so far, by name."""
+    """Counts of operations so far, by name."""
 
     def __init__(self) -> None:
         self._done: Counter[str] = Counter()
         self._aside = 0.0
         self.files_below: Path | None = None
-        self.said: list[bytes] = []
-        """What rank 0 has told all others, in this order: what another rank hears."""
+        self.broadcasts: list[bytes] = []
+        """The broadcasts of rank 0, in order; the other ranks receive them."""
 
     def add(self, name: str, number: int = 1) -> None:
-        """``number`` more of ``name``."""
+        """Add ``number`` to the count of ``name``."""
         self._done[name] += number
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done here is the other ranks' work: its time does not count."""
+        """Context of work that other ranks would do; its time is not counted."""
         began = time.perf_counter()
         yield
         self._aside += time.perf_counter() - began
 
     def now(self) -> dict[str, float]:
-        """Everything, with what the operating system knows: descriptors, sockets, seconds, memory."""
+        """All counts, with those of the operating system: descriptors, sockets, seconds, memory."""
         descriptors = _descriptors()
         found: dict[str, float] = dict(self._done)
         found["descriptors"] = len(descriptors)
@@ -66,7 +66,7 @@ class Counts:
 
 
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What happened in between."""
+    """The counts between two readings."""
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
@@ -75,16 +75,16 @@ def _descriptors() -> list[str]:
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found.append(os.readlink(entry))
-        except OSError:  # the one that lists the others
+        except OSError:  # the descriptor of the listing itself
             continue
     return found
 
 
 @contextmanager
 def fake_world(ranks: int, counts: Counts, rank: int = 0) -> Iterator[None]:
-    """This process is ``rank`` of ``ranks``; what it does is added to ``counts``.
+    """Run this process as ``rank`` of ``ranks``, and add its operations to ``counts``.
 
-    A rank other than 0 needs the ``counts.said`` of a rank 0 that has done the same.
+    A rank other than 0 needs the ``counts.broadcasts`` of a rank 0 that has done the same.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
@@ -109,7 +109,7 @@ def fake_world(ranks: int, counts: Counts, rank: int = 0) -> Iterator[None]:
 
 
 def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
-    """Put a counter before everything that talks to other ranks; what was there before."""
+    """Wrap all functions that communicate with other ranks in counters. Returns the original functions."""
     kept: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -195,7 +195,7 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
     replace(dist, "batch_isend_irecv", received)
     replace(dist, "all_to_all_single", exchanged)
 
-    from ds_trainer.checkpoint.background.meeting import Meeting
+    from ds_trainer.checkpoint.background.store_barrier import StoreBarrier
     from ds_trainer.utils import distributed
 
     def gather(real: Any) -> Any:
@@ -213,23 +213,24 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
 
     def meet(real: Any) -> Any:
         def call(meeting: Any, value: Any) -> Any:
-            turn, store = f"{meeting._name}/{meeting._turn + 1}", meeting._store
+            store = meeting._store
+            turn = f"{store.prefix}/{meeting._turn + 1}"
             with counts.aside():
                 for other in range(1, meeting.world_size):
-                    real_set(store, f"{turn}/{other}", json.dumps(of_rank(value, other)))
-                real_add(store, f"{turn}/came", meeting.world_size - 1)
+                    real_set(store.connection, f"{turn}/{other}", json.dumps(of_rank(value, other)))
+                real_add(store.connection, f"{turn}/count", meeting.world_size - 1)
             return real(meeting, value)
 
         return call
 
     real_set, real_add = (next(real for _, name, real in kept if name == wanted) for wanted in ("set", "add"))
-    heard = iter(list(counts.said))
+    received_broadcasts = iter(list(counts.broadcasts))
 
-    def tell(real: Any) -> Any:
+    def broadcast(real: Any) -> Any:
         def call(value: Any) -> Any:
             if rank:
-                return pickle.loads(next(heard))
-            counts.said.append(pickle.dumps(value))
+                return pickle.loads(next(received_broadcasts))
+            counts.broadcasts.append(pickle.dumps(value))
             return value
 
         return call
@@ -243,16 +244,16 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
 
     from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 
-    replace(SharedFiles, "make", made)
+    replace(SharedFiles, "create", made)
     replace(distributed, "gather_to_main", gather)
-    replace(distributed, "broadcast_object", tell)
-    replace(distributed, "told_by_main", tell)
-    replace(Meeting, "gather_to_main", meet)
+    replace(distributed, "broadcast_object", broadcast)
+    replace(distributed, "broadcast_from_main", broadcast)
+    replace(StoreBarrier, "gather_to_main", meet)
     return kept
 
 
 def _own(key: str, rank: int) -> str:
-    """The key under which this rank says what another rank would say under ``key``."""
+    """The key of this rank in place of the ``key`` of another rank."""
     return re.sub(r"/(windows/\d+|members|pulse)/\d+$", rf"/\1/{rank}", key)
 
 
@@ -260,8 +261,8 @@ _sizes: dict[str, int] = {}  # of the files that all ranks write together
 
 
 def of_rank(value: Any, rank: int) -> Any:
-    """What another rank would have said: records of its own files, none of those that rank 0 alone writes."""
-    from ds_trainer.checkpoint.protocol.files import FileRecord
+    """The value that another rank would have sent: records of its own files, without those that only rank 0 writes."""
+    from ds_trainer.checkpoint.protocol.file_records import FileRecord
     from ds_trainer.checkpoint.protocol.shared_files import SharedPart
 
     if type(value) is list and value and isinstance(value[0], SharedPart):  # one wrote the rest, which is zero
@@ -273,13 +274,13 @@ def of_rank(value: Any, rank: int) -> Any:
 
 
 def name_of_rank(name: str, rank: int) -> str:
-    """The name that a file has which rank 0 wrote, where another rank writes it; the same if only rank 0 does."""
+    """The name of another rank's file in place of that of rank 0; the same name if only rank 0 writes the file."""
     name = re.sub(r"^(rank|extras|data)_0{5}", rf"\g<1>_{rank:05d}", name)
     return name.replace("random_state_rank0.", f"random_state_rank{rank}.")
 
 
 def watch_files(counts: Counts) -> None:
-    """From now on count the files that are opened below ``counts.files_below``. There is no way back."""
+    """From now on, count the files that are opened below ``counts.files_below``. This cannot be undone."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         below = counts.files_below

@@ -1,11 +1,11 @@
 """Generation under ZeRO-3: weights gathered layer by layer for every token, or once for the whole evaluation.
 
-Both ways run in the same processes with the same Trainer, model and batches, and take turns in random order: so the
-*ratio within a round* is meaningful on a machine where a single time is not. The tokens must be equal.
+Both methods run in the same processes with the same Trainer, model and batches, and take turns in random order. So the
+*ratio within a round* is meaningful on a busy machine, where single times are not. The tokens must be equal.
 
     python benchmarks/generation.py                  2 ranks on the CPU
     python benchmarks/generation.py --quick          a smaller model, few rounds
-    python benchmarks/generation.py --world 1        what the hooks alone cost
+    python benchmarks/generation.py --world 1        the cost of the hooks alone
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = ("never", "always")
 
 
 def build_model(width: int, layers: int) -> torch.nn.Module:
-    """A T5 with random weights that never ends a text by itself."""
+    """A T5 with random weights that never generates an end token."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(SEED)

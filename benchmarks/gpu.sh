@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU kit: is training right on this machine's NVIDIA GPUs, and how fast? Four stages, each with a time limit; a
-# stage that is stopped keeps what it has measured.
+# The GPU benchmarks: correctness and speed of training on the NVIDIA GPUs of this machine. Four stages, each with a time
+# limit. A stage that is stopped keeps its results so far.
 #
 #   benchmarks/gpu.sh [--cpu] [--out DIR] [--minutes N] [STAGE ...]
 #   benchmarks/gpu.sh --collect-wheels [VERSION]
@@ -8,14 +8,15 @@
 #   oracle      tests with the gpu marker; losses, gradients and weights against plain PyTorch on one GPU (ZeRO 0-3, bf16,
 #               fp16, fused and offloaded Adam, resume, background save, rollback); with two GPUs every two-rank layout
 #   kernels     ring attention's kernels against torch's attention
-#   throughput  tokens/s, MFU and peak memory of full fine-tunes and LoRA beside a bare loop and transformers.Trainer
-#   stalls      how often the host waits for the GPU in a step; how long a checkpoint holds training up
+#   throughput  tokens/s, MFU and peak memory of full fine-tuning and LoRA, compared with a bare loop and transformers.Trainer
+#   stalls      how often the host waits for the GPU in a step; how long a checkpoint interrupts training
 #
 #   --cpu             the same code, small, on the CPU: does it run?
 #   --out DIR         results and logs (default: runs/gpu)
 #   --minutes N       time limit of each stage (default: 10)
-#   --collect-wheels  on a machine with a package index: put what a bare machine with torch and transformers lacks into
-#                     benchmarks/wheels, for Python VERSION (default: 3.12). The kit needs no network afterwards.
+#   --collect-wheels  on a machine with a package index: download the packages that a bare machine with torch and
+#                     transformers lacks into benchmarks/wheels, for Python VERSION (default: 3.12). Afterward no
+#                     network is needed.
 #   PYTHON            the interpreter that has torch (default: python3)
 set -euo pipefail
 

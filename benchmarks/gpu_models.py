@@ -1,4 +1,4 @@
-"""What the GPU kit trains to measure speed: shapes of models from 0.5B to 8B parameters, random weights and tokens."""
+"""The models of the GPU benchmarks: shapes from 0.5B to 8B parameters, random weights and tokens."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Does training on this device compute what plain PyTorch computes on the CPU in float32?
+"""Compares training on this device with plain PyTorch on the CPU in float32.
 
-Each case trains a small Llama with the Trainer and compares loss, gradient norm and final weights with a loop of plain
-PyTorch. Resumed runs must end with the bits of the run that was not interrupted; a rollback must end where a run ends
-that never saw the bad batch. With two devices, every layout of two ranks is a case as well.
+Each case trains a small Llama with the Trainer and compares loss, gradient norm and final weights with a plain PyTorch
+loop. A resumed run must be bit-identical to the uninterrupted run. A rollback must give the result of a run without the
+bad batch. With two devices, every layout of two ranks is a case too.
 
     python benchmarks/gpu_oracle.py --out oracle.json         every case that this machine can run
     python benchmarks/gpu_oracle.py --device cpu --quick      the same code on the CPU, a few cases
     python benchmarks/gpu_oracle.py --list
 
-The exit code is 1 where a case failed.
+The exit code is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Trajectory:
 
 def plain(steps: Sequence[int]) -> Trajectory:
     """AdamW, clipping, float32, CPU: what the batches of these steps (counted from 0) make of the model."""
-    from ds_trainer.optim.optimizers import decay_parameter_names, parameter_groups
+    from ds_trainer.optim.optimizer_builder import decay_parameter_names, parameter_groups
 
     model, data = build_model(), Rows()
     optimizer = torch.optim.AdamW(parameter_groups(model, decay_parameter_names(model), DECAY), lr=RATE)

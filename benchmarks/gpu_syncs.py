@@ -1,13 +1,13 @@
-"""How often does the host wait for the device in a step, and who makes it wait?
+"""Counts how often the host waits for the device in a step, and which code makes it wait.
 
-A small Llama is trained on one rank. While the steps of the middle run, every operation that makes the host wait is
-counted by who asked for it: this package, DeepSpeed, or somebody else. On a GPU ``torch.cuda.set_sync_debug_mode``
-tells; on the CPU the run pretends to be on a device (tests/support/host_syncs.py), which shows the same calls.
+A small Llama is trained on one rank. During some steps in the middle, every operation that makes the host wait is
+counted by its caller: this package, DeepSpeed, or other code. On a GPU, ``torch.cuda.set_sync_debug_mode`` reports
+these operations. On the CPU, the run simulates a device (tests/support/host_syncs.py), which shows the same calls.
 
     python benchmarks/gpu_syncs.py --out syncs.json
     python benchmarks/gpu_syncs.py --device cpu --stages 1
 
-What DeepSpeed asks for itself is listed, not judged. The exit code is 1 where this package makes the host wait.
+Waits that DeepSpeed causes are listed only. The exit code is 1 if this package makes the host wait.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Nothing(TrainerCallback):
-    """A callback of the user's; it decides nothing, which the Trainer cannot know."""
+    """A user's callback that decides nothing, which the Trainer cannot know."""
 
 
 class Window(TrainerCallback):
-    """Watches from the end of step ``WARMUP + 1`` on, so that a save after step ``WARMUP`` is under way meanwhile."""
+    """Watches from the end of step ``WARMUP + 1`` on, so that a save after step ``WARMUP`` is in progress."""
 
     def __init__(self, switch: Callable[[bool], None]) -> None:
         self._switch = switch
@@ -80,11 +80,11 @@ def build_model() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes))
 
 
-# -- who waits -----------------------------------------------------------------------------------------------------
+# -- the origin of a wait ------------------------------------------------------------------------------------------
 
 
 def origin(files: Sequence[str]) -> str:
-    """Whose code asked: that of the first file, innermost first, that is not torch's."""
+    """The caller: the package of the first file, innermost first, that is not in torch."""
     first = next((file for file in files if not file.startswith("torch/")), "")
     return first.split("/")[0] if first.startswith((f"{_OURS}/", f"{_DEEPSPEED}/")) else _OTHERS
 
@@ -118,7 +118,7 @@ class OnGpu:
                     before(message, *args, **kwargs)
                     return
                 if threading.current_thread().name.startswith("ds_trainer"):
-                    return  # who writes a checkpoint beside the training may wait
+                    return  # the thread that writes a checkpoint may wait
                 stack = [
                     f for f in reversed(traceback.extract_stack()) if f.filename not in (__file__, warnings.__file__)
                 ]
@@ -191,7 +191,7 @@ def measure(stage: int, variant: str, device: str) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """A line a case, and below it who made the host wait."""
+    """A line for each case, and below it the callers that made the host wait."""
     lines = ["| ZeRO | run | waits a step: ds_trainer | DeepSpeed | others |", "|---|---|---|---|---|"]
     for one in found:
         if "error" in one:

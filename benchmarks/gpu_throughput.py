@@ -1,18 +1,19 @@
-"""Tokens a second, MFU and peak memory of one device: a bare DeepSpeed loop, this Trainer and transformers.Trainer.
+"""Tokens per second, MFU and peak memory on one device: a bare DeepSpeed loop, this Trainer and transformers.Trainer.
 
-Full fine-tunes at the shapes of 0.5B, 1B and 3B models and LoRA at 8B, random weights and tokens, bf16, ZeRO 1 on one
-rank, sequences of 4,096 tokens. All three get the same model, DeepSpeed configuration, optimizer and recomputation.
+Full fine-tuning with the shapes of 0.5B, 1B and 3B models and LoRA with 8B, random weights and tokens, bf16, ZeRO 1 on
+one rank, sequences of 4,096 tokens. All three use the same model, DeepSpeed configuration, optimizer and activation
+checkpointing.
 
-The loops take turns in one process: each turn builds the model on the device, takes a few steps to warm up, times the
-next ones and gives everything back. The order is drawn anew for each round, and ratios are taken within a round, so
-that a clock that falls with temperature meets all of them. A step is timed from the end of the step before it to its
-own end with the device idle at both ends of the timed block only, so nothing is synchronized that would not be.
+The loops take turns in one process. Each turn builds the model on the device, runs a few warm-up steps, times the next
+steps, and releases everything. The order is random in each round, and ratios are computed within a round, so thermal
+throttling affects all loops. A step is timed from the end of the previous step to its own end. The device is
+synchronized only at both ends of the timed block, so the measurement adds no waits.
 
     python benchmarks/gpu_throughput.py --out throughput.json
     python benchmarks/gpu_throughput.py --models 1b --rounds 5
     python benchmarks/gpu_throughput.py --device cpu                 the same code on tiny shapes: does it run?
 
-The exit code is 1 where a loop failed, or where two loops did not compute the same losses.
+The exit code is 1 if a loop fails, or if two loops do not compute the same losses.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TOLERANCE = 1e-2  # relative, of a loss: the same arithmetic in bf16, with kerne
 
 
 def arguments(case: Case, device: str, output_dir: str) -> dict[str, Any]:
-    """What both trainers are told. Nothing is logged or saved; all else is their default."""
+    """The arguments of both trainers. Nothing is logged or saved; other arguments are defaults."""
     values: dict[str, Any] = dict(
         output_dir=output_dir,
         per_device_train_batch_size=case.micro_batch,
@@ -119,12 +120,12 @@ def bare_loop(case: Case, device: str, config: dict[str, Any], output_dir: str, 
     """What one writes by hand."""
     import deepspeed
 
-    from ds_trainer.engine.parallelism import forget_layout
     from ds_trainer.engine.process_group import start_process_group
-    from ds_trainer.optim.optimizers import decay_parameter_names, parameter_groups
+    from ds_trainer.engine.topology import reset_deepspeed_groups
+    from ds_trainer.optim.optimizer_builder import decay_parameter_names, parameter_groups
 
     start_process_group(device)
-    forget_layout()  # of an engine before
+    reset_deepspeed_groups()  # of an engine before
     model = clock.model()
     if case.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -163,15 +164,15 @@ def their_trainer(case: Case, device: str, config: dict[str, Any], output_dir: s
     """transformers.Trainer with the same configuration, without its optimizer block: see benchmarks/overhead.py."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from ds_trainer.engine.parallelism import forget_layout
     from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.engine.topology import reset_deepspeed_groups
 
     class StepEnd(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             clock.step_done()
 
     start_process_group(device)
-    forget_layout()
+    reset_deepspeed_groups()
     config = {key: value for key, value in config.items() if key != "optimizer"}
     args = TrainingArguments(**arguments(case, device, output_dir), report_to="none", deepspeed=config)
     trainer = Trainer(clock.model(), args, data_collator=collate, train_dataset=Tokens(case), callbacks=[StepEnd()])

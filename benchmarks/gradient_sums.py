@@ -1,12 +1,12 @@
-"""What a sum of gradients loses in 16 bits: simulated in the order of a ring and of a tree, over 8 to 4,096 terms.
+"""Simulates the error of gradient sums in 16 bits, in the order of a ring and of a tree, for 8 to 4,096 terms.
 
-A ring reduces a chunk by passing it from rank to rank, each adding its own part: one rounding a rank. Accumulation
-over micro-batches is the same sum. A tree adds pairs: one rounding a level. The terms are gradients that agree (all
-ranks see the same signal and a little noise), that half agree, and that are mostly noise; rounded to 16 bits each, as a
-backward pass gives them. The error is that of the sum alone, relative to the exact sum of the same terms (2-norm).
+A ring reduces a chunk by passing it from rank to rank, and each rank adds its part: one rounding per rank. Accumulation
+over micro-batches is the same sum. A tree adds pairs: one rounding per level. The terms are gradients that agree (all
+ranks have the same signal and a little noise), that half agree, and that are mostly noise. Each term is rounded to 16
+bits, like the result of a backward pass. The error is that of the sum alone, relative to the exact sum (2-norm).
 
-    python benchmarks/gradient_sums.py               the table of docs/loss.md
-    python benchmarks/gradient_sums.py --norms       by how much the norm of the sum changes
+    python benchmarks/gradient_sums.py               the table of docs/explanation/loss.md
+    python benchmarks/gradient_sums.py --norms       the change of the norm of the sum
 """
 
 from __future__ import annotations

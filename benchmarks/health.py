@@ -1,10 +1,10 @@
-"""What the hang watchdog and the report on stragglers cost a step: paired measurements within one training.
+"""Measures the cost of the hang watchdog and the straggler report per step, by paired measurements in one training.
 
-One training of a small Llama goes through blocks of steps: with both switched on, without, and without again (a
-control: what the method itself gets wrong), in an order that is drawn anew for each round, alike on all ranks. Whatever
-else the machine does meets all three alike, so ratios *within a round* mean something where single times do not. What
-is switched off is all of it: threads, the clock on collectives, and what the loop says about its phases. The watchdog
-looks ten times a second here, fifty times as often as with its default limit of 300 seconds.
+One training of a small Llama runs blocks of steps with both enabled, without them, and again without them (a control
+that shows the measurement error). Their order is random in each round and the same on all ranks. Other load on the
+machine affects all three in the same way, so ratios *within a round* are meaningful even if single times are not.
+Everything is disabled in the blocks without: threads, the timing of collectives, and the notifications of the loop. The
+watchdog polls ten times per second here, fifty times as often as with its default limit of 300 seconds.
 
     python benchmarks/health.py --out benchmarks/results/health.json      about two minutes on two cores
     python benchmarks/health.py --quick
@@ -46,20 +46,20 @@ class NoHealth:
     def __exit__(self, *args: Any) -> None:
         pass
 
-    def loads_data(self, iterator: Any) -> Any:
+    def begin_data(self, iterator: Any) -> Any:
         return iterator
 
-    def computes(self) -> None:
+    def begin_compute(self) -> None:
         pass
 
-    def updates(self) -> None:
+    def begin_update(self) -> None:
         pass
 
     def step_done(self, step: int, data_seconds: float) -> None:
         pass
 
     @contextmanager
-    def aside(self, what: str) -> Iterator[None]:
+    def paused(self, what: str) -> Iterator[None]:
         yield
 
 

@@ -1,4 +1,4 @@
-"""Results that are on the disk after every case, so that a measurement which is stopped keeps what it has."""
+"""Results that are written to disk after every case, so that an interrupted measurement keeps the finished cases."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Results:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".new")
+        partial = self.path.with_suffix(".new")
         text = json.dumps({"environment": self._environment, "cases": self.cases}, indent=2)
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(self.path)

@@ -1,16 +1,16 @@
-"""Who should read the weights: every rank its own ranges, one rank for all, or every rank everything?
+"""Compares three ways to read weights: each rank its own ranges, one rank for all, or each rank everything.
 
-Each way loads the same files on the same ranks, in turns whose order is drawn anew for each round, with the files
-dropped from the page cache before. At the end every rank must hold the same elements in all ways.
+Each way loads the same files on the same ranks. The ways take turns in a random order in each round, and the files are
+dropped from the page cache first. At the end every rank must hold the same elements in all ways.
 
-    own ranges   each rank reads what it holds (where it holds everything: its share, and the ranks gather the rest)
+    own ranges   each rank reads the elements that it holds (if it holds everything: a part, then the ranks gather)
     hand on      one rank reads every tensor and broadcasts it
-    everything   each rank reads every tensor and keeps what it holds
+    everything   each rank reads every tensor and keeps the elements that it holds
 
-A rank holds its shards (ZeRO 3) or everything (ZeRO 0 to 2). Two disks: the one under ``--directory``, and a slow
-shared one, which is SIMULATED: a common rate for all ranks, charged for every requested byte, as if each rank were on a
-node of its own, without a page cache in common. Bytes from the device are what the kernel counts for the ranks
-(``/proc/self/io``): of the local disk, also where the slow one is simulated on top of it.
+A rank holds its shards (ZeRO 3) or everything (ZeRO 0 to 2). There are two disks: the one of ``--directory``, and a
+slow shared one, which is SIMULATED by a common rate limit for all ranks on every requested byte, as if each rank were
+on a separate node without a shared page cache. Bytes from the device are those that the kernel counts for the ranks
+(``/proc/self/io``) on the local disk, also if the slow disk is simulated on top of it.
 
     python benchmarks/loading.py --out benchmarks/results/loading.json
     python benchmarks/loading.py --quick
@@ -41,7 +41,7 @@ from ds_trainer.checkpoint.loading.file_weights import FileWeights
 from ds_trainer.checkpoint.loading.name_mapping import map_names
 from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import stored_tensors
-from ds_trainer.parallel.places import Place
+from ds_trainer.parallel.shard_slices import ShardSlice
 
 WAYS = ("own ranges", "hand on", "everything")
 NEEDS = ("shards", "whole")
@@ -128,8 +128,8 @@ def load(way: str, need: str, weights: FileWeights, model: nn.Module) -> list[to
     rank, world = distributed.get_rank(), distributed.get_world_size()
     held = []
     for name, parameter in model.named_parameters():
-        place = Place.whole(parameter.shape)
-        share = place.share(rank, world)
+        place = ShardSlice.whole(parameter.shape)
+        share = place.part(rank, world)
         if way == "own ranges":
             part = torch.empty(len(share), dtype=parameter.dtype)
             weights.fill(name, share, part)

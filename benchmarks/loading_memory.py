@@ -1,23 +1,23 @@
-"""How much memory does a rank take until its first step, and how many bytes do all ranks read?
+"""Measures the memory of a rank until its first step, and the bytes that all ranks read.
 
-A Llama of random weights is written as sharded safetensors. Ranks of one node, each a process, load it in one of these
-ways, build the engine, and train one step on the CPU:
+A Llama with random weights is written as sharded safetensors. The ranks of one node, each a process, load it in one of
+these ways, build the engine, and train one step on the CPU:
 
-* *transformers, handed in*: ``AutoModelForCausalLM.from_pretrained(DIR)``, then ``Trainer(model)``;
-* *ds_trainer, handed in*: ``ds_trainer.from_pretrained(DIR)``, then ``Trainer(model)``;
+* *transformers, loaded model*: ``AutoModelForCausalLM.from_pretrained(DIR)``, then ``Trainer(model)``;
+* *ds_trainer, loaded model*: ``ds_trainer.from_pretrained(DIR)``, then ``Trainer(model)``;
 * *path*: ``Trainer(model=DIR)``;
-* *copied*: the first with a copy of the model, which no mapped file stands behind: the control. Not in the default.
+* *copied*: the first with a copy of the model, which is not memory-mapped: the control. Not in the default.
 
-Definitions, of one rank:
+Definitions, for one rank:
 
-* *private*: anonymous and shared memory of the process (:mod:`memory_watch`), less what it had before the load. A tiny
-  model has been trained by then: what is imported and made once a process is not counted. *gap*: the longest time
-  between two looks.
-* *peak*: the most private memory from the start of the load until the first step begins.
-* *load*: the same until DeepSpeed is about to move the model to the device: shards, and what it took to make them.
-* *holds*: the private memory when the first step begins: shards, masters, gradient buffers.
-* *read*: bytes that our readers of all ranks asked for, over the size of the weight files; 0 where transformers maps
-  the files; *disk*: what came from the disk for all ranks (``read_bytes``; the page cache has none of it before).
+* *private*: anonymous and shared memory of the process (:mod:`memory_watch`), minus that before the load. A tiny model
+  is trained first, so imports and other work that a process does once are not counted. *gap*: the longest time between
+  two samples.
+* *peak*: the largest private memory from the start of the load until the first step begins.
+* *load*: the same until DeepSpeed is about to move the model to the device: shards, and the memory to create them.
+* *holds*: the private memory when the first step begins: shards, master weights, gradient buffers.
+* *read*: bytes that our readers on all ranks requested, divided by the size of the weight files; 0 if transformers maps
+  the files; *disk*: bytes from the disk for all ranks (``read_bytes``; the page cache is empty before).
 * *whole*: parameters that are whole when DeepSpeed is about to move the model to the device.
 
     python benchmarks/loading_memory.py --out benchmarks/results/loading_memory.json    some minutes, 12 GB of memory
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from memory_watch import MB, Look, asked_for, look, watched
 from weight_files import Tokens, bytes_of, seen_when_configured, write_random
 
-THEIRS, OURS, PATH, COPIED = "transformers, handed in", "ds_trainer, handed in", "path", "copied"
+THEIRS, OURS, PATH, COPIED = "transformers, loaded model", "ds_trainer, loaded model", "path", "copied"
 WAYS = (THEIRS, OURS, PATH, COPIED)
 
 
@@ -130,7 +130,7 @@ def load_and_step(ready: Callable[[], None], case: Case, directory: Path, output
     with seen_when_configured(found["seen"]):
         trainer = ds_trainer.Trainer(model, args, train_dataset=data, callbacks=[FirstStep()])
         found["loss"] = trainer.train().training_loss
-    found["read"] = 0 if trainer.load_report is None else trainer.load_report.bytes_read  # of all ranks
+    found["read"] = 0 if trainer.engines.load_report is None else trainer.engines.load_report.bytes_read  # of all ranks
     found["end"] = look()
     return found
 

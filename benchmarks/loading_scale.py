@@ -1,20 +1,20 @@
-"""What does one rank of 64 or 512 do to load Llama 3 70B or Llama 3.1 405B? Counted in one process, without weights.
+"""Counts the work of one rank of 64 or 512 that loads Llama 3 70B or Llama 3.1 405B, in one process without weights.
 
-The weight files have the real headers in the official layout (30 and 191 files) and no numbers (:mod:`weight_files`).
-One rank of a fake process group (:mod:`fake_world`) goes the way of a training with the real ``Trainer`` until its
-first step: the model on meta, the headers, tensor-parallel slices, shards of ZeRO-3, their elements from the files. All
-weights but the last norm are frozen, so that masters and gradients, which no load can change, are not in the memory.
+The weight files have the real headers in the official layout (30 and 191 files) and no data (:mod:`weight_files`). One
+rank of a fake process group (:mod:`fake_world`) runs a training with the real ``Trainer`` until its first step: the
+model on meta, the headers, tensor-parallel slices, shards of ZeRO-3, their elements from the files. All weights except
+the last norm are frozen, so memory contains no master weights and gradients, which do not depend on loading.
 
     python benchmarks/loading_scale.py --out benchmarks/results/loading_scale.json    some minutes, 4 GB of memory
     python benchmarks/loading_scale.py --models 70B --ranks 64                        does it run here?
 
-* *opened*: files of the model that the rank opens; *reads*, *asked for*: system calls that read, and their bytes.
-* *CPU*: seconds of processor time for everything, with the copies of what is read. There is no disk behind the files.
-* *private*, *holds*: host memory until the first step at its peak, and what is left of it then (:mod:`memory_watch`);
-  *beyond*: the difference, buffers among it.
+* *opened*: model files that the rank opens; *reads*, *asked for*: read system calls, and their bytes.
+* *CPU*: processor time for everything, including copies of the data. The files have no data on a disk.
+* *private*, *holds*: peak host memory until the first step, and host memory at the first step (:mod:`memory_watch`);
+  *beyond*: the difference, which includes buffers.
 * *whole*: parameters that are whole when DeepSpeed is about to move the model to the device.
 
-A fake group shows what this rank does. How fast 512 ranks are at one file system it cannot show.
+A fake group shows the work of this rank. It does not show the speed of 512 ranks with one file system.
 """
 
 from __future__ import annotations
@@ -77,18 +77,18 @@ class Line(NamedTuple):
 
 
 def load(
-    ready: Callable[[], None], line: Line, directory: Path, tiny: Path, output: Path, said: list[bytes]
+    ready: Callable[[], None], line: Line, directory: Path, tiny: Path, output: Path, broadcasts: list[bytes]
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """What the rank does, counted until its first step; and what it tells the others (of rank 0: ``said``)."""
+    """Run the rank until its first step. Returns its counts, and the broadcasts of rank 0."""
     import torch
     from fake_world import Counts, difference, fake_world, watch_files
 
     import ds_trainer
-    from ds_trainer.engine.loading.weight_source import attached_weights
+    from ds_trainer.engine.loading.weight_source import attached_weight_source
     from ds_trainer.training.train_loop import TrainLoop
 
     def no_step(loop: TrainLoop) -> None:
-        loop.trainer.control.should_training_stop = True
+        loop._events.control.should_training_stop = True
 
     args = ds_trainer.TrainingArguments(
         str(output),
@@ -105,7 +105,7 @@ def load(
 
     def until_the_first_step(files: Path) -> tuple[Any, float]:
         model = ds_trainer.from_pretrained(files)
-        source: Any = attached_weights(model)
+        source: Any = attached_weight_source(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name == LAST_NORM)
         data: Any = Tokens(line.ranks, TINY["vocab_size"])
@@ -116,10 +116,10 @@ def load(
     torch.set_num_threads(1)
     TrainLoop._run_epoch = no_step  # type: ignore[method-assign]  # this process does nothing else
     counts = Counts()
-    counts.said = said
+    counts.broadcasts = broadcasts
     watch_files(counts)
     with fake_world(line.ranks, counts, line.rank):
-        engine, _ = until_the_first_step(tiny)  # what is imported and made once a process is not counted
+        engine, _ = until_the_first_step(tiny)  # excludes imports and other work that a process does once
         engine.close()
         ready()
         counts.files_below = directory
@@ -143,7 +143,7 @@ def load(
             "shards": sum(p.ds_tensor.numel() * p.element_size() for p in engine.deepspeed.module.parameters()),
             **seen,
         }
-        return figures, counts.said
+        return figures, counts.broadcasts
 
 
 def _file_weights(source: Any) -> list[Any]:
@@ -153,24 +153,24 @@ def _file_weights(source: Any) -> list[Any]:
     return [source] if hasattr(source, "bytes_read") else []
 
 
-def measure(line: Line, directory: Path, tiny: Path, said: list[bytes]) -> dict[str, Any]:
-    """One line of the table.
+def measure(line: Line, directory: Path, tiny: Path, broadcasts: list[bytes]) -> dict[str, Any]:
+    """Measure one line of the table.
 
     Args:
-        line: which.
+        line: the line.
         directory: the weight files.
-        tiny: those of a tiny model.
-        said: what rank 0 has told the others; filled where ``line`` is of rank 0.
+        tiny: the weight files of a tiny model.
+        broadcasts: the broadcasts of rank 0; filled if ``line`` is of rank 0.
 
     Raises:
         RuntimeError: the rank failed.
     """
     with tempfile.TemporaryDirectory() as output:
         environment = {"DS_TRAINER_SELF_TEST": "never", "DS_ACCELERATOR": "cpu"}
-        told = [] if line.rank == 0 else said
-        ((found, told),), (looks,) = watched(load, (line, directory, tiny, Path(output), told), [environment])
+        sent = [] if line.rank == 0 else broadcasts
+        ((found, sent),), (looks,) = watched(load, (line, directory, tiny, Path(output), sent), [environment])
     if line.rank == 0:
-        said[:] = told
+        broadcasts[:] = sent
     start, first = found.pop("start"), found.pop("first step")
     during = [one.private for one in looks if start.when <= one.when <= first.when]
     return {
@@ -198,7 +198,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def write(model: str, directory: Path) -> Path:
-    """The weight files of a model, without numbers; their directory."""
+    """Write the weight files of a model, without data. Returns their directory."""
     from transformers import LlamaConfig
 
     sizes = TINY if model == "tiny" else MODELS[model]
@@ -222,9 +222,9 @@ def main() -> None:
             files = write(model, Path(folder))
             ranks = asked.ranks or RANKS[model]
             for tp in asked.tp:
-                said: list[bytes] = []
+                broadcasts: list[bytes] = []
                 for rank in (0, min(ranks // 2 + tp // 2, ranks - 1)):
-                    kept.add(measure(Line(model, ranks, tp, rank), files, tiny, said))
+                    kept.add(measure(Line(model, ranks, tp, rank), files, tiny, broadcasts))
                     print(table(kept.cases[-1:]), flush=True)
     print(table(kept.cases))
 

@@ -1,8 +1,8 @@
-"""Memory and reads of processes while they do a piece of work.
+"""Measures memory and reads of processes during a piece of work.
 
-*Private* memory is anonymous and shared memory that is here (``RssAnon + RssShmem``). Mapped files are not in it: their
-pages are the page cache's, once a node. Another process looks every other millisecond, so that nothing in the one that
-is looked at can hide a peak.
+*Private* memory is resident anonymous and shared memory (``RssAnon + RssShmem``). It excludes mapped files, whose pages
+belong to the page cache of the node. A separate process takes a sample every two milliseconds, so that no peak is
+missed while the measured process is busy.
 """
 
 from __future__ import annotations

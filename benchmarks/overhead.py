@@ -1,17 +1,17 @@
-"""What a trainer costs on top of a bare DeepSpeed loop: milliseconds a micro-step, by paired measurements.
+"""Measures the overhead of a trainer over a bare DeepSpeed loop: milliseconds per micro-step, by paired measurements.
 
-The same model, data, optimizer and DeepSpeed JSON go through three loops: one written by hand around
-``deepspeed.initialize``, this package's ``Trainer``, and ``transformers.Trainer``. A copy of the first one goes along
-as a control: its difference to the first is what the method itself gets wrong.
+The same model, data, optimizer and DeepSpeed JSON are used in three loops: a bare loop with ``deepspeed.initialize``,
+the ``Trainer`` of this package, and ``transformers.Trainer``. A copy of the first loop is the control: its difference
+from the first shows the measurement error.
 
-All loops live in one process a rank, each with an engine of its own and in a thread of its own, and take turns: a loop
-runs a block of optimizer steps, then waits until the others have run theirs. So whatever else the machine does meets
-all of them alike, and the *difference within a round* is meaningful where a single time is not. Only the thread whose
-turn it is runs; the others sleep on a condition and hold no lock. A step is timed from the end of the step before it to
-its own end, hence with everything that a loop does in between (fetching data, callbacks, schedule).
+All loops run in one process per rank, each with its own engine and in its own thread, and take turns: a loop runs a
+block of optimizer steps, then waits until the others have run theirs. So other load on the machine affects all loops,
+and the *difference within a round* is meaningful even if single times are not. Only the thread whose turn it is runs;
+the others sleep on a condition and hold no lock. A step is timed from the end of the previous step to its own end, so
+it includes everything that the loop does in between (fetching data, callbacks, schedule).
 
-Two clocks are read: wall clock, which is what matters and which every other process on the machine disturbs, and the
-CPU time of the rank, which is steadier but knows nothing of time spent waiting for other ranks.
+There are two clocks: wall-clock time, which matters but is disturbed by every other process on the machine, and the CPU
+time of the rank, which is steadier but does not include waiting for other ranks.
 
     python benchmarks/overhead.py                            the table of docs/benchmarks.md, about ten minutes
     python benchmarks/overhead.py --quick                    the same with few rounds
@@ -155,7 +155,7 @@ def bare_loop(case: Case, model: nn.Module, data: Tokens, config: dict[str, Any]
     """What one writes by hand. The mean loss is right here because every sample has the same number of tokens."""
     import deepspeed
 
-    from ds_trainer.optim.optimizers import decay_parameter_names, parameter_groups
+    from ds_trainer.optim.optimizer_builder import decay_parameter_names, parameter_groups
 
     groups = parameter_groups(model, decay_parameter_names(model), WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
@@ -174,7 +174,7 @@ def bare_loop(case: Case, model: nn.Module, data: Tokens, config: dict[str, Any]
 
 
 def arguments(case: Case, output_dir: str) -> dict[str, Any]:
-    """What both trainers are told. Nothing is logged or saved; all else is their default."""
+    """The arguments of both trainers. Nothing is logged or saved; other arguments are defaults."""
     return dict(
         output_dir=output_dir,
         per_device_train_batch_size=MODELS[case.model].micro_batch,

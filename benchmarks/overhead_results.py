@@ -1,4 +1,4 @@
-"""What the overhead benchmark makes of its measurements: a check of equal work, medians, intervals, a table."""
+"""The evaluation of the overhead measurements: a check of equal work, medians, intervals, a table."""
 
 from __future__ import annotations
 

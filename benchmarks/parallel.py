@@ -1,9 +1,9 @@
-"""What a parallel layout costs, as ratios to data parallelism: time of a step, bytes sent; and the ring or all-to-all.
+"""Measures the cost of parallel layouts relative to data parallelism: step time, bytes sent; and ring, all-to-all.
 
-All layouts train the same model on the same global batches in one process a rank, each with an engine of its own, and
-take turns (``turns.py``): so a *ratio within a round* is meaningful on a machine where a single time is not. Ranks that
-share the cores of one machine show what a layout adds in computation and messages; they do not show what it saves in
-memory, nor the speed of a network. Bytes are counted, not estimated (``traffic.py``).
+All layouts train the same model on the same global batches in one process per rank, each with its own engine, and take
+turns (``turns.py``). So the *ratio within a round* is meaningful on a busy machine, where single times are not. Ranks
+that share the cores of one machine show the additional computation and messages of a layout. They do not show how much
+memory it saves, nor the speed of a network. Bytes are counted, not estimated (``traffic.py``).
 
     python benchmarks/parallel.py                    layouts of 4 ranks, then ring against all-to-all
     python benchmarks/parallel.py --quick            the same with few rounds
@@ -45,7 +45,7 @@ Sizes = tuple[int, int, int, int]
 
 
 def layouts(world: int) -> list[Sizes]:
-    """Data parallelism first, then every factorisation of ``world`` into dp x cp x sp x tp whose heads divide."""
+    """Data parallelism first, then every factorization of ``world`` into dp x cp x sp x tp whose heads divide."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     found = [
         (world // (cp * sp * tp), cp, sp, tp)
@@ -84,8 +84,8 @@ def build_model() -> torch.nn.Module:
 def step_times(rounds: int, stage: int) -> dict[str, Any]:
     """Seconds of each step of each layout, its losses and what a rank sent, on every rank."""
     from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-    from ds_trainer.engine.parallelism import take_over, tell_deepspeed
     from ds_trainer.engine.process_group import start_process_group
+    from ds_trainer.engine.topology import install_mpu, set_deepspeed_groups
     from ds_trainer.utils import distributed
 
     start_process_group("cpu")
@@ -118,8 +118,8 @@ def step_times(rounds: int, stage: int) -> dict[str, Any]:
                     self.counting.__exit__(None, None, None)
                     sent[name] = float(sum(self.counter.values()))
                 turns.step_done(name)
-                mpu = tell_deepspeed(trainer.engine.groups, trainer.compiled)  # globals of DeepSpeed
-                take_over(trainer.engine.deepspeed, mpu)
+                mpu = set_deepspeed_groups(trainer.engine.groups, trainer.compiled)  # globals of DeepSpeed
+                install_mpu(trainer.engine.deepspeed, mpu)
 
         args = TrainingArguments(
             f"{directory}/{name}",
@@ -172,7 +172,7 @@ def _run(turns: Turns, name: str, loop: Callable[[], None]) -> None:
 def attention_times(rounds: int, length: int) -> dict[str, Any]:
     """Forward and backward pass of attention alone: the ring, the all-to-all, half and half."""
     from ds_trainer.engine.process_group import start_process_group
-    from ds_trainer.parallel.attention import attention, use_cut
+    from ds_trainer.parallel.attention import attention, use_sharding
     from ds_trainer.parallel.groups import parallel_groups
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.parallel.sequence_plan import SequencePlan
@@ -195,7 +195,7 @@ def attention_times(rounds: int, length: int) -> dict[str, Any]:
             value = torch.randn((1, KEY_VALUE_HEADS, *shape[2:]), requires_grad=True)
             dist.barrier()
             start = time.perf_counter()
-            with traffic() as counter, use_cut(SequencePlan(cuts[name], length), groups):
+            with traffic() as counter, use_sharding(SequencePlan(cuts[name], length), groups):
                 attention(query, key, value).sum().backward()
             dist.barrier()
             if index >= WARMUP:

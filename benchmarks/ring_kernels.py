@@ -1,11 +1,12 @@
-"""Ring attention's path through kernels on one device against torch's attention: ratios, forward and backward.
+"""Compares the kernels of ring attention on one device with the attention of torch: ratios, forward and backward.
 
-On one context-parallel rank nothing travels, and what remains is what ring attention adds on every rank: the division
-into blocks, the merging, the masks. Both sides compute the same tensors, which is checked first; then they take turns,
-and the ratio of each pair of turns counts. ``again`` is torch's attention once more: what the method itself gets wrong.
+On one context-parallel rank nothing is sent. The measurement shows what ring attention adds on every rank: the division
+into blocks, the merging, the masks. Both sides must compute the same tensors, which is checked first. Then they take
+turns, and the result is the ratio of each pair of turns. ``again`` is torch's attention a second time, which shows the
+measurement error.
 
-Where torch needs a mask (windows, documents), it gets one that was made beforehand, as transformers makes it once for
-all layers; ring attention makes the masks of its blocks anew in every call, and leaves empty blocks out.
+If torch needs a mask (windows, documents), the mask is created in advance, as transformers creates it once for all
+layers. Ring attention creates the masks of its blocks in every call, and skips empty blocks.
 
     python benchmarks/ring_kernels.py                       every case, on the GPU if there is one
     python benchmarks/ring_kernels.py --quick               does it run here?
@@ -31,8 +32,8 @@ from kept_results import Results
 from torch import Tensor
 
 from ds_trainer.parallel.attention_blocks import attention_blocks
-from ds_trainer.parallel.context import ring_attention
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.parallel.ring_attention import ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
 
 SIDES = ("torch", "again", "ring")

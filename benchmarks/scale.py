@@ -1,15 +1,15 @@
-"""What one rank does that grows with the number of ranks: counted on rank 0 of up to 4,096, in one process.
+"""Counts the work of one rank that grows with the number of ranks: rank 0 of up to 4,096, in one process.
 
-Rank 0 starts a training with the real ``Trainer``, trains some steps, writes a checkpoint (in the background, as by
-default), and goes on from it in another training; the process group is a fake one (:mod:`fake_world`). Counted are
-process groups, operations on the rendezvous store, objects and bytes that ranks send each other, files, descriptors.
+Rank 0 starts a training with the real ``Trainer``, trains some steps, writes a checkpoint (in the background, which is
+the default), and resumes from it in another training. The process group is a fake one (:mod:`fake_world`). The
+benchmark counts process groups, store operations, objects and bytes between ranks, files and descriptors.
 
     python benchmarks/scale.py --out benchmarks/results/scale.json      some minutes on one core
     python benchmarks/scale.py --ranks 8 64 --zero 1                    does it run here?
 
-A fake process group shows what this process does: calls, bytes, files, seconds of its own work. It cannot show what
-others do meanwhile (connections that NCCL and gloo make, 4,096 ranks at one store or file system), and its numbers mean
-nothing: gradients are not summed.
+A fake process group shows the work of this process: calls, bytes, files, seconds. It does not show the work of others
+(connections of NCCL and gloo, 4,096 ranks that use one store or file system), and its losses are meaningless, because
+gradients are not summed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(line: Line, folder: Path, extra: dict[str, Any] | None = None) -> di
     small_model()
     counts = Counts()
     watch_files(counts)
-    os.environ["DS_TRAINER_SELF_TEST"] = "never"  # its gradients are summed; its cost is measured by itself
+    os.environ["DS_TRAINER_SELF_TEST"] = "never"  # it needs real sums of gradients; its cost is measured separately
     with fake_world(line.ranks, counts):
         result = _phases(line, folder, counts, difference, extra or {})
     return {**line._asdict(), **result}
@@ -68,7 +68,7 @@ def measure(line: Line, folder: Path, extra: dict[str, Any] | None = None) -> di
 def _phases(line: Line, folder: Path, counts: Any, difference: Any, extra: dict[str, Any]) -> dict[str, Any]:
     from ds_trainer import Trainer, TrainingArguments
     from ds_trainer.engine.training_engine import TrainingEngine
-    from ds_trainer.training.hooks import step as step_hooks
+    from ds_trainer.training import assembly
     from ds_trainer.utils.errors import ConfigError
 
     tp, cp, sp = LAYOUTS[line.layout]
@@ -101,11 +101,11 @@ def _phases(line: Line, folder: Path, counts: Any, difference: Any, extra: dict[
         args = TrainingArguments(str(output), **{**values, **extra})
         return Trainer(small_model(), args, train_dataset=Blocks(line.ranks * (STEPS + 1)))
 
-    def check_cut(*args: Any) -> None:
-        with suppress(ConfigError):  # a cut sequence is compared with the whole one: here its other parts are wrong
-            checks_cut(*args)
+    def check_sequence_sharding(*args: Any) -> None:
+        with suppress(ConfigError):  # sharded sequences are compared with whole ones: here the other shards are wrong
+            check(*args)
 
-    checks_cut, step_hooks.check_cut = step_hooks.check_cut, check_cut
+    check, assembly.check_sequence_sharding = assembly.check_sequence_sharding, check_sequence_sharding
     TrainingEngine.step = step  # type: ignore[method-assign]
     others = OthersFiles(line.ranks, counts)
     try:
@@ -130,7 +130,7 @@ def _phases(line: Line, folder: Path, counts: Any, difference: Any, extra: dict[
             second.engine.close()
     finally:
         TrainingEngine.step = take_step  # type: ignore[method-assign]
-        step_hooks.check_cut = checks_cut
+        assembly.check_sequence_sharding = check
     return result
 
 
@@ -143,7 +143,7 @@ class OthersFiles:
     def __enter__(self) -> None:
         from fake_world import name_of_rank
 
-        from ds_trainer.checkpoint.protocol.saving import CheckpointSave
+        from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
 
         self._write = write = CheckpointSave._write
         ranks, counts = self._ranks, self._counts
@@ -161,13 +161,13 @@ class OthersFiles:
         CheckpointSave._write = with_others  # type: ignore[method-assign]
 
     def __exit__(self, *error: Any) -> None:
-        from ds_trainer.checkpoint.protocol.saving import CheckpointSave
+        from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
 
         CheckpointSave._write = self._write  # type: ignore[method-assign]
 
 
 def small_model() -> Any:
-    """A Llama that can be cut into eight slices, and has few weights."""
+    """A small Llama whose weights can be partitioned over eight ranks."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -194,7 +194,7 @@ class Blocks:
 
 
 def in_a_process(line: Line) -> dict[str, Any]:
-    """:func:`measure` in a process of its own, since a process group is for ever."""
+    """:func:`measure` in a separate process, because the process group cannot be replaced."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--line", json.dumps(line), "--folder", folder]
         done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -1,18 +1,17 @@
-"""Does anything grow while a training goes on and on?
+"""Measures whether anything grows during a long training.
 
-Twenty thousand steps of a tiny perceptron, which cost next to nothing themselves, with all that happens between steps:
-logs every 10, evaluations every 500, checkpoints in the background every 250, of which two are kept. Each rank looks
-at itself every 100 steps: memory, open files, threads, what it has in /dev/shm, what is on the disk, CPU time; now and
-then it counts the tensors that are alive. A line through the samples after the first tenth (start-up) gives the growth
-per 10,000 steps.
+The training has twenty thousand fast steps of a tiny perceptron, with everything that happens between steps: logs every
+10 steps, evaluations every 500, background checkpoints every 250, of which two are kept. Every 100 steps each rank
+records its memory, open files, threads, files in /dev/shm, files on the disk and CPU time, and less often the number of
+live tensors. A linear fit over the samples after the first tenth (start-up) gives the growth per 10,000 steps.
 
-``TrainerState.log_history`` grows by design, with every log. Its share is measured and taken off; not what its text
-needs while a checkpoint is written, which ``--no-logs`` tells from a leak.
+``TrainerState.log_history`` grows by design with every log. Its size is measured and subtracted, but not the memory for
+its text while a checkpoint is written; ``--no-logs`` distinguishes that from a leak.
 
-    python benchmarks/soak.py --out benchmarks/results/soak.json     the table of docs/resilience.md
+    python benchmarks/soak.py --out benchmarks/results/soak.json     the table of docs/explanation/resilience.md
     python benchmarks/soak.py --quick                                1,500 steps: does it run here?
-    python benchmarks/soak.py --quick --leak                         a control: 16 kB are kept at every step
-    python benchmarks/soak.py --no-logs                              another one: nothing is logged on the way
+    python benchmarks/soak.py --quick --leak                         a control that leaks 16 kB per step
+    python benchmarks/soak.py --no-logs                              another control without logs
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _COARSE = {"rss_mb": 60.0, "open_files": 5.0, "threads": 25.0, "tensors": 200.0,
 QUICK_BOUNDS = {**BOUNDS, **_COARSE}
 TITLES = {
     "rss_mb": "memory (RSS), MB",
-    "log_mb": "of it log_history, MB",
+    "log_mb": "of which log_history, MB",
     "open_files": "open files",
     "threads": "threads",
     "children": "child processes",
@@ -143,7 +142,7 @@ def deep_size(log_history: list[dict[str, Any]]) -> int:
 
 
 def disk_use(directory: Path) -> int:
-    """Bytes below a directory; what is removed meanwhile does not count."""
+    """Bytes in a directory; files that are removed during the count are skipped."""
     found = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 class Moment(NamedTuple):
     """Two clocks, in seconds; also the time between two moments.
 
-    ``wall`` is what a person waits. ``cpu`` is what this process computed meanwhile, all its threads together: other
-    work on the machine takes turns with ours and leaves it alone, but waiting for another rank is not in it.
+    ``wall`` is wall-clock time. ``cpu`` is the CPU time of this process with all its threads: other load on the machine
+    hardly affects it, but it does not include waiting for other ranks.
     """
 
     wall: float
@@ -32,8 +32,8 @@ class Turns:
     """Lets several threads run one at a time, in a fixed order, and times their steps.
 
     Args:
-        schedule: whose turn it is and how many steps it has. A turn of 0 steps lasts until :meth:`leave`.
-        align: called when a turn begins, before the clock starts (a barrier, where there are several ranks).
+        schedule: name and number of steps of each turn. A turn of 0 steps lasts until :meth:`leave`.
+        align: called when a turn begins, before the clock starts (a barrier if there are several ranks).
     """
 
     def __init__(self, schedule: Sequence[tuple[str, int]], align: Callable[[], None] = lambda: None) -> None:
@@ -53,7 +53,7 @@ class Turns:
         self._since = Moment.now()
 
     def step_done(self, name: str) -> None:
-        """A step of the loop whose turn it is has ended; after the last one of the turn, wait for the next turn."""
+        """Record the end of a step. After the last step of the turn, wait for the next turn."""
         now = Moment.now()
         self._steps.append(now.since(self._since))
         self._since = now
@@ -64,7 +64,7 @@ class Turns:
             self.enter(name)
 
     def leave(self) -> None:
-        """Hand over to the next in the schedule."""
+        """Begin the next turn of the schedule."""
         with self._changed:
             self._turn += 1
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Weight files to load: models of any size in the layout of the Hub, with random numbers or with headers alone.
+"""Weight files for the benchmarks: models of any size in the layout of the Hub, with random data or with headers only.
 
-``write_random`` holds one file in memory at a time. ``write_headers`` writes real safetensors headers and makes each
-file as long as it says: the file system stores no block for the numbers, which read as zero.
+``write_random`` holds one file in memory at a time. ``write_headers`` writes real safetensors headers and sparse files
+of the right size: the file system stores no blocks for the data, which reads as zero.
 """
 
 from __future__ import annotations

@@ -39,19 +39,20 @@ _PUBLIC = {
     "PredictionOutput": "ds_trainer.training.evaluation.outputs",
     "PrinterCallback": "ds_trainer.callbacks.defaults",
     "ProgressCallback": "ds_trainer.callbacks.defaults",
-    "Recipe": "ds_trainer.arguments.recipe",
-    "RecordsCallback": "ds_trainer.callbacks.records",
+    "Recipe": "ds_trainer.recipes.recipe",
+    "MetricsFileCallback": "ds_trainer.callbacks.metrics_recorder",
     "SaveStrategy": "ds_trainer.arguments.enums",
     "SchedulerType": "ds_trainer.arguments.enums",
     "Seq2SeqTrainer": "ds_trainer.training.seq2seq_trainer",
     "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
     "TFTrainer": "ds_trainer.training.tf_trainer",
+    "TFTrainingArguments": "ds_trainer.arguments.tf_training_arguments",
     "TrainOutput": "ds_trainer.training.train_loop",
     "Trainer": "ds_trainer.training.trainer",
     "TrainerCallback": "ds_trainer.callbacks.protocol",
     "TrainerControl": "ds_trainer.callbacks.state",
     "TrainerState": "ds_trainer.callbacks.state",
-    "TrainingStopped": "ds_trainer.training.stopping.stopper",
+    "TrainingStopped": "ds_trainer.training.stopping.stop_controller",
     "TrainingArguments": "ds_trainer.arguments.training_arguments",
     "attention": "ds_trainer.parallel.attention",
     "compile_config": "ds_trainer.config.compiler",
@@ -61,99 +62,66 @@ _PUBLIC = {
     "default_hp_space_ray": "ds_trainer.training.search.spaces",
     "default_hp_space_wandb": "ds_trainer.training.search.spaces",
     "from_pretrained": "ds_trainer.training.loading.pretrained",
+    "replay": "ds_trainer.monitor.health.replay",
+    "set_seed": "ds_trainer.utils.seeds",
 }
 
-__all__ = [
-    "BestRun",
-    "CompiledConfig",
-    "ConfigError",
-    "DataCollatorForLanguageModeling",
-    "DataCollatorForSeq2Seq",
-    "DataCollatorForTokenClassification",
-    "DataCollatorWithFlattening",
-    "DataCollatorWithPadding",
-    "DefaultDataCollator",
-    "DefaultFlowCallback",
-    "EarlyStoppingCallback",
-    "Environment",
-    "EvalLoopOutput",
-    "EvalPrediction",
-    "HPSearchBackend",
-    "HfArg",
-    "HfArgumentParser",
-    "HubStrategy",
-    "IntervalStrategy",
-    "KerasModule",
-    "ModelShape",
-    "OptimizerNames",
-    "ParallelLayout",
-    "PeerFailure",
-    "PredictionOutput",
-    "PrinterCallback",
-    "ProgressCallback",
-    "Recipe",
-    "RecordsCallback",
-    "SaveStrategy",
-    "SchedulerType",
-    "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments",
-    "TFTrainer",
-    "TrainOutput",
-    "Trainer",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "TrainingArguments",
-    "TrainingStopped",
-    "__version__",
-    "attention",
-    "compile_config",
-    "default_compute_objective",
-    "default_data_collator",
-    "default_hp_space_optuna",
-    "default_hp_space_ray",
-    "default_hp_space_wandb",
-    "from_pretrained",
-]
+__all__ = ["__version__", *_PUBLIC]
 
-if TYPE_CHECKING:
-    from transformers import (
-        DataCollatorForLanguageModeling,
-        DataCollatorForSeq2Seq,
-        DataCollatorForTokenClassification,
-        DataCollatorWithFlattening,
-        DataCollatorWithPadding,
-        DefaultDataCollator,
-    )
+if TYPE_CHECKING:  # "as": type checkers take it as public; a test compares it with _PUBLIC
+    from transformers import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
+    from transformers import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
+    from transformers import DataCollatorForTokenClassification as DataCollatorForTokenClassification
+    from transformers import DataCollatorWithFlattening as DataCollatorWithFlattening
+    from transformers import DataCollatorWithPadding as DataCollatorWithPadding
 
-    from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
-    from ds_trainer.arguments.parser import HfArg, HfArgumentParser
-    from ds_trainer.arguments.recipe import Recipe
-    from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
-    from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
-    from ds_trainer.callbacks.early_stopping import EarlyStoppingCallback
-    from ds_trainer.callbacks.protocol import TrainerCallback
-    from ds_trainer.callbacks.records import RecordsCallback
-    from ds_trainer.callbacks.state import TrainerControl, TrainerState
-    from ds_trainer.config.compiled import CompiledConfig
-    from ds_trainer.config.compiler import compile_config
-    from ds_trainer.config.environment import Environment
-    from ds_trainer.data.collators import default_data_collator
-    from ds_trainer.parallel.attention import attention
-    from ds_trainer.parallel.layout import ParallelLayout
-    from ds_trainer.planner.model_shape import ModelShape
-    from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
-    from ds_trainer.training.loading.pretrained import from_pretrained
-    from ds_trainer.training.search.best_run import BestRun, HPSearchBackend
-    from ds_trainer.training.search.objective import default_compute_objective
-    from ds_trainer.training.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb
-    from ds_trainer.training.seq2seq_trainer import Seq2SeqTrainer
-    from ds_trainer.training.stopping.stopper import TrainingStopped
-    from ds_trainer.training.tf_trainer import KerasModule, TFTrainer
-    from ds_trainer.training.train_loop import TrainOutput
-    from ds_trainer.training.trainer import Trainer
-    from ds_trainer.utils.errors import ConfigError
-    from ds_trainer.utils.failures import PeerFailure
+    from ds_trainer.arguments.enums import HubStrategy as HubStrategy
+    from ds_trainer.arguments.enums import IntervalStrategy as IntervalStrategy
+    from ds_trainer.arguments.enums import OptimizerNames as OptimizerNames
+    from ds_trainer.arguments.enums import SaveStrategy as SaveStrategy
+    from ds_trainer.arguments.enums import SchedulerType as SchedulerType
+    from ds_trainer.arguments.parser import HfArg as HfArg
+    from ds_trainer.arguments.parser import HfArgumentParser as HfArgumentParser
+    from ds_trainer.arguments.tf_training_arguments import TFTrainingArguments as TFTrainingArguments
+    from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
+    from ds_trainer.arguments.training_arguments import TrainingArguments as TrainingArguments
+    from ds_trainer.callbacks.defaults import DefaultFlowCallback as DefaultFlowCallback
+    from ds_trainer.callbacks.defaults import PrinterCallback as PrinterCallback
+    from ds_trainer.callbacks.defaults import ProgressCallback as ProgressCallback
+    from ds_trainer.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
+    from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback as MetricsFileCallback
+    from ds_trainer.callbacks.protocol import TrainerCallback as TrainerCallback
+    from ds_trainer.callbacks.state import TrainerControl as TrainerControl
+    from ds_trainer.callbacks.state import TrainerState as TrainerState
+    from ds_trainer.config.compiled import CompiledConfig as CompiledConfig
+    from ds_trainer.config.compiler import compile_config as compile_config
+    from ds_trainer.config.environment import Environment as Environment
+    from ds_trainer.data.collators import DefaultDataCollator as DefaultDataCollator
+    from ds_trainer.data.collators import default_data_collator as default_data_collator
+    from ds_trainer.monitor.health.replay import replay as replay
+    from ds_trainer.parallel.attention import attention as attention
+    from ds_trainer.parallel.layout import ParallelLayout as ParallelLayout
+    from ds_trainer.planner.model_shape import ModelShape as ModelShape
+    from ds_trainer.recipes.recipe import Recipe as Recipe
+    from ds_trainer.training.evaluation.outputs import EvalLoopOutput as EvalLoopOutput
+    from ds_trainer.training.evaluation.outputs import EvalPrediction as EvalPrediction
+    from ds_trainer.training.evaluation.outputs import PredictionOutput as PredictionOutput
+    from ds_trainer.training.loading.pretrained import from_pretrained as from_pretrained
+    from ds_trainer.training.search.best_run import BestRun as BestRun
+    from ds_trainer.training.search.best_run import HPSearchBackend as HPSearchBackend
+    from ds_trainer.training.search.objective import default_compute_objective as default_compute_objective
+    from ds_trainer.training.search.spaces import default_hp_space_optuna as default_hp_space_optuna
+    from ds_trainer.training.search.spaces import default_hp_space_ray as default_hp_space_ray
+    from ds_trainer.training.search.spaces import default_hp_space_wandb as default_hp_space_wandb
+    from ds_trainer.training.seq2seq_trainer import Seq2SeqTrainer as Seq2SeqTrainer
+    from ds_trainer.training.stopping.stop_controller import TrainingStopped as TrainingStopped
+    from ds_trainer.training.tf_trainer import KerasModule as KerasModule
+    from ds_trainer.training.tf_trainer import TFTrainer as TFTrainer
+    from ds_trainer.training.train_loop import TrainOutput as TrainOutput
+    from ds_trainer.training.trainer import Trainer as Trainer
+    from ds_trainer.utils.errors import ConfigError as ConfigError
+    from ds_trainer.utils.failures import PeerFailure as PeerFailure
+    from ds_trainer.utils.seeds import set_seed as set_seed
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``python -m ds_trainer``, and what ``deepspeed --module ds_trainer`` and ``torchrun -m ds_trainer`` start."""
+"""Entry point of ``python -m ds_trainer``, ``deepspeed --module ds_trainer`` and ``torchrun -m ds_trainer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teach a small T5 with random weights to write a sequence backwards, and count how often it gets all of it right.
+"""Train a small T5 with random weights to reverse a sequence, and measure how often the whole result is correct.
 
 Training and generation under ZeRO-3, on GPUs or as two processes on the CPU; metrics in OUTPUT_DIR/all_results.json:
 
@@ -95,10 +95,10 @@ def exact_match(found: EvalPrediction) -> dict[str, float]:
     return {"exact_match": float(np.mean([letters(tokens) == letters(labels) for tokens, labels in rows]))}
 
 
-def main(words: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Train, then generate for the held-out pairs."""
-    # The deepspeed launcher hands its own word in; the environment says the same.
-    given = [word for word in words if not word.startswith("--local_rank")]
+    # The deepspeed launcher adds --local_rank, which is also in the environment.
+    given = [argument for argument in argv if not argument.startswith("--local_rank")]
     usual = [f"--{name}={value}" for name, value in DEFAULTS.items()]
     (args,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses([*usual, *given])
     torch.manual_seed(args.seed)

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it: one virtual environment, made once and reused as long as what it was made from stays
-# the same. Sets ROOT (the clone, also the current folder) and VENV; `ensure_venv run|dev` fills it.
+# Sourced by the scripts in this directory: one virtual environment, reused until its requirements change. Sets ROOT (the
+# clone, which becomes the current directory) and VENV; `ensure_venv run|dev` installs into it.
 #
-#   DS_TRAINER_VENV  where it lies (default .venv in the clone)
-#   PYTHON           the Python that makes it (default: the first of python3, python3.13 ... python3.10 that fits)
+#   DS_TRAINER_VENV  its location (default: .venv in the clone)
+#   PYTHON           the Python to create it with (default: the first supported of python3, python3.13 ... python3.10)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT" || exit 1
@@ -19,18 +19,18 @@ die() {
     exit 1
 }
 
-# The version of a Python as "3.11", nothing if it does not run.
+# Prints the version of a Python as "3.11"; nothing if it does not run.
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
 supported() { case "$1" in 3.10 | 3.11 | 3.12 | 3.13) true ;; *) false ;; esac }
 
-# Prints the Python to make the environment with.
+# Prints the Python to create the environment with.
 find_python() {
     local candidate version seen=""
     if [ -n "${PYTHON:-}" ]; then
         version="$(version_of "$PYTHON")"
-        [ -n "$version" ] || die "PYTHON=$PYTHON does not run: give the path of a Python 3.10 to 3.13."
-        supported "$version" || die "PYTHON=$PYTHON is Python $version: Python 3.10 to 3.13 is needed."
+        [ -n "$version" ] || die "PYTHON=$PYTHON does not run; set it to the path of a Python 3.10 to 3.13."
+        supported "$version" || die "PYTHON=$PYTHON is Python $version; Python 3.10 to 3.13 is required."
         printf '%s\n' "$PYTHON"
         return
     fi
@@ -42,7 +42,7 @@ find_python() {
         fi
         [ -z "$version" ] || seen="$seen$candidate is $version; "
     done
-    die "Python 3.10 to 3.13 is needed, and none is on PATH (${seen:-no python3 found; }set PYTHON to the path of one)."
+    die "Python 3.10 to 3.13 is required, and none is on PATH (${seen:-no python3 found; }set PYTHON to the path of one)."
 }
 
 make_venv() {
@@ -50,26 +50,26 @@ make_venv() {
     if [ -x "$VENV/bin/python" ]; then
         have="$(version_of "$VENV/bin/python")"
         supported "$have" ||
-            die "the Python in $VENV ${have:+is $have and }does not serve: delete that folder and start again."
+            die "the Python in $VENV ${have:+is $have and }cannot be used: delete that directory and run this script again."
         if [ -n "${PYTHON:-}" ]; then
             python="$(find_python)"
             wanted="$(version_of "$python")"
             [ "$wanted" = "$have" ] ||
-                die "$VENV holds Python $have, PYTHON is $wanted: delete that folder, or set DS_TRAINER_VENV to another."
+                die "$VENV holds Python $have, PYTHON is $wanted: delete that directory, or set DS_TRAINER_VENV to another."
         fi
         return
     fi
     if [ -e "$VENV" ] && [ ! -e "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV")" ]; then
-        die "$VENV exists and is no virtual environment: set DS_TRAINER_VENV to another folder."
+        die "$VENV exists and is not a virtual environment; set DS_TRAINER_VENV to another directory."
     fi
     python="$(find_python)"
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-        die "$python cannot make virtual environments: on Debian and Ubuntu 'apt-get install python3-venv' adds it."
-    say "making $VENV with Python $(version_of "$python")"
+        die "$python cannot create virtual environments; on Debian and Ubuntu: apt-get install python3-venv."
+    say "creating $VENV with Python $(version_of "$python")"
     "$python" -m venv "$VENV"
 }
 
-# What an environment is made from: the pins, the metadata, and the clone that an editable install points at.
+# Hash of what determines the environment: the pins, the metadata, and the path of the clone (an editable install).
 stamp_key() {
     "$VENV/bin/python" - "$ROOT" pyproject.toml constraints.txt <<'PY'
 import hashlib
@@ -87,14 +87,14 @@ stamped() { [ -f "$VENV/.ds_trainer_$1" ] && [ "$(cat "$VENV/.ds_trainer_$1")" =
 
 install_into_venv() {
     local kind="$1" key="$2" extras
-    case "$kind" in run) extras="hf,plot" ;; dev) extras="dev" ;; *) die "no environment '$kind'" ;; esac
-    # An install that breaks off must not look like a finished one.
+    case "$kind" in run) extras="hf,plot" ;; dev) extras="dev" ;; *) die "unknown environment '$kind'" ;; esac
+    # An interrupted installation must not look complete.
     rm -f "$VENV/.ds_trainer_run" "$VENV/.ds_trainer_dev"
-    say "installing torch $TORCH_VERSION (the first time takes minutes)"
+    say "installing torch $TORCH_VERSION (takes minutes the first time)"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$TORCH_VERSION"
     say "installing ds-trainer[$extras]"
-    # The variables put the pins on build backends too: older pips read the first there, newer ones only the second.
-    # --use-pep517: pip before 23.1 would otherwise build deepspeed inside this environment, against its own setuptools.
+    # The variables apply the pins to build backends too: older versions of pip read the first, newer ones the second.
+    # --use-pep517: pip before 23.1 would otherwise build deepspeed in this environment, with its setuptools.
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
         "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt \
         -e ".[$extras]"
@@ -102,14 +102,14 @@ install_into_venv() {
     mv "$VENV/.ds_trainer_$kind.new" "$VENV/.ds_trainer_$kind"
 }
 
-# Makes VENV hold what "run" (training) or "dev" (training, tests and linters) needs, and puts it first on PATH.
+# Installs into VENV what "run" (training) or "dev" (training, tests and linters) needs, and puts it first on PATH.
 ensure_venv() {
     local kind="$1" key
     make_venv
     key="$(stamp_key)"
     if ! stamped dev "$key" && ! { [ "$kind" = run ] && stamped run "$key"; }; then
         (
-            # Two scripts started together must not install into one folder at once.
+            # Two scripts must not install into the same directory at the same time.
             if command -v flock >/dev/null; then flock 9; fi
             if ! stamped dev "$key" && ! { [ "$kind" = run ] && stamped run "$key"; }; then
                 install_into_venv "$kind" "$key"
@@ -118,7 +118,7 @@ ensure_venv() {
     fi
     export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
     unset PYTHONHOME
-    # DeepSpeed compiles operators into this cache, which is good for one environment only.
+    # DeepSpeed caches compiled operators here; the cache is valid for one environment only.
     export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$VENV/torch_extensions}"
     export TOKENIZERS_PARALLELISM=false
 }

@@ -38,7 +38,7 @@ gpus=0
 if command -v nvidia-smi >/dev/null; then
     gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
 fi
-# The launcher takes CUDA_VISIBLE_DEVICES only where it is not told a number, and throws it away otherwise.
+# The launcher reads CUDA_VISIBLE_DEVICES only when it gets no number of processes, and discards it otherwise.
 chosen=()
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     if [[ "$CUDA_VISIBLE_DEVICES" =~ ^[0-9]+(,[0-9]+)*$ ]]; then
@@ -46,10 +46,10 @@ if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         gpus=${#chosen[@]}
     elif [ -z "$CUDA_VISIBLE_DEVICES" ] || [ "$CUDA_VISIBLE_DEVICES" = -1 ]; then
         gpus=0
-        export DS_ACCELERATOR=cpu # for the launcher; it shows the GPUs to the ranks again, so they are told too
+        export DS_ACCELERATOR=cpu # for the launcher; it shows the GPUs to the ranks again, hence use_cpu
         set -- --arguments.use_cpu true "$@"
     else
-        die "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: name GPUs by number, as in 0,1: the deepspeed launcher takes nothing else."
+        die "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: name GPUs by number (0,1): the deepspeed launcher accepts nothing else."
     fi
 fi
 
@@ -59,9 +59,9 @@ if [ "$gpus" -gt 0 ]; then
 else
     nproc="${NPROC:-$((cores < 2 ? cores : 2))}"
 fi
-[[ "$nproc" =~ ^[1-9][0-9]*$ ]] || die "NPROC=$nproc: a number of processes, 1 or more, is needed."
+[[ "$nproc" =~ ^[1-9][0-9]*$ ]] || die "NPROC=$nproc: set it to a number of processes, 1 or more."
 [ "$gpus" -eq 0 ] || [ "$nproc" -le "$gpus" ] ||
-    die "NPROC=$nproc, but there are $gpus GPUs: NCCL takes one process for each GPU."
+    die "NPROC=$nproc, but there are $gpus GPUs: NCCL needs one GPU for each process."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores / nproc > 0 ? cores / nproc : 1))}"
 
 if [ ${#chosen[@]} -gt 0 ]; then
@@ -73,11 +73,11 @@ fi
 port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
 
 say "$nproc processes ($gpus GPUs, $cores cores), $OMP_NUM_THREADS threads each, output in $output_dir"
-# Written as the job's last act. The launcher's exit code alone does not tell: it is 0 when its child died by a signal.
+# The job writes it last. The launcher's exit code is not enough: it is 0 when a signal killed its child.
 rm -f "$output_dir/results.json"
 
-# The job gets a process group of its own, so that stopping this script stops every rank with it.
-# --hostfile '': this is one machine, even where a cluster's host file lies in the default place.
+# The job runs in its own process group, so that stopping this script stops every rank.
+# --hostfile '': this is one machine, even if there is a hostfile of a cluster at the default path.
 # --no_local_rank: the rank is in the environment; the launcher would put the flag before the sub-command.
 set -m
 deepspeed --hostfile '' "${where[@]}" --master_port "$port" --no_local_rank --module \
@@ -95,9 +95,9 @@ trap - INT TERM HUP
 
 if [ "$code" -ne 0 ]; then
     stop_job
-    die "training failed with exit code $code: the cause is above."
+    die "training failed with exit code $code: see the cause above."
 fi
 if [ ! -f "$output_dir/results.json" ]; then
     stop_job
-    die "the launcher ended without an error, but $output_dir/results.json is missing: a process died on the way."
+    die "the launcher reported no error, but $output_dir/results.json is missing: a process died."
 fi

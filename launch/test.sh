@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The tests: ruff, mypy, the import contracts, then pytest, in a virtual environment that the first run makes.
+# The tests: every linter (tools/lint.sh), then pytest, in a virtual environment that the first run makes.
 #
 #   launch/test.sh                     all of it
 #   launch/test.sh tests/parallel -x   only pytest, with these arguments
 #
+# DS_TRAINER_TEST_PROCESSES: how many processes share the tests (pytest-xdist; default: one per core, at most 4).
 # DS_TRAINER_VENV and PYTHON choose the environment: see launch/_venv.sh.
 set -euo pipefail
 # shellcheck source=launch/_venv.sh
@@ -17,10 +18,13 @@ step() {
     "$@"
 }
 
+processes=()
 if [ $# -eq 0 ]; then
-    step ruff check
-    step ruff format --check
-    step mypy
-    step lint-imports
+    cores="$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))')"
+    number="${DS_TRAINER_TEST_PROCESSES:-$cores}"
+    if [ "$number" -gt 1 ]; then
+        processes=(-n "$number" --dist loadscope --no-loadscope-reorder)
+    fi
+    step tools/lint.sh
 fi
-step python -m pytest "$@"
+step python -m pytest ${processes[@]+"${processes[@]}"} "$@"

@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
+from tests.support.matrix import LONG, MATRIX
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
 
@@ -22,20 +24,51 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_TRAINER_SELF_TEST", "never")  # asked for where it is tested
 
 # Else the package gives its logger a handler of its own where it is imported before pytest has set its handlers: then
-# what a test hears would depend on which folders' conftest.py pytest was given.
+# the records that a test gets would depend on which folders' conftest.py pytest was given.
 logging.getLogger("ds_trainer").addHandler(logging.NullHandler())
 
 # Deadlines measure the machine, not the code.
 settings.register_profile("ds_trainer", deadline=None, max_examples=60)
-settings.load_profile("ds_trainer")
+# For tools/mutants.py: the same examples at every run, and the first that fails is enough.
+_PHASES = (Phase.explicit, Phase.generate)
+settings.register_profile("mutants", deadline=None, max_examples=60, derandomize=True, database=None, phases=_PHASES)
+settings.load_profile(os.environ.get("DS_TRAINER_TEST_PROFILE", "ds_trainer"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Operators that ranks and scripts compile for themselves are kept: each of them takes minutes."""
+    if hasattr(config, "cache") and "TORCH_EXTENSIONS_DIR" not in os.environ:
+        folder = config.cache.mkdir("torch_extensions_of_ranks")  # type: ignore[union-attr]
+        for lock in folder.rglob("lock"):  # of a build that was killed; every later one would wait for it
+            lock.unlink()
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes hours in all runs where ``-m matrix`` asks for it."""
+    """What takes hours in all runs where ``-m matrix`` asks for it; for ``pytest -n``, long files come first."""
+    for item in items:
+        if item.nodeid.startswith(tuple(MATRIX)):
+            item.add_marker("matrix")
     if "matrix" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("matrix")]
         items[:] = [item for item in items if not item.get_closest_marker("matrix")]
         config.hook.pytest_deselected(items=left_out)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        built = {item.path for item in items if "extensions" in getattr(item, "fixturenames", ())}
+        items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path in built))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file runs in one process, whose tests share fixtures; so do all files that use the cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "tests/cluster" if path.startswith("tests/cluster/") else path
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -117,7 +150,7 @@ def _process_group_of_this_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _handlers_of_this_process() -> Iterator[None]:
-    """A handler that a test adds hears nothing of later tests."""
+    """A handler that a test adds gets no records of later tests."""
     logger = logging.getLogger("ds_trainer")
     before = list(logger.handlers)
     yield

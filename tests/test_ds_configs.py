@@ -1,4 +1,4 @@
-"""Every file of ds_configs/: says when to use it, compiles, and trains for two steps where a CPU can."""
+"""Every file of ds_configs/: it explains when to use it, compiles, and trains for two steps if a CPU can."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class Header:
 
 def header_of(path: Path, nvme: str = "/local") -> Header:
     lines = [line.removeprefix("//").strip() for line in path.read_text().splitlines() if line.startswith("//")]
-    said = {key: value for key, _, value in (line.partition(": ") for line in lines) if key.isidentifier()}
+    entries = {key: value for key, _, value in (line.partition(": ") for line in lines) if key.isidentifier()}
     hints = {name: field.type for name, field in TrainingArguments.__dataclass_fields__.items()}
     arguments: dict[str, Any] = {}
-    for word in said.get("arguments", "").split():
-        name, _, text = word.partition("=")
+    for setting in entries.get("arguments", "").split():
+        name, _, text = setting.partition("=")
         assert name in hints
         value = read_as(read_command_line_value(text.replace("NVME", nvme)), Any)
         arguments[name] = value
-    return Header(" ".join(lines), arguments, frozenset(said.get("needs", "").split()), int(said.get("ranks", "1")))
+    needs = frozenset(entries.get("needs", "").split())
+    return Header(" ".join(lines), arguments, needs, int(entries.get("ranks", "1")))
 
 
 def compiled(path: Path, header: Header, environment: Environment | None = None, **more: Any) -> CompiledConfig:
@@ -59,7 +60,7 @@ def compiled(path: Path, header: Header, environment: Environment | None = None,
     return compile_config(args, ParallelLayout.of(args, header.ranks), shape, device, environment=environment)
 
 
-def test_there_is_one_for_each_common_case() -> None:
+def test_each_common_case_has_a_file() -> None:
     names = {path.stem for path in FILES}
     assert {f"zero{stage}" for stage in range(4)} <= names
     assert {"zero2_offload", "zero3_offload", "zero3_nvme", "zeropp", "fp16", "bf16", "muon", "superoffload"} <= names
@@ -69,18 +70,18 @@ def test_there_is_one_for_each_common_case() -> None:
 def test_the_list_of_files_is_complete_and_true() -> None:
     rows = dict(re.findall(r"\| `(\w+)\.json` \|.*\| (\w+) \|", (FOLDER / "README.md").read_text()))
     gpu = {path.stem for path in FILES if "gpu" in header_of(path).needs}
-    says = {"GPU": gpu, "trained": {path.stem for path in FILES} - gpu}
-    assert {kind: {name for name, said in rows.items() if said == kind} for kind in says} == says
+    expected = {"GPU": gpu, "trained": {path.stem for path in FILES} - gpu}
+    assert {kind: {name for name, kinds in rows.items() if kinds == kind} for kind in expected} == expected
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_says_when_to_use_it_and_compiles(path: Path) -> None:
+def test_each_file_says_when_to_use_it_and_compiles(path: Path) -> None:
     header = header_of(path)
     assert re.search(r"\bWhen: .+\.", header.text)
     config = compiled(path, header)
     assert '"auto"' not in config.to_json()
-    again = compiled_again(config, header)
-    assert again.to_dict() == config.to_dict()
+    recompiled = compiled_again(config, header)
+    assert recompiled.to_dict() == config.to_dict()
 
 
 def compiled_again(config: CompiledConfig, header: Header) -> CompiledConfig:
@@ -90,7 +91,7 @@ def compiled_again(config: CompiledConfig, header: Header) -> CompiledConfig:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_deepspeed_reads_it(path: Path) -> None:
+def test_deepspeed_reads_each_file(path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     header = header_of(path)
@@ -141,7 +142,7 @@ def plain_losses(output_dir: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
-def test_it_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_each_file_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     header = header_of(path)
     check(path, pool(2).run(partial(train, path, tmp_path, header.arguments)), tmp_path, tmp_path_factory)
 
@@ -164,7 +165,7 @@ def train_compiled(extensions: str, path: Path, output_dir: Path) -> list[float]
 
 @pytest.mark.jit
 @pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.stem)
-def test_it_trains_with_an_operator(
+def test_files_that_need_an_operator_train(
     path: Path, extensions: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     check(path, pool(2).run(partial(train_compiled, extensions, path, tmp_path)), tmp_path, tmp_path_factory)

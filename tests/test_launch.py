@@ -1,4 +1,4 @@
-"""The launch scripts: what they choose, what they refuse, and that they tell the truth about how a run ended."""
+"""The launch scripts: what they select and reject, and that their exit codes are correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # The launcher of a real run takes half a minute. What is tested here is what the script makes of its end, so a launcher
-# that ends in a chosen way stands in its place: it is called with the same words.
+# that ends in a chosen way replaces it: it gets the same arguments.
 LAUNCHER = """\
 #!/bin/sh
 printf '%s\\n' "$@" > "$SEEN"
@@ -30,7 +30,7 @@ esac
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that the scripts take for a finished one, with the launcher above."""
+    """A virtual environment that the scripts accept as complete, with the launcher above."""
     path = tmp_path_factory.mktemp("house") / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     launcher = path / "bin" / "deepspeed"
@@ -43,7 +43,7 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs this in the clone as a user's shell would: without the settings that the tests themselves run under."""
+    """Run a command in the clone as a user's shell would, without the settings of the tests."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -56,15 +56,15 @@ def bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 class Quickstart:
-    """launch/quickstart.sh with a launcher that ends in a chosen way."""
+    """launch/quickstart.sh with a launcher that ends in a given way."""
 
     def __init__(self, venv: Path, tmp_path: Path) -> None:
         self.output, self.seen = tmp_path / "out", tmp_path / "seen"
         self.environment = {"DS_TRAINER_VENV": str(venv), "OUTPUT": str(self.output), "SEEN": str(self.seen)}
 
-    def __call__(self, ending: str, words: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-        words = words or f"--arguments.output_dir '{self.output}'"
-        return bash(f"launch/quickstart.sh {words}", ENDING=ending, **self.environment, **environment)
+    def __call__(self, ending: str, options: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        options = options or f"--arguments.output_dir '{self.output}'"
+        return bash(f"launch/quickstart.sh {options}", ENDING=ending, **self.environment, **environment)
 
     def rank(self) -> int | None:
         """The process that the launcher has left running, once it has said which."""
@@ -72,8 +72,8 @@ class Quickstart:
         return int(text) if path.exists() and (text := path.read_text(encoding="utf-8").strip()) else None
 
     def option(self, name: str) -> str:
-        words = self.seen.read_text(encoding="utf-8").splitlines()
-        return words[words.index(name) + 1]
+        argv = self.seen.read_text(encoding="utf-8").splitlines()
+        return argv[argv.index(name) + 1]
 
 
 def wait_for_end(process: int | None) -> None:
@@ -90,33 +90,33 @@ def quickstart(venv: Path, tmp_path: Path) -> Quickstart:
 
 
 @pytest.mark.parametrize("form", ["--arguments.output_dir {}", "--arguments.output_dir={} --arguments.max_steps 3"])
-def test_quickstart_succeeds_when_the_job_says_so(quickstart: Quickstart, form: str) -> None:
-    done = quickstart("success", form.format(quickstart.output))
-    assert done.returncode == 0, done.stderr
-    words = quickstart.seen.read_text(encoding="utf-8").splitlines()
-    at = words.index("ds_trainer")
-    assert words[at - 1] == "--module"
-    assert words[at : at + 3] == ["ds_trainer", "train", "ds_configs/recipes/quickstart.yaml"]
-    assert words[at + 3 :] == form.format(quickstart.output).split()
+def test_quickstart_succeeds_if_the_job_wrote_results(quickstart: Quickstart, form: str) -> None:
+    completed = quickstart("success", form.format(quickstart.output))
+    assert completed.returncode == 0, completed.stderr
+    argv = quickstart.seen.read_text(encoding="utf-8").splitlines()
+    at = argv.index("ds_trainer")
+    assert argv[at - 1] == "--module"
+    assert argv[at : at + 3] == ["ds_trainer", "train", "ds_configs/recipes/quickstart.yaml"]
+    assert argv[at + 3 :] == form.format(quickstart.output).split()
 
 
-def test_quickstart_fails_when_the_launcher_lies(quickstart: Quickstart) -> None:
+def test_quickstart_fails_if_the_launcher_returns_0_without_results(quickstart: Quickstart) -> None:
     quickstart.output.mkdir()
     (quickstart.output / "results.json").touch()  # of an earlier run
-    done = quickstart("silent")
-    assert done.returncode == 1
-    assert "results.json is missing" in done.stderr
+    completed = quickstart("silent")
+    assert completed.returncode == 1
+    assert "results.json is missing" in completed.stderr
     wait_for_end(quickstart.rank())
 
 
 def test_quickstart_fails_when_the_launcher_fails(quickstart: Quickstart) -> None:
-    done = quickstart("failure")
-    assert done.returncode == 1
-    assert "exit code 7" in done.stderr
+    completed = quickstart("failure")
+    assert completed.returncode == 1
+    assert "exit code 7" in completed.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts cores by affinity")
-def test_quickstart_chooses_processes_and_threads(quickstart: Quickstart, tmp_path: Path) -> None:
+def test_quickstart_selects_processes_and_threads(quickstart: Quickstart, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     smi = tools / "nvidia-smi"
@@ -125,9 +125,9 @@ def test_quickstart_chooses_processes_and_threads(quickstart: Quickstart, tmp_pa
     gpus = {"PATH": f"{tools}:{os.environ['PATH']}"}
     cores = len(os.sched_getaffinity(0))
 
-    done = quickstart("success", **gpus)
+    completed = quickstart("success", **gpus)
     assert quickstart.option("--num_gpus") == "4"
-    assert f"4 processes (4 GPUs, {cores} cores), {max(1, cores // 4)} threads each" in done.stdout
+    assert f"4 processes (4 GPUs, {cores} cores), {max(1, cores // 4)} threads each" in completed.stdout
     quickstart("success", CUDA_VISIBLE_DEVICES="1,3", **gpus)
     assert quickstart.option("--include") == "localhost:1,3"
     quickstart("success", CUDA_VISIBLE_DEVICES="1,3", NPROC="1", **gpus)
@@ -135,19 +135,19 @@ def test_quickstart_chooses_processes_and_threads(quickstart: Quickstart, tmp_pa
     quickstart("success", CUDA_VISIBLE_DEVICES="", **gpus)
     assert quickstart.option("--num_gpus") == str(min(2, cores))
     assert quickstart.option("--arguments.use_cpu") == "true"
-    assert "by number" in quickstart("success", CUDA_VISIBLE_DEVICES="GPU-1", **gpus).stderr
+    assert "name GPUs by number" in quickstart("success", CUDA_VISIBLE_DEVICES="GPU-1", **gpus).stderr
     quickstart("success", NPROC="3", OMP_NUM_THREADS="5", **gpus)
     assert quickstart.option("--num_gpus") == "3"
-    for wrong, says in (("5", "there are 4 GPUs"), ("two", "NPROC=two"), ("0", "NPROC=0")):
-        done = quickstart("success", NPROC=wrong, **gpus)
-        assert done.returncode == 1 and says in done.stderr
+    for wrong, message in (("5", "there are 4 GPUs"), ("two", "NPROC=two"), ("0", "NPROC=0")):
+        completed = quickstart("success", NPROC=wrong, **gpus)
+        assert completed.returncode == 1 and message in completed.stderr
 
     smi.write_text("#!/bin/sh\necho 'no driver'; exit 9\n", encoding="utf-8")
     quickstart("success", **gpus)
     assert quickstart.option("--num_gpus") == str(min(2, cores))
 
 
-def test_quickstart_takes_its_ranks_with_it(quickstart: Quickstart) -> None:
+def test_stopping_quickstart_stops_its_ranks(quickstart: Quickstart) -> None:
     quickstart.output.mkdir()
     environment = os.environ | quickstart.environment | {"ENDING": "hang"}
     command = ["launch/quickstart.sh", f"--arguments.output_dir={quickstart.output}"]
@@ -162,7 +162,7 @@ def test_quickstart_takes_its_ranks_with_it(quickstart: Quickstart) -> None:
     wait_for_end(rank)
 
 
-def test_environment_is_made_again_when_its_origin_changes(venv: Path, tmp_path: Path) -> None:
+def test_environment_is_updated_when_its_requirements_change(venv: Path, tmp_path: Path) -> None:
     code = "make_venv; key=$(stamp_key); stamped run $key && ! stamped dev $key && ! stamped run x"
     assert bash(f"source launch/_venv.sh; {code}", DS_TRAINER_VENV=str(venv)).returncode == 0
     for name in ("pyproject.toml", "constraints.txt", "launch/_venv.sh"):
@@ -176,7 +176,7 @@ def test_environment_is_made_again_when_its_origin_changes(venv: Path, tmp_path:
     assert len({key for key in keys if key}) == 3  # this clone, another clone, another pin
 
 
-def test_environment_refuses_what_cannot_serve(tmp_path: Path) -> None:
+def test_unusable_environments_are_rejected(tmp_path: Path) -> None:
     old = tmp_path / "python3"
     old.write_text("#!/bin/sh\necho 3.9\n", encoding="utf-8")
     old.chmod(0o755)
@@ -184,15 +184,15 @@ def test_environment_refuses_what_cannot_serve(tmp_path: Path) -> None:
     fresh = str(tmp_path / "fresh")
 
     def error(**environment: str) -> str:
-        done = bash(make, **environment)
-        assert done.returncode == 1
-        return done.stderr
+        completed = bash(make, **environment)
+        assert completed.returncode == 1
+        return completed.stderr
 
-    assert "is Python 3.9: Python 3.10 to 3.13 is needed" in error(PYTHON=str(old), DS_TRAINER_VENV=fresh)
+    assert "is Python 3.9; Python 3.10 to 3.13 is required" in error(PYTHON=str(old), DS_TRAINER_VENV=fresh)
     assert "does not run" in error(PYTHON=str(tmp_path / "absent"), DS_TRAINER_VENV=fresh)
     (tmp_path / "fresh").mkdir()
     (tmp_path / "fresh" / "thesis.tex").touch()
-    assert "is no virtual environment" in error(DS_TRAINER_VENV=fresh)
+    assert "is not a virtual environment" in error(DS_TRAINER_VENV=fresh)
     assert (tmp_path / "fresh" / "thesis.tex").exists()
 
 
@@ -204,8 +204,8 @@ def test_shell_files_pass_shellcheck(tmp_path: Path) -> None:
         path.name for path in scripts
     }
     command = ["shellcheck", "--external-sources"]
-    done = subprocess.run([*command, *map(str, scripts)], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run([*command, *map(str, scripts)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert completed.returncode == 0, completed.stdout
     wrong = tmp_path / "wrong.sh"
     wrong.write_text("#!/bin/sh\nrm $1\n", encoding="utf-8")
     assert subprocess.run([*command, str(wrong)], capture_output=True, check=False).returncode == 1

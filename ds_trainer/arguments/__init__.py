@@ -1,1 +1,1 @@
-"""What the user asks for: plain data, checked as a whole, imports neither torch nor deepspeed."""
+"""The options of a run: plain data, checked together, without importing torch or deepspeed."""

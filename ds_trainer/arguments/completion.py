@@ -1,33 +1,32 @@
-"""What follows from other arguments: names become enums, JSON text becomes mappings, unset values get theirs."""
+"""Completes checked arguments: names become enums, JSON text becomes mappings, unset values get their defaults."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.arguments.checks import CHOICES, PARALLEL_SIZES, parallel_sizes
-from ds_trainer.arguments.enums import DebugOption, IntervalStrategy, LogLevel
+from ds_trainer.arguments.accelerator_config import complete_accelerator_config
+from ds_trainer.arguments.enums import CHOICES, DebugOption, IntervalStrategy, LogLevel
+from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
 
-# Fields that take a mapping, or its JSON text on a command line. Other text is the path of a file.
+# Fields that take a mapping, or its JSON text on a command line. Any other text is the path of a file.
 JSON_FIELDS = (
     "lr_scheduler_kwargs",
     "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
-    "accelerator_config",
     "model_init_kwargs",
 )
 _OLD_NAMES = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
 )
-# These enums are used as such by this package; other closed lists stay strings, as in the reference.
+# The fields whose values become members of their enum. The other closed lists stay strings, as in the reference.
 _AS_ENUM = (
     "lr_scheduler_type",
     "optim",
@@ -44,14 +43,13 @@ _AS_ENUM = (
 
 
 def fill_in(args: Any) -> None:
-    """Complete ``args``, whose values have been checked. Doing it twice changes nothing."""
+    """Complete ``args``, whose values have been checked. A second call changes nothing."""
     _paths_and_mappings(args)
+    complete_accelerator_config(args)
     for name in _AS_ENUM:
-        choices = CHOICES[name]
-        assert issubclass(choices, Enum)
-        setattr(args, name, choices(str(getattr(args, name))))
+        setattr(args, name, CHOICES[name](str(getattr(args, name))))
     if not isinstance(args.debug, list):
-        args.debug = [DebugOption(word) for word in (args.debug or "").split()]
+        args.debug = [DebugOption(option) for option in (args.debug or "").split()]
     args.include_num_input_tokens_seen = _token_count(args.include_num_input_tokens_seen)
     args.report_to = _as_list(args.report_to)
     if isinstance(args.label_names, str):
@@ -119,11 +117,11 @@ def _as_list(value: Any) -> list[str]:
 
 
 def evaluation_metric(name: str) -> str:
-    """``name`` as an evaluation calls it: ``metric_for_best_model`` may leave out ``eval_``."""
+    """The key of metric ``name`` in an evaluation's results. ``metric_for_best_model`` may leave out ``eval_``."""
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def as_mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A completed field of :data:`JSON_FIELDS`: its text has become a mapping."""
+    """The value of a completed field of :data:`JSON_FIELDS`, whose JSON text has become a mapping."""
     assert not isinstance(value, str)
     return value

@@ -1,76 +1,110 @@
-"""How arguments come into being: old names translated, unknown ones refused, values converted, everything checked.
+"""Construction of argument objects: translates old names, rejects unknown names, checks and converts values.
 
-``ArgumentsType`` is the type of the argument classes: it sees the keywords before the dataclass does, so that names of
-transformers 4 still work, a misspelt one is answered with the nearest, and given values can be told from defaults.
+``ArgumentsType`` is the metaclass of the argument classes. It receives the keyword arguments before the dataclass does.
+So names of transformers 4 still work, a misspelled name gets a suggestion, and given values are distinguished from
+defaults.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any, TypeVar, cast
 
-from ds_trainer.arguments.checks import argument_problems, type_problems
+from ds_trainer.arguments.checks.type_checks import type_problems
+from ds_trainer.arguments.checks.unsupported import unsupported_problems
+from ds_trainer.arguments.checks.value_checks import argument_problems
+from ds_trainer.arguments.compat.renamed_arguments import translate, warn_renamed
 from ds_trainer.arguments.completion import fill_in
-from ds_trainer.arguments.renamed import translate, warn_renamed
-from ds_trainer.arguments.support import support_problems
+from ds_trainer.arguments.overrides import ORIGIN, overrides_for
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.problems import Problems
 
 _Self = TypeVar("_Self", bound="CheckedArguments")
 
 
 class ArgumentsType(type):
-    """Makes objects from keywords of any age; notes in ``origins`` which fields were given."""
+    """Constructs argument objects, and records in ``origins`` which fields were given.
+
+    A call raises one :class:`ConfigError` for all unknown names and wrong values.
+    """
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        """Construct the object; problems of all arguments are raised together."""
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        keywords, deprecations, problems = translate(keywords, declared=parameters)
+        keywords, deprecations, translation_problems = translate(keywords, declared=parameters)
         warn_renamed(deprecations)
+        problems = Problems(translation_problems)
         names = [name for name in parameters if name != "self"]
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            problems += [
-                f"{name} is not an argument of {cls.__name__}.{did_you_mean(name, names)}"
-                for name in keywords
-                if name not in parameters
-            ]
-        if problems:
-            raise ConfigError(problems)
-        made = cast(Any, cls).__new__(cls)
-        made.origins = dict.fromkeys((*names[: len(args)], *keywords), "argument")
-        made.__init__(*args, **keywords)
-        return made
+            unknown = [name for name in keywords if name not in parameters]
+            problems.extend(
+                f"{name} is not an argument of {cls.__name__}.{did_you_mean(name, names)}" for name in unknown
+            )
+            keywords = {name: value for name, value in keywords.items() if name not in unknown}
+        fixed = overrides_for(names)
+        args = tuple(fixed.get(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :]
+        keywords.update({name: value for name, value in fixed.items() if name not in names[: len(args)]})
+        arguments = cast(Any, cls).__new__(cls)
+        arguments.origins = {
+            **dict.fromkeys((*names[: len(args)], *keywords), "argument"),
+            **dict.fromkeys(fixed, ORIGIN),
+        }
+        try:
+            with problems.collecting():
+                arguments.__init__(*args, **keywords)
+        except TypeError:
+            problems.raise_if_any()  # a required field may be missing because its name is misspelled
+            raise
+        problems.raise_if_any()
+        rest = overrides_for([field.name for field in dataclasses.fields(cast(Any, cls)) if field.name not in fixed])
+        if rest:  # arguments that a subclass sets itself, in a constructor of its own
+            arguments.change(**rest)
+            arguments.origins = {**arguments.origins, **dict.fromkeys(rest, ORIGIN)}
+        return arguments
 
 
 class CheckedArguments:
-    """Completes and checks the fields of an argument class; see :mod:`ds_trainer.arguments.checks`."""
+    """Checks and completes the fields of an argument class; see :mod:`ds_trainer.arguments.checks`."""
 
     origins: dict[str, str]
 
     def problems(self) -> list[str]:
-        """What is wrong with the present values, one sentence each. They may have been changed since they were made."""
-        wrong = type_problems(self)
-        if wrong:
-            return wrong
-        wrong = argument_problems(self)
-        blamed = {re.split(r"\W", problem, maxsplit=1)[0] for problem in wrong}
-        return wrong + support_problems(self, blamed)
+        """One sentence for each problem with the current values, which may have changed since construction."""
+        found = type_problems(self)
+        if found:
+            return found
+        found = argument_problems(self)
+        fields = {re.split(r"\W", problem, maxsplit=1)[0] for problem in found}
+        return found + unsupported_problems(self, skip=fields)
 
-    def complete(self) -> None:
-        """Check all values, convert names to enums, and fill in what follows from others.
+    def complete(self, problems: Problems | None = None) -> None:
+        """Check all values, convert names to enums, and fill in the values that follow from others.
+
+        Args:
+            problems: collects problems instead of raising them. With problems, the object is not changed.
 
         Raises:
-            ConfigError: all problems at once; the object is then as it was.
+            ConfigError: all problems together, if there is no collector. The object is then not changed.
         """
-        problems = self.problems()
-        if problems:
-            raise ConfigError(problems)
+        found = Problems(self.problems())
+        if problems is None:
+            found.raise_if_any()
+        else:
+            problems.extend(found)
+        if not found:
+            self.fill_in()
+
+    def fill_in(self) -> None:
+        """Fill in the values that follow from others. All values have been checked."""
         fill_in(self)
 
-    def _changed(self: _Self, **values: Any) -> _Self:
-        """Set several fields together and check everything anew.
+    def change(self: _Self, **values: Any) -> _Self:
+        """Set several fields together and check all values again.
 
         Raises:
-            ConfigError: all problems at once; nothing is changed then.
+            ConfigError: all problems together; the object is then not changed.
         """
         before = dict(vars(self))
         vars(self).update(values)
@@ -85,9 +119,9 @@ class CheckedArguments:
         return self
 
     def where(self, name: str) -> str:
-        """Where a field was given: ``recipe.yaml:12``, ``command line``, ``argument``; ``default`` where it was not."""
+        """Source of a field's value: ``recipe.yaml:12``, ``command line``, ``argument``, or ``default``."""
         return self.origins.get(name, "default")
 
     def given(self, name: str) -> bool:
-        """Whether the value of a field was given rather than left at its default."""
+        """Whether the value of a field was given rather than kept at its default."""
         return name in self.origins

@@ -1,4 +1,4 @@
-"""The closed lists of values that arguments may take, under the names that Hugging Face users know."""
+"""The closed lists of values that arguments take, under the names that Hugging Face uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class NamedValue(str, Enum):
-    """A string enum that prints as its value, so that f-strings, JSON and comparisons with plain strings just work."""
+    """A string enum that prints as its value: it works in f-strings, JSON and comparisons with plain strings."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -21,7 +21,7 @@ class IntervalStrategy(NamedValue):
 
 
 class SaveStrategy(NamedValue):
-    """When to save: like :class:`IntervalStrategy`, or whenever the best metric so far is reached."""
+    """When to save: like :class:`IntervalStrategy`, or at every new best value of the metric."""
 
     NO = "no"
     STEPS = "steps"
@@ -39,7 +39,7 @@ class HubStrategy(NamedValue):
 
 
 class DebugOption(NamedValue):
-    """Extra checks while training."""
+    """Extra checks during training."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"
@@ -55,22 +55,22 @@ class SamplingStrategy(NamedValue):
 
 
 class GenerationGather(NamedValue):
-    """Whether evaluations that generate hold all weights of a model that ZeRO-3 has sharded."""
+    """Whether all weights of a ZeRO-3 model stay gathered while an evaluation generates."""
 
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
 
 
-class SaveFailure(NamedValue):
-    """What becomes of a run whose checkpoint cannot be written: no space, no permission, no such directory."""
+class SaveFailurePolicy(NamedValue):
+    """What a run does when a checkpoint cannot be written: no space, no permission, no such directory."""
 
     STOP = "stop"
     CONTINUE = "continue"
 
 
 class VerifyWeights(NamedValue):
-    """Whether a model that is not what its files hold may be trained."""
+    """Whether a model whose weights differ from its files may be trained."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -78,22 +78,22 @@ class VerifyWeights(NamedValue):
 
 
 class SelfTest(NamedValue):
-    """When the engine's gradient is compared with plain PyTorch before a training."""
+    """When the engine's gradient is compared with plain PyTorch before training."""
 
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
 
 
-class HangAction(NamedValue):
-    """What becomes of a job that does not get on."""
+class HangPolicy(NamedValue):
+    """What happens to a job that has stalled."""
 
     REPORT = "report"
     ABORT = "abort"
 
 
 class DivergencePolicy(NamedValue):
-    """What becomes of a step whose gradient is not finite, or whose loss is a spike."""
+    """What happens to a step with a gradient that is not finite, or with a loss spike."""
 
     SKIP = "skip"
     STOP = "stop"
@@ -109,7 +109,7 @@ class TokenCount(NamedValue):
 
 
 class LogLevel(NamedValue):
-    """Level of this package's loggers; ``passive`` leaves it to the application."""
+    """Level of this package's loggers. ``passive`` leaves the level unchanged."""
 
     DETAIL = "detail"
     DEBUG = "debug"
@@ -121,7 +121,7 @@ class LogLevel(NamedValue):
 
 
 class WorkerStart(NamedValue):
-    """How loading processes are started."""
+    """How data loading workers are started."""
 
     FORK = "fork"
     SPAWN = "spawn"
@@ -129,7 +129,7 @@ class WorkerStart(NamedValue):
 
 
 class SchedulerType(NamedValue):
-    """Shape of the learning rate over training; see :mod:`ds_trainer.optim.schedules`."""
+    """The learning rate schedule; see :mod:`ds_trainer.optim.schedules`."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -146,7 +146,7 @@ class SchedulerType(NamedValue):
 
 
 class OptimizerNames(NamedValue):
-    """Names of optimizers: those of Hugging Face, and (own) DeepSpeed's that have no name there."""
+    """Names of optimizers: those of Hugging Face, and those of DeepSpeed that have no name there."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -189,7 +189,7 @@ class OptimizerNames(NamedValue):
     APOLLO_ADAMW = "apollo_adamw"
     APOLLO_ADAMW_LAYERWISE = "apollo_adamw_layerwise"
     STABLE_ADAMW = "stable_adamw"
-    # own: DeepSpeed's
+    # DeepSpeed only
     LAMB = "lamb"
     MUON = "muon"
 
@@ -203,7 +203,7 @@ class OffloadDevice(NamedValue):
 
 
 class AutocastDtype(NamedValue):
-    """Compute type of ``torch_autocast``: weights stay float32, safe modules run in this type. fp16 is refused."""
+    """Compute dtype of ``torch_autocast``: weights stay float32, safe modules run in this dtype. fp16 is refused."""
 
     NONE = "none"
     BF16 = "bf16"
@@ -211,9 +211,36 @@ class AutocastDtype(NamedValue):
 
 
 class GradientDtype(NamedValue):
-    """Type in which gradients are summed; ``auto`` follows from the number of terms."""
+    """Dtype in which gradients are summed. ``auto`` depends on the number of terms."""
 
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+
+
+CHOICES: dict[str, type[Enum]] = {
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+    "torch_autocast": AutocastDtype,
+    "communication_data_type": GradientDtype,
+    "grad_accum_dtype": GradientDtype,
+    "offload_optimizer": OffloadDevice,
+    "offload_param": OffloadDevice,
+    "logging_strategy": IntervalStrategy,
+    "eval_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
+    "train_sampling_strategy": SamplingStrategy,
+    "log_level": LogLevel,
+    "log_level_replica": LogLevel,
+    "dataloader_multiprocessing_context": WorkerStart,
+    "generation_gather": GenerationGather,
+    "save_failure_policy": SaveFailurePolicy,
+    "self_test": SelfTest,
+    "verify_weights": VerifyWeights,
+    "hang_policy": HangPolicy,
+    "nonfinite_policy": DivergencePolicy,
+    "loss_spike_policy": DivergencePolicy,
+}
+"""Fields that take one of a closed list of values."""

@@ -1,8 +1,10 @@
-"""``HfArgumentParser``: dataclasses to command line, and back from words, mappings, JSON and YAML files.
+"""``HfArgumentParser``: makes dataclass objects from command lines, mappings, JSON and YAML files.
 
-The interface is that of transformers' parser of the same name. Two things differ on purpose: only what was given goes
-to the dataclass, so that it can tell given values from defaults; and wrong input ends in one :class:`ConfigError` with
-all problems instead of a usage text and exit code 2.
+The interface is that of transformers' parser of the same name. Two differences are intended: only given values are
+passed to the dataclass, so that it can distinguish them from defaults; and invalid input raises one
+:class:`ConfigError` with all problems, instead of printing a usage text and exiting with code 2.
+
+For scripts and subclasses it is an argparse parser like any other (:mod:`ds_trainer.arguments.parser_actions`).
 """
 
 from __future__ import annotations
@@ -12,23 +14,37 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import sys
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ds_trainer.arguments.argument_files import args_of_files, without_flag
+from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
 from ds_trainer.arguments.construction import ArgumentsType
-from ds_trainer.arguments.parser_values import Wrong, accepts_list, converter, is_switch, metavar
-from ds_trainer.arguments.renamed import RENAMED, name_as_given
+from ds_trainer.arguments.overrides import ORIGIN
+from ds_trainer.arguments.parser_actions import (
+    COMMAND_LINE,
+    FieldAction,
+    FlagFormatter,
+    SwitchOffAction,
+    sources_of,
+    wrong_values,
+)
+from ds_trainer.arguments.parser_values import (
+    accepts_list,
+    argparse_type,
+    choices,
+    converter,
+    is_switch,
+    metavar,
+    strict,
+)
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_users_text
-
-_COMMAND_LINE = "command line"
-_LONGEST_DEFAULT = 24
+from ds_trainer.utils.files import read_user_file
 
 
 def HfArg(
@@ -40,13 +56,13 @@ def HfArg(
     metadata: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A dataclass field with other flags and a help text for the command line.
+    """A dataclass field with aliases and a help text for the command line.
 
     Args:
         aliases: other flags, such as ``"-e"``.
-        help: what ``--help`` says.
+        help: text for ``--help``.
         default: default value; without one (and without ``default_factory``) the argument is required.
-        default_factory: makes the default value.
+        default_factory: function that makes the default value.
         metadata: further metadata of the field.
         **kwargs: for ``dataclasses.field``.
     """
@@ -59,61 +75,83 @@ class HfArgumentParser(argparse.ArgumentParser):
     """Makes dataclass objects from command lines, mappings and files.
 
     Args:
-        dataclass_types: a dataclass, or several, whose fields become flags; ``--help`` groups them by topic: that of
+        dataclass_types: one or more dataclasses whose fields become flags. ``--help`` groups them by topic:
             :meth:`TrainingArguments.topics`, or ``topic`` in a field's metadata.
-        **kwargs: for :class:`argparse.ArgumentParser`. Abbreviated flags are off unless asked for.
+        **kwargs: for :class:`argparse.ArgumentParser`. Abbreviated flags are off by default.
 
-    More arguments may be added in argparse's way; they come back as a namespace after the objects.
+    Further arguments can be added with ``add_argument``. They are returned as a namespace after the objects.
+
+    ``parse_args`` and ``parse_known_args`` return a namespace with all fields, ``get_default`` the default of a field.
+    ``set_defaults``, or an assignment to an action's ``default``, replaces it; such a value counts as given: its source
+    in ``origins`` is ``parser default``.
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", _Formatter)
+        kwargs.setdefault("formatter_class", FlagFormatter)
         super().__init__(**kwargs)
         types = [] if dataclass_types is None else dataclass_types
         self.dataclass_types: list[Any] = [types] if dataclasses.is_dataclass(types) else list(types)
         self._topics: dict[str, Any] = {}
         self._hints: dict[Any, dict[str, Any]] = {}
+        self._collecting = False
         for cls in self.dataclass_types:
-            self._hints[cls] = typing.get_type_hints(cls)
-            for field in dataclasses.fields(cls):
-                if field.init:
-                    self._add_field(cls, field)
-            if isinstance(cls, ArgumentsType):
-                self._add_old_names(cls)
+            self._add_dataclass_arguments(cls)
 
     def error(self, message: str) -> typing.NoReturn:
-        """What argparse itself finds wrong. Raises ConfigError."""
-        raise ConfigError(f"{_COMMAND_LINE}: {message}.")
+        """Called by argparse for its own errors. Raises ConfigError."""
+        raise ConfigError(f"{COMMAND_LINE}: {message}.")
 
-    # -- declaring ------------------------------------------------------------------------------------------------
+    # -- declaration ------------------------------------------------------------------------------------------------
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        """Add the flags of a dataclass. Subclasses call and override it."""
+        for field in dataclasses.fields(dtype):
+            if field.init:
+                self._add_field(dtype, field)
+        if isinstance(dtype, ArgumentsType):
+            self._add_old_names(dtype)
 
     def _add_field(self, cls: Any, field: dataclasses.Field[Any]) -> None:
-        metadata, hint = dict(field.metadata), self._hints[cls][field.name]
+        metadata, hint = dict(field.metadata), self._hints_of(cls)[field.name]
         aliases = metadata.get("aliases", [])
         flags = [*_spellings(f"--{field.name}"), *([aliases] if isinstance(aliases, str) else aliases)]
+        convert = converter(hint, f"--{field.name}")
         options: dict[str, Any] = {
             "dest": field.name,
-            "default": argparse.SUPPRESS,
-            "type": converter(hint, f"--{field.name}"),
+            "convert": convert,
+            "type": argparse_type(hint) or strict(convert),
+            "choices": choices(hint),
             "help": _help(field),
-            "metavar": metadata.get("metavar", metavar(hint)),
+            "metavar": metavar(hint),
         }
+        if field.default is not dataclasses.MISSING:
+            options["default"] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            options["default"] = field.default_factory()
+        else:
+            options["required"] = True
         if is_switch(hint):
             options.update(nargs="?", const=True)
         elif accepts_list(hint):
             options.update(nargs="+")
-        options.update({name: metadata[name] for name in ("nargs", "const") if name in metadata})
+        known = ("nargs", "const", "choices", "metavar")
+        options.update({name: metadata[name] for name in known if name in metadata}, closed="choices" in metadata)
         group = self._group(
             getattr(cls, "_argument_group_name", None)
             or metadata.get("topic")
             or self._topic_of(cls, field)
             or cls.__name__
         )
-        group.add_argument(*flags, **options)
+        switch = group.add_argument(*flags, action=FieldAction, **options)
         if field.default is True and is_switch(hint):
-            off = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            group.add_argument(*_spellings(f"--no_{field.name}"), action="store_false", **off)
+            off = {"dest": field.name, "default": True, "help": argparse.SUPPRESS, "switch": switch}
+            group.add_argument(*_spellings(f"--no_{field.name}"), action=SwitchOffAction, **off)
+
+    def _hints_of(self, cls: Any) -> dict[str, Any]:
+        if cls not in self._hints:
+            self._hints[cls] = typing.get_type_hints(cls)
+        return self._hints[cls]
 
     @staticmethod
     def _topic_of(cls: Any, field: dataclasses.Field[Any]) -> str | None:
@@ -127,9 +165,10 @@ class HfArgumentParser(argparse.ArgumentParser):
                 options: dict[str, Any] = {"nargs": "?", "const": True} if is_switch(row.hint) else {}
                 self.add_argument(
                     *_spellings(f"--{name}"),
+                    action=FieldAction,
                     dest=name,
                     default=argparse.SUPPRESS,
-                    type=converter(row.hint, f"--{name}"),
+                    convert=converter(row.hint, f"--{name}"),
                     help=argparse.SUPPRESS,
                     **options,
                 )
@@ -149,75 +188,113 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[Any, ...]:
-        """Objects of the dataclasses from the words of a command line.
+        """Make objects of the dataclasses from a command line.
 
         Args:
-            args: the words; default: those of the process.
-            return_remaining_strings: give unknown words back as a last element instead of refusing them.
-            look_for_args_file: words in a file beside the script, with its name and the suffix ``.args``, come first.
-            args_filename: such a file by name.
-            args_file_flag: a flag that names such files on the command line.
+            args: the arguments; default: ``sys.argv[1:]``.
+            return_remaining_strings: return unknown arguments as the last element instead of raising.
+            look_for_args_file: read arguments from a file next to the script, with the script's name and the suffix
+                ``.args``. They come before those of the command line.
+            args_filename: name of such a file.
+            args_file_flag: flag that names such files on the command line.
 
         Returns:
-            The objects in the order of the dataclasses; a namespace if arguments of other kinds were added; the
-            remaining words if asked for. Where an argument is given twice the last one counts.
+            The objects in the order of the dataclasses; a namespace if other arguments were added; the remaining
+            arguments if requested. If an argument is given twice, the last value counts.
 
         Raises:
-            ConfigError: all that is wrong, at once.
+            ConfigError: with all problems.
         """
-        words = list(sys.argv[1:] if args is None else args)
-        words = _words_of_files(words, look_for_args_file, args_filename, args_file_flag) + words
+        argv = list(sys.argv[1:] if args is None else args)
+        argv = args_of_files(argv, look_for_args_file, args_filename, args_file_flag) + argv
         if args_file_flag:
-            words = _without_flag(words, args_file_flag)
-        namespace, remaining = self.parse_known_args(words)
-        given = vars(namespace)
-        problems = []
-        for name, value in list(given.items()):
-            wrong = [
-                part.problem for part in (value if isinstance(value, list) else [value]) if isinstance(part, Wrong)
-            ]
-            if wrong:
-                problems += wrong
-                del given[name]
+            argv = without_flag(argv, args_file_flag)
+        with self._collecting_problems():
+            namespace, remaining = self.parse_known_args(argv)
+        sources = sources_of(self._actions, namespace)
+        fields = {name for cls in self.dataclass_types for name in _accepted(cls)}
+        wrong = wrong_values(namespace)
+        problems = [f"{sources[name]}: {problem}" for name, found in wrong.items() for problem in found]
+        given = {
+            name: value
+            for name, value in vars(namespace).items()
+            if name not in wrong and (name in sources or name not in fields)
+        }
         if remaining and not return_remaining_strings:
-            problems += [self._unknown_word(word) for word in remaining if word.startswith("-")] or [
-                f"{_COMMAND_LINE}: {' '.join(remaining)} belongs to no argument."
+            problems += [self._unknown_flag(text) for text in remaining if text.startswith("-")] or [
+                f"{COMMAND_LINE}: {' '.join(remaining)} belongs to no argument."
             ]
-        blamed = {re.split(r"\W+", problem.partition("--")[2])[0] for problem in problems}
-        found, rest = self._build(given, dict.fromkeys(given, _COMMAND_LINE), problems, blamed)
+        reported = {re.split(r"\W+", problem.partition("--")[2])[0] for problem in problems}
+        found, rest = self._build(given, sources, problems, reported)
         extra = (argparse.Namespace(**rest),) if rest else ()
         return (*found, *extra, remaining) if return_remaining_strings else (*found, *extra)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse: the namespace has all fields, at their defaults if they are not given.
+
+        Raises:
+            ConfigError: with all values that do not fit their types, or the missing flags.
+        """
+        for action in self._actions:
+            if isinstance(action, FieldAction):
+                action.given = False
+        found, remaining = super().parse_known_args(args, namespace)
+        if not self._collecting and (wrong := wrong_values(found)):
+            sources = sources_of(self._actions, found)
+            raise ConfigError([f"{sources[name]}: {problem}" for name, part in wrong.items() for problem in part])
+        return found, remaining
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        return action.read(arg_string) if isinstance(action, FieldAction) else super()._get_value(action, arg_string)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if not isinstance(action, FieldAction):  # its conversion checks the choices
+            super()._check_value(action, value)
+
+    @contextmanager
+    def _collecting_problems(self) -> Iterator[None]:
+        """A context in which nothing is required and wrong values are kept, to be reported with all other problems."""
+        required = [action for action in self._actions if isinstance(action, FieldAction) and action.required]
+        for action in required:
+            action.required = False
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            for action in required:
+                action.required = True
+
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Objects of the dataclasses from a mapping of field names to values.
+        """Make objects of the dataclasses from a mapping of field names to values.
 
         Args:
             args: the values.
-            allow_extra_keys: ignore keys that no dataclass has.
+            allow_extra_keys: ignore keys that are no field of any dataclass.
 
         Raises:
-            ConfigError: unknown keys, or what a dataclass refuses.
+            ConfigError: unknown keys, or invalid values.
         """
         return self._from_values(dict(args), dict.fromkeys(args, "argument"), [], allow_extra_keys)
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Like :meth:`parse_dict`, from a JSON file. Raises ConfigError also when it cannot be read."""
+        """Like :meth:`parse_dict`, from a JSON file. Also raises ConfigError if it cannot be read."""
         name = os.fspath(json_file)
         try:
-            values = json.loads(read_users_text(name, name, "JSON file"))
+            values = json.loads(read_user_file(name, name, "JSON file"))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}:{error.lineno}:{error.colno}: no JSON: {error.msg}.") from None
+            raise ConfigError(f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
         if not isinstance(values, dict):
-            raise ConfigError(f"{name}: a mapping of argument names to values is expected.")
+            raise ConfigError(f"{name}: expected a mapping of argument names to values.")
         return self._from_values(values, dict.fromkeys(values, name), [], allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Like :meth:`parse_dict`, from a YAML file. Raises ConfigError also when it cannot be read."""
+        """Like :meth:`parse_dict`, from a YAML file. Also raises ConfigError if it cannot be read."""
         name = os.fspath(yaml_file)
-        root, problems = read_yaml(read_users_text(name, name, "YAML file"), name)
+        root, problems = read_yaml(read_user_file(name, name, "YAML file"), name)
         if not isinstance(root.value, dict):
-            raise ConfigError(f"{root.where}: a mapping of argument names to values is expected.")
-        hints = {key: hint for cls in self.dataclass_types for key, hint in self._hints[cls].items()}
+            raise ConfigError(f"{root.where}: expected a mapping of argument names to values.")
+        hints = {key: hint for cls in self.dataclass_types for key, hint in self._hints_of(cls).items()}
         hints = {**{old: row.hint for old, row in RENAMED.items()}, **hints}
         values: dict[str, Any] = {}
         for key, entry in root.value.items():
@@ -225,27 +302,30 @@ class HfArgumentParser(argparse.ArgumentParser):
                 values[key] = read_as(entry, hints.get(key, Any))
             except WrongType as error:
                 problems.append(f"{entry.where}: {key}: {error}.")
-        places = {key: entry.where for key, entry in root.value.items()}
-        return self._from_values(values, places, problems, allow_extra_keys)
+        sources = {key: entry.where for key, entry in root.value.items()}
+        return self._from_values(values, sources, problems, allow_extra_keys)
 
     # -- building -------------------------------------------------------------------------------------------------
 
     def _from_values(
-        self, values: dict[str, Any], places: dict[str, str], problems: list[str], allow_extra: bool
+        self, values: dict[str, Any], sources: dict[str, str], problems: list[str], allow_extra: bool
     ) -> tuple[Any, ...]:
         known = [name for cls in self.dataclass_types for name in _accepted(cls)]
         unknown = [name for name in values if name not in known]
         if not allow_extra:
             problems = problems + [
-                f"{places[name]}: unknown argument '{name}'.{did_you_mean(name, known)}" for name in unknown
+                f"{sources[name]}: unknown argument '{name}'.{did_you_mean(name, known)}" for name in unknown
             ]
         given = {name: value for name, value in values.items() if name in known}
-        return tuple(self._build(given, places, problems, set())[0])
+        return tuple(self._build(given, sources, problems, set())[0])
 
     def _build(
-        self, given: dict[str, Any], places: dict[str, str], problems: list[str], blamed: set[str]
+        self, given: dict[str, Any], sources: dict[str, str], problems: list[str], reported: set[str]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The objects, and what of ``given`` belongs to none of them."""
+        """The objects, and the entries of ``given`` that belong to none of them.
+
+        Fields in ``reported`` have a problem already and are not reported as missing.
+        """
         objects, rest = [], dict(given)
         for cls in self.dataclass_types:
             values = {name: rest.pop(name) for name in _accepted(cls) if name in rest}
@@ -253,7 +333,7 @@ class HfArgumentParser(argparse.ArgumentParser):
                 field.name
                 for field in dataclasses.fields(cls)
                 if field.init
-                and field.name not in (*values, *blamed)
+                and field.name not in (*values, *reported)
                 and field.default is dataclasses.MISSING
                 and field.default_factory is dataclasses.MISSING
             ]
@@ -261,91 +341,53 @@ class HfArgumentParser(argparse.ArgumentParser):
                 problems = problems + [f"--{name} is required ({cls.__name__})." for name in missing]
                 continue
             try:
-                made = cls(**values)
+                instance = cls(**values)
             except ConfigError as error:
-                problems = problems + [_with_place(problem, values, places) for problem in error.problems]
+                problems = problems + [_with_source(problem, values, sources) for problem in error.problems]
                 continue
             except TypeError:
-                if not problems:  # otherwise what is missing has been blamed
+                if not problems:  # otherwise the missing value has been reported
                     raise
                 continue
-            origins = getattr(made, "origins", None)
+            origins = getattr(instance, "origins", None)
             if isinstance(origins, dict):
                 keys = {name: name_as_given(name, values) for name in origins}
-                origins.update({name: places[key] for name, key in keys.items() if key is not None})
-            objects.append(made)
+                origins.update(
+                    {name: sources[key] for name, key in keys.items() if key is not None and origins[name] != ORIGIN}
+                )
+            objects.append(instance)
         if problems:
             raise ConfigError(problems)
         return objects, rest
 
-    def _unknown_word(self, word: str) -> str:
-        flag = word.partition("=")[0]
+    def _unknown_flag(self, text: str) -> str:
+        flag = text.partition("=")[0]
         flags = [known for known in self._option_string_actions if "-" not in known.removeprefix("--")]
         near = did_you_mean(flag.replace("-", "_").replace("__", "--", 1), flags)
-        return f"{_COMMAND_LINE}: unknown argument {flag}.{near}"
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Help texts in a column that leaves room for long flags."""
-
-    def __init__(self, prog: str, **kwargs: Any) -> None:
-        super().__init__(prog, max_help_position=40, **kwargs)
-
-    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
-        """One line: a hundred flags in brackets tell nobody anything."""
-        return f"usage: {usage or f'{self._prog} [--argument VALUE ...]'}\n\n"
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """The flag once, with underscores; the spelling with hyphens goes without saying."""
-        if not action.option_strings or not action.option_strings[0].startswith("--"):
-            return super()._format_action_invocation(action)
-        flags = [flag for flag in action.option_strings if "-" not in flag.removeprefix("--") or len(flag) == 2]
-        return ", ".join(flags) + ("" if action.nargs == 0 else f" {action.metavar or 'VALUE'}")
+        return f"{COMMAND_LINE}: unknown argument {flag}.{near}"
 
 
 def _accepted(cls: Any) -> list[str]:
-    """Names that the constructor of a dataclass takes."""
+    """Names that the constructor of a dataclass accepts."""
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     return [*names, *(old for old in RENAMED if old not in names)] if isinstance(cls, ArgumentsType) else names
 
 
 def _spellings(flag: str) -> list[str]:
-    """A flag with underscores, and with hyphens."""
+    """A flag with underscores and with hyphens."""
     return list(dict.fromkeys([flag, f"--{flag.removeprefix('--').replace('_', '-')}"]))
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
     text = str(field.metadata.get("help", "")).replace("%", "%%").replace("%%%%", "%%")
-    if field.default is None:
-        default = ""
-    elif field.default is dataclasses.MISSING:
-        default = "" if field.default_factory is not dataclasses.MISSING else " (required)"
-    else:
-        shown = str(getattr(field.default, "value", field.default))
-        default = f" (default: {shown})" if len(shown) <= _LONGEST_DEFAULT else ""
-    return (text + default.replace("%", "%%")).strip()
+    if text:
+        return text
+    has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    return "default: %(default)s" if has_default else "(required)"  # argparse shows no default without a text
 
 
-def _with_place(problem: str, values: dict[str, Any], places: dict[str, str]) -> str:
+def _with_source(problem: str, values: dict[str, Any], sources: dict[str, str]) -> str:
     match = re.match(r"(\w+)\W", problem)
     key = name_as_given(match.group(1), values) if match else None
-    place = places[key] if key is not None else None
-    return f"{place}: {problem}" if place not in (None, "argument") else problem
-
-
-def _words_of_files(words: list[str], look: bool, filename: str | None, flag: str | None) -> list[str]:
-    files = [filename] if filename else []
-    beside = Path(sys.argv[0]).with_suffix(".args") if sys.argv[0] else None
-    if not filename and look and beside is not None and beside.is_file():
-        files.append(str(beside))
-    if flag:
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        finder.add_argument(flag, action="append", default=[], dest="files")
-        files += finder.parse_known_args(words)[0].files
-    return [word for name in files for word in shlex.split(read_users_text(name, name, "text file"), comments=True)]
-
-
-def _without_flag(words: list[str], flag: str) -> list[str]:
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument(flag, action="append")
-    return finder.parse_known_args(words)[1]
+    source = sources[key] if key is not None else None
+    return f"{source}: {problem}" if source not in (None, "argument") else problem

@@ -1,7 +1,9 @@
-"""Words of a command line as values of the type of a field."""
+"""Converts the text of command-line arguments to the type of a field, and says how argparse describes that type."""
 
 from __future__ import annotations
 
+import argparse
+import enum
 import types
 import typing
 from collections.abc import Callable
@@ -11,45 +13,81 @@ from typing import Any
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value
 
-_TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+TRUE_TEXTS, FALSE_TEXTS = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A word that is no value of its argument's type."""
+    """A text that does not fit the type of its argument; the sentence lacks the source of the text."""
 
     problem: str
 
 
 def converter(hint: Any, flag: str) -> Callable[[str], Any]:
-    """What makes a value of type ``hint`` of one word; gives a :class:`Wrong` where that fails."""
+    """A function that converts a text to type ``hint``, or to :class:`Wrong` if it does not fit."""
     element = _element(hint)
 
-    def convert(word: str) -> Any:
-        if is_switch(hint) and word.lower() in _TRUE + _FALSE:
-            return word.lower() in _TRUE
+    def convert(text: str) -> Any:
+        if is_switch(hint) and text.lower() in TRUE_TEXTS + FALSE_TEXTS:
+            return text.lower() in TRUE_TEXTS
         try:
-            return read_as(_located(word, element), element)
+            return read_as(_located(text, element), element)
         except WrongType as error:
-            return Wrong(f"command line: {flag} {word}: {error}.")
+            return Wrong(f"{flag} {text}: {error}.")
 
     return convert
 
 
+def strict(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``convert`` with argparse's own error instead of :class:`Wrong`, for a parser that does not collect problems."""
+
+    def converted(text: str) -> Any:
+        value = convert(text)
+        if isinstance(value, Wrong):
+            raise argparse.ArgumentTypeError(value.problem)
+        return value
+
+    return converted
+
+
 def is_switch(hint: Any) -> bool:
-    """Whether a flag without a word means True: bool, or bool or None."""
+    """Whether a flag without a value means True: bool, or bool or None."""
     return bool in _members(hint) and set(_members(hint)) <= {bool, type(None)}
 
 
 def accepts_list(hint: Any) -> bool:
-    """Whether several words may follow, as a list."""
+    """Whether several values may follow, as a list."""
     return any(_is_list(member) for member in _members(hint)) and not any(
         member is str or _is_dict(member) for member in _members(hint)
     )
 
 
+def argparse_type(hint: Any) -> type | None:
+    """int, float or str where one value of the field is that and nothing else but None; otherwise None."""
+    members = {member for member in _members(_element(hint)) if member is not type(None)}
+    return members.pop() if len(members) == 1 and members <= {int, float, str} else None
+
+
+def choices(hint: Any) -> list[Any] | None:
+    """The values of a field with a closed list, those of ``Literal`` and of enums; None for an open type.
+
+    ``str`` beside an enum is its spelling on a command line, so the list stays closed.
+    """
+    members = [member for member in _members(hint) if member not in (type(None), str)]
+    found: list[Any] = []
+    for member in members:
+        if typing.get_origin(member) is typing.Literal:
+            found += typing.get_args(member)
+        elif isinstance(member, type) and issubclass(member, enum.Enum):
+            found += [choice.value for choice in member]
+        else:
+            return None
+    enums = any(isinstance(member, type) for member in members)
+    return None if not found or (str in _members(hint) and not enums) else found
+
+
 def metavar(hint: Any) -> str:
-    """What stands for the value in a help text."""
+    """The placeholder for the value in a help text."""
     members = [member for member in _members(hint) if member is not type(None)]
     if any(_is_dict(member) for member in members):
         return "JSON"
@@ -60,19 +98,19 @@ def metavar(hint: Any) -> str:
 
 
 def _element(hint: Any) -> Any:
-    """What one word is read as: an element where a list is expected."""
+    """The type of one value: that of an element if a list is expected."""
     if not accepts_list(hint):
         return hint
-    found = next(member for member in _members(hint) if _is_list(member))
-    arguments = typing.get_args(found)
+    list_type = next(member for member in _members(hint) if _is_list(member))
+    arguments = typing.get_args(list_type)
     return arguments[0] if arguments else str
 
 
-def _located(word: str, hint: Any) -> Located:
-    # Text is text, whatever it looks like; only where something else may be meant is it read.
+def _located(text: str, hint: Any) -> Located:
+    # A text field takes the text as it is. Any other type is parsed.
     if hint is str:
-        return Located(word, "command line", word)
-    return read_command_line_value(word)
+        return Located(text, "command line", text)
+    return read_command_line_value(text)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Arguments as plain data: for JSON, for trackers' tables of hyper-parameters, and as text without secrets."""
+"""Arguments as plain data: for JSON, for trackers' hyperparameter tables, and as text without secrets."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ _SANITARY = (bool, int, float, str)
 
 
 class Serializable:
-    """For a dataclass with ``train_batch_size`` and ``eval_batch_size``: its fields as plain values."""
+    """The fields of a dataclass with ``train_batch_size`` and ``eval_batch_size`` as plain values."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
         @property
-        def train_batch_size(self) -> int: ...
+        def train_batch_size(self) -> int:
+            """Samples of all devices of this process in a training micro-batch."""
 
         @property
-        def eval_batch_size(self) -> int: ...
+        def eval_batch_size(self) -> int:
+            """Samples of all devices of this process in an evaluation batch."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name as a value that JSON knows, all the way down.
+        """Every field by name as a JSON value, recursively.
 
         Enums become their values, paths and torch dtypes strings (``"bfloat16"``), objects with ``to_dict`` or
-        ``to_json`` what these say, other objects their text. Tokens, keys and passwords are masked, also those
-        within a value such as the DeepSpeed configuration: ``<HUB_TOKEN>``.
+        ``to_json`` the result of that method, other objects their text. Tokens, keys and passwords are masked
+        (``<HUB_TOKEN>``), also inside a value such as the DeepSpeed configuration.
         """
         names = [field.name for field in fields(self) if field.init]
         return {n: masked(n) if is_secret(n) else without_secrets(plain(getattr(self, n))) for n in names}
@@ -54,13 +56,13 @@ class Serializable:
         return {name: value if type(value) in _SANITARY else str(value) for name, value in values.items()}
 
     def __repr__(self) -> str:
-        """One field a line in alphabetical order, without secrets: this ends up in logs."""
+        """One field per line in alphabetical order, without secrets, because logs contain it."""
         lines = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
         return f"{type(self).__name__}(\n{lines})"
 
 
 def plain(value: Any) -> Any:
-    """``value`` in the types that JSON knows."""
+    """``value`` in the types of JSON."""
     if isinstance(value, Enum):
         return plain(value.value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -79,7 +81,7 @@ def plain(value: Any) -> Any:
                 return plain(getattr(value, method)())
         if is_dataclass(value):
             return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    return str(value).removeprefix("torch.")  # torch.bfloat16: known by its text, as torch is not imported here
+    return str(value).removeprefix("torch.")  # torch.bfloat16: by its text: torch is not imported here
 
 
 def _key(key: Any) -> str:

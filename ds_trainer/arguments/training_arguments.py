@@ -1,8 +1,8 @@
-"""``TrainingArguments``: what the user asks for. Names, defaults and meanings as Hugging Face's, plus a few of our own.
+"""``TrainingArguments``: the options of a training run, with the names, defaults and meanings of Hugging Face.
 
-The reference is transformers 5's ``TrainingArguments``; own additions are marked below. Values are checked together
-when the object is made: every problem is reported at once, none reaches an engine. What each field does here, or why
-it is refused, is in :mod:`ds_trainer.arguments.support`.
+The reference is ``TrainingArguments`` of transformers 5; ``(own)`` in a help text marks an addition. Construction
+checks all values together and reports all problems at once. :mod:`ds_trainer.arguments.checks.unsupported` lists the
+values that are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ds_trainer.arguments.checks.generation_checks import generation_problems, is_json
+from ds_trainer.arguments.compat.setters import Setters
 from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
 from ds_trainer.arguments.enums import (
     AutocastDtype,
@@ -19,37 +21,35 @@ from ds_trainer.arguments.enums import (
     DivergencePolicy,
     GenerationGather,
     GradientDtype,
-    HangAction,
+    HangPolicy,
     HubStrategy,
     IntervalStrategy,
     OffloadDevice,
     OptimizerNames,
-    SaveFailure,
+    SaveFailurePolicy,
     SaveStrategy,
     SchedulerType,
     SelfTest,
     VerifyWeights,
 )
-from ds_trainer.arguments.generation import generation_problems, is_json
-from ds_trainer.arguments.places import Places
+from ds_trainer.arguments.process_info import ProcessInfo
 from ds_trainer.arguments.serialize import Serializable
-from ds_trainer.arguments.setters import Setters
 
-_titles: dict[int, str] = {}  # by the identity of a field
+_topics: dict[int, str] = {}  # by the id() of a field
 
 
 def topic(title: str) -> Callable[..., Any]:
-    """A maker of dataclass fields with a help text, listed by ``--help`` under the heading ``title``.
+    """Returns a function that makes dataclass fields with a help text. ``--help`` lists them under ``title``.
 
-    The heading is kept apart from the field's metadata, which transformers' parser hands on to argparse as it is.
+    The title is not in the field's metadata, because transformers' parser passes the metadata on to argparse.
     """
 
     def documented(text: str, default: Any = None, **more: Any) -> Any:
         if "default_factory" not in more:
             more["default"] = default
-        made = field(metadata={"help": text}, **more)
-        _titles[id(made)] = title
-        return made
+        new_field = field(metadata={"help": text}, **more)
+        _topics[id(new_field)] = title
+        return new_field
 
     return documented
 
@@ -60,265 +60,268 @@ _precision = topic("Precision")
 _memory = topic("Memory and speed")
 _engine = topic("DeepSpeed engine")
 _parallel = topic("Parallelism")
-_diverge = topic("Divergence")
-_log = topic("Logging and trackers")
-_evaluate = topic("Evaluation and metrics")
-_health = topic("Health of the run")
-_save = topic("Saving and resuming")
+_divergence = topic("Divergence")
+_logging = topic("Logging and trackers")
+_evaluation = topic("Evaluation and metrics")
+_health = topic("Job health")
+_saving = topic("Saving and resuming")
 _model = topic("Loading the model")
 _hub = topic("Hub")
 _data = topic("Data loading")
-_place = topic("Reproducibility and place")
+_device = topic("Reproducibility and device")
 _scripts = topic("For scripts (not used by the Trainer)")
-_foreign = topic("Of other engines (accepted at their defaults)")
+_other_engines = topic("For other engines (accepted at their defaults)")
 
 _Json = dict[str, Any] | str | None  # a mapping, JSON text, or a path
 
 
 @dataclass(repr=False)
-class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metaclass=ArgumentsType):
-    """Everything that steers a training run.
+class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, metaclass=ArgumentsType):
+    """All options of a training run.
 
-    Names of transformers 4 that have gone (``evaluation_strategy`` ...) are accepted with a deprecation warning.
-    ``origins`` says where each given value came from: ``argument``, ``command line``, ``recipe.yaml:12``.
+    Removed names of transformers 4 (``evaluation_strategy`` ...) are accepted with a deprecation warning. ``origins``
+    holds the source of each given value: ``argument``, ``command line``, ``recipe.yaml:12``.
 
     Raises:
-        ConfigError: one or more values are wrong; ``problems`` has a sentence for each.
+        ConfigError: one or more values are invalid; ``problems`` has one sentence for each.
     """
 
-    output_dir: str | None = _save("Where everything goes: checkpoints, weights, records.")
+    output_dir: str | None = _saving("Directory for checkpoints, weights and metrics.")
 
-    per_device_train_batch_size: int = _length("Samples of one replica in one forward pass.", 8)
+    per_device_train_batch_size: int = _length("Samples per replica in one forward pass.", 8)
     num_train_epochs: float = _length("Passes over the training data; may be fractional.", 3.0)
-    max_steps: int = _length("Optimizer steps; when positive it overrides num_train_epochs.", -1)
+    max_steps: int = _length("Number of optimizer steps; a positive value overrides num_train_epochs.", -1)
     learning_rate: float = _optimizer("Peak learning rate.", 5e-5)
-    lr_scheduler_type: SchedulerType | str = _optimizer("Shape of the learning rate over training.", "linear")
-    lr_scheduler_kwargs: _Json = _optimizer("Extra arguments of the schedule.")
-    warmup_steps: float = _optimizer("Steps of linear warm-up; below 1 a fraction of all steps.", 0)
+    lr_scheduler_type: SchedulerType | str = _optimizer("Learning rate schedule.", "linear")
+    lr_scheduler_kwargs: _Json = _optimizer("Extra arguments for the schedule.")
+    warmup_steps: float = _optimizer("Linear warmup steps; below 1 a fraction of all steps.", 0)
     optim: OptimizerNames | str = _optimizer("Optimizer.", "adamw_torch_fused")
     optim_args: str | None = _optimizer("Extra optimizer arguments as 'name=value,name=value'.")
-    weight_decay: float = _optimizer("Decay of all weights except biases and norms.", 0.0)
+    weight_decay: float = _optimizer("Weight decay of all parameters except biases and norms.", 0.0)
     adam_beta1: float = _optimizer("Adam family: decay rate of the first moment.", 0.9)
     adam_beta2: float = _optimizer("Adam family: decay rate of the second moment.", 0.999)
     adam_epsilon: float = _optimizer("Adam family: added to the denominator.", 1e-8)
-    optim_target_modules: None | str | list[str] = _optimizer("Modules that GaLore and APOLLO work on.")
-    gradient_accumulation_steps: int = _length("Micro-batches of each replica in one optimizer step.", 1)
-    average_tokens_across_devices: bool = _length("Normalise the loss by the tokens of all ranks.", True)
-    max_grad_norm: float = _optimizer("Clip the global gradient norm to this; 0 means no clipping.", 1.0)
-    label_smoothing_factor: float = _optimizer("Share of the target probability spread over all classes.", 0.0)
+    optim_target_modules: None | str | list[str] = _optimizer("Modules to which GaLore and APOLLO apply.")
+    gradient_accumulation_steps: int = _length("Micro-batches of each replica per optimizer step.", 1)
+    average_tokens_across_devices: bool = _length("Normalize the loss by the tokens of all ranks.", True)
+    max_grad_norm: float = _optimizer("Clip the global gradient norm to this value; 0 means no clipping.", 1.0)
+    label_smoothing_factor: float = _optimizer("Probability mass spread over all classes.", 0.0)
 
     bf16: bool = _precision("bfloat16 weights and compute with float32 master weights.", False)
     fp16: bool = _precision("float16 weights and compute with dynamic loss scale; needs a GPU.", False)
-    torch_autocast: AutocastDtype | str = _precision("(own) float32 weights, compute in bf16 where it is safe.", "none")
+    torch_autocast: AutocastDtype | str = _precision("(own) float32 weights, bf16 compute where it is safe.", "none")
     communication_data_type: GradientDtype | str = _precision(
-        "(own) Type in which gradients are summed over ranks: auto (that of the weights, fp32 with many ranks), fp32, "
+        "(own) Dtype of gradient reduction over ranks: auto (the dtype of the weights, fp32 with many ranks), fp32, "
         "bf16, fp16.",
         "auto",
     )
     grad_accum_dtype: GradientDtype | str = _precision(
-        "(own) Type in which gradients are summed over micro-batches: auto (that of the weights, fp32 with many "
+        "(own) Dtype of gradient accumulation over micro-batches: auto (the dtype of the weights, fp32 with many "
         "micro-batches), fp32, bf16, fp16.",
         "auto",
     )
-    bf16_full_eval: bool = _precision("Evaluate with bfloat16 weights.", False)
-    fp16_full_eval: bool = _precision("Evaluate with float16 weights.", False)
-    tf32: bool | None = _precision("TensorFloat-32 matrix products on NVIDIA GPUs; default: as torch is set.")
+    bf16_full_eval: bool = _precision("Evaluate in bfloat16.", False)
+    fp16_full_eval: bool = _precision("Evaluate in float16.", False)
+    tf32: bool | None = _precision("TensorFloat-32 matrix products on NVIDIA GPUs; default: torch's current setting.")
 
     activation_checkpointing: bool | None = _memory("Recompute activations in the backward pass.")
-    activation_checkpointing_kwargs: _Json = _memory("Arguments of the model's activation_checkpointing_enable().")
+    activation_checkpointing_kwargs: _Json = _memory("Arguments for the model's activation_checkpointing_enable().")
     gradient_checkpointing: bool | None = _memory("Older name of activation_checkpointing.")
     gradient_checkpointing_kwargs: _Json = _memory("Older name of activation_checkpointing_kwargs.")
     torch_compile: bool = _memory("Compile the model with torch.compile.", False)
-    torch_compile_backend: str | None = _memory("Backend of torch.compile; setting it switches torch_compile on.")
-    torch_compile_mode: str | None = _memory("Mode of torch.compile; setting it switches torch_compile on.")
-    use_liger_kernel: bool = _memory("Replace modules by those of the Liger kernel library.", False)
-    liger_kernel_config: dict[str, bool] | None = _memory("Which Liger kernels are used.")
-    use_cache: bool = _memory("Keep key-value caches in training.", False)
-    neftune_noise_alpha: float | None = _memory("NEFTune: strength of the noise on embeddings.")
+    torch_compile_backend: str | None = _memory("Backend of torch.compile; setting it turns torch_compile on.")
+    torch_compile_mode: str | None = _memory("Mode of torch.compile; setting it turns torch_compile on.")
+    use_liger_kernel: bool = _memory("Replace modules with Liger kernels.", False)
+    liger_kernel_config: dict[str, bool] | None = _memory("Liger kernels to use, by name.")
+    use_cache: bool = _memory("Use key-value caches in training.", False)
+    neftune_noise_alpha: float | None = _memory("NEFTune: scale of the noise added to embeddings.")
     torch_empty_cache_steps: int | None = _memory("Steps between calls that empty the GPU's allocator cache.")
-    auto_find_batch_size: bool = _memory("Halve the micro batch when memory runs out.", False)
+    auto_find_batch_size: bool = _memory("Halve the micro-batch if memory runs out.", False)
 
     zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several and in fp16.")
-    offload_optimizer: OffloadDevice | str = _engine("(own) Where ZeRO keeps optimizer states.", "none")
-    offload_param: OffloadDevice | str = _engine("(own) Where ZeRO-3 keeps parameters.", "none")
-    nvme_path: str | None = _engine("(own) Directory on a local NVMe disk, for offload to nvme.")
+    offload_optimizer: OffloadDevice | str = _engine("(own) Device for optimizer states: none, cpu or nvme.", "none")
+    offload_param: OffloadDevice | str = _engine("(own) Device for ZeRO-3 parameters: none, cpu or nvme.", "none")
+    nvme_path: str | None = _engine("(own) Directory on a local NVMe disk for offload to nvme.")
     deepspeed: _Json = _engine("DeepSpeed configuration: a JSON or hjson file, its text, or a mapping.")
     self_test: SelfTest | str = _engine(
-        "(own) Compare the engine's gradient with plain PyTorch before training: always, never, or auto, which is "
-        "once for each installation, stage and precision.",
+        "(own) Compare the engine's gradient with plain PyTorch before training: always, never, or auto (once for each "
+        "installation, ZeRO stage and precision).",
         "auto",
     )
-    ddp_timeout: int = _engine("Seconds that a collective may take before the job is ended.", 1800)
+    ddp_timeout: int = _engine("Timeout of a collective in seconds; the job then ends.", 1800)
 
-    tensor_parallel_size: int = _parallel("(own) Ranks that share every layer.", 1)
-    context_parallel_size: int = _parallel("(own) Ranks that share a sequence by ring attention.", 1)
-    sequence_parallel_size: int = _parallel("(own) Ranks that share a sequence by Ulysses all-to-all.", 1)
+    tensor_parallel_size: int = _parallel("(own) Number of ranks that partition every layer.", 1)
+    context_parallel_size: int = _parallel("(own) Number of ranks that shard a sequence by ring attention.", 1)
+    sequence_parallel_size: int = _parallel("(own) Number of ranks that shard a sequence by Ulysses all-to-all.", 1)
     parallelism_config: Any = _parallel("accelerate's ParallelismConfig, or its fields as a mapping.")
 
-    nonfinite_policy: DivergencePolicy | str = _diverge(
-        "(own) A loss or gradient that is not finite: skip the step, stop, or rollback to the last checkpoint.", "skip"
+    nonfinite_policy: DivergencePolicy | str = _divergence(
+        "(own) When a loss or gradient is not finite: skip the step, stop, or rollback to the last checkpoint.", "skip"
     )
-    loss_spike_factor: float | None = _diverge(
-        "(own) A loss above this times the median of the steps before is a spike; default: nobody looks."
+    loss_spike_factor: float | None = _divergence(
+        "(own) A loss above this factor times the median of the previous steps is a spike; default: no detection."
     )
-    loss_spike_window: int = _diverge("(own) Steps whose median a loss is compared with.", 100)
-    loss_spike_policy: DivergencePolicy | str = _diverge(
-        "(own) A spike of the loss: skip the step, stop, or rollback to the last checkpoint.", "skip"
+    loss_spike_window: int = _divergence("(own) Number of previous steps for the median loss.", 100)
+    loss_spike_policy: DivergencePolicy | str = _divergence(
+        "(own) When the loss spikes: skip the step, stop, or rollback to the last checkpoint.", "skip"
     )
-    divergence_limit: int = _diverge("(own) Skips and rollbacks in divergence_window steps; one more stops.", 3)
-    divergence_window: int = _diverge("(own) Steps in which divergence_limit counts.", 1000)
+    divergence_limit: int = _divergence("(own) Skips and rollbacks allowed in divergence_window steps.", 3)
+    divergence_window: int = _divergence("(own) Number of steps over which divergence_limit counts.", 1000)
 
-    logging_strategy: IntervalStrategy | str = _log("When to log.", "steps")
-    logging_steps: float = _log("Steps between logs; below 1 a fraction of all steps.", 500)
-    logging_first_step: bool = _log("Log the first step too.", False)
-    log_on_each_node: bool = _log("Log on the main process of every machine, not only of the first.", True)
-    logging_nan_inf_filter: bool = _log("Replace losses that are not finite in the log.", True)
-    include_num_input_tokens_seen: str | bool = _log("Count input tokens: no, all or non_padding.", "no")
-    log_level: str = _log("Level of this package's loggers on the main process.", "passive")
-    log_level_replica: str = _log("The same on all other processes.", "warning")
-    disable_tqdm: bool | None = _log("No progress bar.")
-    report_to: None | str | list[str] = _log("Trackers that get the logs.", "none")
-    run_name: str | None = _log("Name of the run for trackers.")
-    project: str = _log("Name of the project for trackers.", "huggingface")
-    trackio_space_id: str | None = _log("Hugging Face Space of Trackio.")
-    trackio_bucket_id: str | None = _log("Hugging Face bucket of Trackio.")
-    trackio_static_space_id: str | None | Literal[False] = _log("Static Space of Trackio.")
+    logging_strategy: IntervalStrategy | str = _logging("When to log.", "steps")
+    logging_steps: float = _logging("Steps between logs; below 1 a fraction of all steps.", 500)
+    logging_first_step: bool = _logging("Log the first step too.", False)
+    log_on_each_node: bool = _logging("Log on the main process of every node, not only of the first.", True)
+    logging_nan_inf_filter: bool = _logging("Filter NaN and infinite losses out of the logged loss.", True)
+    include_num_input_tokens_seen: str | bool = _logging("Count input tokens: no, all or non_padding.", "no")
+    log_level: str = _logging("Level of this package's loggers on the main process.", "passive")
+    log_level_replica: str = _logging("Level of this package's loggers on all other processes.", "warning")
+    disable_tqdm: bool | None = _logging("Do not show a progress bar.")
+    report_to: None | str | list[str] = _logging("Trackers that receive the logs.", "none")
+    run_name: str | None = _logging("Run name for trackers.")
+    project: str = _logging("Project name for trackers.", "huggingface")
+    trackio_space_id: str | None = _logging("Hugging Face Space of Trackio.")
+    trackio_bucket_id: str | None = _logging("Hugging Face bucket of Trackio.")
+    trackio_static_space_id: str | None | Literal[False] = _logging("Static Space of Trackio.")
 
     hang_timeout: float = _health(
-        "(own) Seconds without a step, and no less than hang_factor median steps, after which the job counts as hung: "
-        "who it waits for and all stacks are reported. 0: no watchdog.",
+        "(own) A job hangs if a step takes longer than this many seconds and longer than hang_factor median steps: the "
+        "ranks it waits for and all stacks are reported. 0: no watchdog.",
         300.0,
     )
-    hang_factor: float = _health("(own) The same in median step times.", 20.0)
-    hang_action: HangAction | str = _health(
-        "(own) After the report of a hang: report goes on waiting, abort ends the job with exit code 76.", "report"
+    hang_factor: float = _health("(own) Median step times without progress after which a job can count as hung.", 20.0)
+    hang_policy: HangPolicy | str = _health(
+        "(own) After the report of a hang: report keeps waiting, abort ends the job with exit code 76.", "report"
     )
-    straggler_steps: int = _health("(own) Steps between reports on the times of all ranks; 0: none.", 50)
+    straggler_steps: int = _health("(own) Steps between reports of slow ranks; 0: no reports.", 50)
 
-    eval_strategy: IntervalStrategy | str = _evaluate("When to evaluate during training.", "no")
-    eval_steps: float | None = _evaluate("Steps between evaluations; default: logging_steps.")
-    eval_delay: float = _evaluate("Epochs or steps before the first evaluation.", 0)
-    per_device_eval_batch_size: int = _evaluate("Samples of one replica in one forward pass of evaluation.", 8)
-    prediction_loss_only: bool = _evaluate("Keep nothing but the loss.", False)
-    eval_on_start: bool = _evaluate("Evaluate before the first step.", False)
-    eval_do_concat_batches: bool = _evaluate("Join the predictions of all batches.", True)
-    eval_use_gather_object: bool = _evaluate("Gather predictions as Python objects.", False)
-    eval_accumulation_steps: int | None = _evaluate("Batches of predictions kept before they go to host memory.")
-    include_for_metrics: list[str] = _evaluate("What compute_metrics also gets: inputs, loss.", default_factory=list)
-    batch_eval_metrics: bool = _evaluate("Call compute_metrics for every batch.", False)
-    load_best_model_at_end: bool = _evaluate("Load the best checkpoint when training ends.", False)
-    metric_for_best_model: str | None = _evaluate("Metric that decides which is best.")
-    greater_is_better: bool | None = _evaluate("Whether a larger metric is better.")
+    eval_strategy: IntervalStrategy | str = _evaluation("When to evaluate during training.", "no")
+    eval_steps: float | None = _evaluation("Steps between evaluations; default: logging_steps.")
+    eval_delay: float = _evaluation("Epochs or steps before the first evaluation.", 0)
+    per_device_eval_batch_size: int = _evaluation("Samples per replica in one forward pass of evaluation.", 8)
+    prediction_loss_only: bool = _evaluation("Return only the loss.", False)
+    eval_on_start: bool = _evaluation("Evaluate before the first step.", False)
+    eval_do_concat_batches: bool = _evaluation("Concatenate the predictions of all batches.", True)
+    eval_use_gather_object: bool = _evaluation("Gather predictions as Python objects.", False)
+    eval_accumulation_steps: int | None = _evaluation("Batches of predictions kept on the device.")
+    include_for_metrics: list[str] = _evaluation("Extra inputs of compute_metrics: inputs, loss.", default_factory=list)
+    batch_eval_metrics: bool = _evaluation("Call compute_metrics for every batch.", False)
+    load_best_model_at_end: bool = _evaluation("Load the best checkpoint when training ends.", False)
+    metric_for_best_model: str | None = _evaluation("Metric that selects the best checkpoint.")
+    greater_is_better: bool | None = _evaluation("Whether a larger metric is better.")
 
-    save_strategy: SaveStrategy | str = _save("When to write a checkpoint.", "steps")
-    save_steps: float = _save("Steps between checkpoints; below 1 a fraction of all steps.", 500)
-    save_only_model: bool = _save("Checkpoints hold weights only.", False)
-    save_on_each_node: bool = _save(
-        "output_dir is on a disk of each machine: write there what its ranks hold, and what exists once.", False
+    save_strategy: SaveStrategy | str = _saving("When to write a checkpoint.", "steps")
+    save_steps: float = _saving("Steps between checkpoints; below 1 a fraction of all steps.", 500)
+    save_only_model: bool = _saving("Save only the weights in checkpoints.", False)
+    save_on_each_node: bool = _saving(
+        "output_dir is on a local disk of each node: each node writes its ranks' files and the common files.", False
     )
-    save_total_limit: int | str | None = _save(
-        "Keep at most this many checkpoints, or as many as fit into a size as '500GB'; the oldest go first."
+    save_total_limit: int | str | None = _saving(
+        "Keep at most this many checkpoints, or as many as fit into a size such as '500GB'; delete the oldest first."
     )
-    save_keep_every: int | None = _save(
-        "(own) Checkpoints of steps that are a multiple of this stay, and do not count for save_total_limit."
+    save_keep_every: int | None = _saving(
+        "(own) Keep every checkpoint whose step is a multiple of this; it does not count for save_total_limit."
     )
-    save_failure: SaveFailure | str = _save(
-        "(own) When a checkpoint cannot be written (no space, say): stop, or continue without it.", "stop"
+    save_failure_policy: SaveFailurePolicy | str = _saving(
+        "(own) When a checkpoint cannot be written (disk full, for example): stop, or continue without it.", "stop"
     )
-    save_async: bool = _save("(own) Write checkpoints while training goes on, from a copy in host memory.", True)
-    save_model_in_checkpoints: bool = _save(
-        "(own) Every checkpoint is also a model: from_pretrained reads its safetensors files.", True
+    save_async: bool = _saving("(own) Write checkpoints in the background, from a copy in host memory.", True)
+    save_model_in_checkpoints: bool = _saving(
+        "(own) Also write the model's safetensors files to every checkpoint, so that from_pretrained can read it.", True
     )
-    trust_checkpoint: bool = _save(
-        "(own) Read a checkpoint of others that holds more than tensors and plain values; it may run any code.", False
+    trust_checkpoint: bool = _saving(
+        "(own) Read a checkpoint that holds more than tensors and plain values. Such a file can run any code.", False
     )
-    max_shard_size: str = _save("(own) Largest size of one safetensors file, as '5GB'.", "5GB")
-    enable_jit_checkpoint: bool = _save(
-        "Save a checkpoint when the run is told to stop (SIGTERM, SIGUSR1, SIGINT), also where save_strategy is no.",
+    max_shard_size: str = _saving("(own) Maximum size of one safetensors file, such as '5GB'.", "5GB")
+    enable_jit_checkpoint: bool = _saving(
+        "Save a checkpoint when a signal stops the run (SIGTERM, SIGUSR1, SIGINT), also if save_strategy is no.",
         False,
     )
-    time_limit_margin: float = _save(
-        "(own) Seconds before the end of the scheduler's job by which a last checkpoint is complete.", 60.0
+    time_limit_margin: float = _saving(
+        "(own) Seconds before the job's time limit by which a last checkpoint is complete.", 60.0
     )
-    auto_resume: bool = _save("(own) Go on from the newest checkpoint in output_dir, if there is one.", False)
-    allow_changed: list[str] = _save(
-        "(own) On resuming, arguments that decide the trajectory and may differ from those in the checkpoint, by name.",
+    auto_resume: bool = _saving("(own) Resume from the newest checkpoint in output_dir, if there is one.", False)
+    allow_changed_on_resume: list[str] = _saving(
+        "(own) Names of arguments that may differ from the checkpoint's when resuming although they affect results.",
         default_factory=list,
     )
-    start_from_weights: str | None = _save(
-        "(own) Begin with the weights of a checkpoint or of a directory of safetensors, and with nothing else of it."
+    start_from_weights: str | None = _saving(
+        "(own) Start with only the weights of a checkpoint or of a directory of safetensors files."
     )
-    verify_weights: VerifyWeights | str = _save(
-        "(own) When the weights are not what the model's files hold: always stops, never does not look; auto stops "
-        "where the Trainer or zero.Init loaded them, and warns of a model that was loaded whole.",
+    verify_weights: VerifyWeights | str = _saving(
+        "(own) Compare the weights with the model's files: always stops if they differ, never does not compare, auto "
+        "stops if the Trainer or zero.Init loaded the weights, and warns about any other model.",
         "auto",
     )
-    ignore_data_skip: bool = _save("On resuming, start the data from the beginning.", False)
-    restore_callback_states_from_checkpoint: bool = _save(
-        "On resuming, callbacks take their constructor's arguments from the checkpoint too, not only their state.",
+    ignore_data_skip: bool = _saving("Start the data from the beginning when resuming.", False)
+    restore_callback_states_from_checkpoint: bool = _saving(
+        "When resuming, also restore the constructor arguments of callbacks, not only their state.",
         False,
     )
 
     model_init_kwargs: _Json = _model(
-        "(own) Of a model that is given by its directory or hub name: arguments of ds_trainer.from_pretrained()."
+        "(own) Arguments for ds_trainer.from_pretrained() if the model is given as a directory or Hub name."
     )
     allow_new_weights: list[str] | str | bool = _model(
-        "(own) Names of weights that the model's files may lack, as patterns (classifier.*; * is all): they are new.",
+        "(own) Patterns of weights that may be missing from the model's files and are newly initialized, such as "
+        "classifier.*; * is all.",
         default_factory=list,
     )
 
     push_to_hub: bool = _hub("Push to the Hugging Face Hub when saving.", False)
     hub_model_id: str | None = _hub("Repository to push to.")
-    hub_strategy: HubStrategy | str = _hub("What is pushed, and when.", "every_save")
-    hub_token: str | None = _hub("Token for pushing; default: that of `hf auth login`.")
+    hub_strategy: HubStrategy | str = _hub("What to push, and when.", "every_save")
+    hub_token: str | None = _hub("Token for pushing; default: the token of `hf auth login`.")
     hub_private_repo: bool | None = _hub("Make the repository private.")
-    hub_always_push: bool = _hub("Push even while the push before is under way.", False)
+    hub_always_push: bool = _hub("Push even if the previous push is still running.", False)
     hub_revision: str | None = _hub("Branch to push to.")
 
-    dataloader_drop_last: bool = _data("Leave out the samples of a ragged last micro-batch.", False)
-    dataloader_num_workers: int = _data("Processes that load data; 0 loads in the training process.", 0)
+    dataloader_drop_last: bool = _data("Drop the samples of an incomplete last micro-batch.", False)
+    dataloader_num_workers: int = _data("Number of data loading workers; 0 loads in the training process.", 0)
     dataloader_pin_memory: bool = _data("Page-locked host memory for faster copies to a GPU.", True)
-    dataloader_persistent_workers: bool = _data("Keep loading processes between epochs.", False)
-    dataloader_prefetch_factor: int | None = _data("Batches that each loading process holds ready.")
-    dataloader_multiprocessing_context: str | None = _data("How loading processes start: fork, spawn, forkserver.")
-    dataloader_in_order: bool = _data("Batches come in order, whichever process is ready first.", True)
-    remove_unused_columns: bool = _data("Drop dataset columns that the model's forward does not take.", True)
+    dataloader_persistent_workers: bool = _data("Keep the workers between epochs.", False)
+    dataloader_prefetch_factor: int | None = _data("Batches that each worker prefetches.")
+    dataloader_multiprocessing_context: str | None = _data("How workers are started: fork, spawn, forkserver.")
+    dataloader_in_order: bool = _data("Return batches in order, whichever worker is ready first.", True)
+    remove_unused_columns: bool = _data("Drop dataset columns that the model's forward does not accept.", True)
     label_names: list[str] | None = _data("Keys of the batch that are labels.")
     train_sampling_strategy: str = _data("Order of samples: random, sequential, group_by_length.", "random")
-    length_column_name: str = _data("Column that holds the lengths for group_by_length.", "length")
+    length_column_name: str = _data("Column with the lengths for group_by_length.", "length")
 
-    seed: int = _place("Seed of everything random.", 42)
-    data_seed: int | None = _place("Seed of the order of samples; default: seed.")
-    full_determinism: bool = _place("Deterministic kernels only; slower.", False)
-    use_cpu: bool = _place("Stay on the CPU even where a GPU is present.", False)
-    debug: list[DebugOption] | str | None = _place("Extra checks: underflow_overflow.", "")
-    skip_memory_metrics: bool = _place("Leave memory out of the metrics.", True)
-    local_rank: int = _place("Set by launchers; read from the environment instead.", -1)
+    seed: int = _device("Seed of all random number generators.", 42)
+    data_seed: int | None = _device("Seed of the sample order; default: seed.")
+    full_determinism: bool = _device("Use deterministic kernels only; slower.", False)
+    use_cpu: bool = _device("Use the CPU even if a GPU is present.", False)
+    debug: list[DebugOption] | str | None = _device("Extra checks: underflow_overflow.", "")
+    skip_memory_metrics: bool = _device("Leave memory usage out of the metrics.", True)
+    local_rank: int = _device("Set by launchers; read from the environment instead.", -1)
 
-    do_train: bool = _scripts("Whether the script is to train.", False)
-    do_eval: bool = _scripts("Whether the script is to evaluate.", False)
-    do_predict: bool = _scripts("Whether the script is to predict.", False)
-    resume_from_checkpoint: str | None = _scripts("A checkpoint to hand to train().")
+    do_train: bool = _scripts("Whether the script trains.", False)
+    do_eval: bool = _scripts("Whether the script evaluates.", False)
+    do_predict: bool = _scripts("Whether the script predicts.", False)
+    resume_from_checkpoint: str | None = _scripts("Checkpoint to pass to train().")
 
-    accelerator_config: _Json = _foreign("accelerate's AcceleratorConfig.")
-    fsdp: Any = _foreign("Fully sharded data parallelism; here: ZeRO.")
-    fsdp_config: _Json = _foreign("Its configuration; here: the DeepSpeed configuration.")
-    ddp_find_unused_parameters: bool | None = _foreign("A switch of DistributedDataParallel.")
-    ddp_bucket_cap_mb: int | None = _foreign("A size of DistributedDataParallel.")
-    ddp_broadcast_buffers: bool | None = _foreign("A switch of DistributedDataParallel.")
-    ddp_static_graph: bool | None = _foreign("A switch of DistributedDataParallel.")
-    ddp_backend: str | None = _foreign("Backend of collectives; follows from the device.")
+    accelerator_config: Any = _data(
+        "accelerate's AcceleratorConfig: an object, a mapping, JSON, or the path of a JSON or YAML file."
+    )
+    fsdp: Any = _other_engines("Fully sharded data parallelism; use ZeRO instead.")
+    fsdp_config: _Json = _other_engines("FSDP configuration; use the DeepSpeed configuration instead.")
+    ddp_find_unused_parameters: bool | None = _other_engines("An option of DistributedDataParallel.")
+    ddp_bucket_cap_mb: int | None = _other_engines("An option of DistributedDataParallel.")
+    ddp_broadcast_buffers: bool | None = _other_engines("An option of DistributedDataParallel.")
+    ddp_static_graph: bool | None = _other_engines("An option of DistributedDataParallel.")
+    ddp_backend: str | None = _other_engines("Backend of DistributedDataParallel; it follows from the device.")
 
     def __post_init__(self) -> None:
         self.complete()
 
     @classmethod
     def topics(cls) -> dict[str, str]:
-        """Heading of each field in ``--help``; fields of subclasses elsewhere have none."""
-        return {item.name: _titles[id(item)] for item in fields(cls) if id(item) in _titles}
+        """Topic of each field in ``--help``. Fields of other packages' subclasses have none."""
+        return {item.name: _topics[id(item)] for item in fields(cls) if id(item) in _topics}
 
     def optimizer_arguments(self) -> dict[str, Any]:
-        """``optim_args`` as a dict; values are read as JSON where they are JSON, as strings elsewhere."""
+        """``optim_args`` as a dict. Values are parsed as JSON; a value that is not JSON stays a string."""
         parsed: dict[str, Any] = {}
         for part in (self.optim_args or "").replace(" ", "").split(","):
             if part:
@@ -332,25 +335,25 @@ class TrainingArguments(Setters, Places, Serializable, CheckedArguments, metacla
 
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """:class:`TrainingArguments` with those of sequence-to-sequence evaluation."""
+    """:class:`TrainingArguments` plus the arguments of sequence-to-sequence evaluation."""
 
-    sortish_sampler: bool = _data("Batches of similar length, in roughly random order.", False)
-    predict_with_generate: bool = _evaluate("Generate in evaluation, for metrics on generated text.", False)
-    generation_max_length: int | None = _evaluate("Longest generated sequence.")
-    generation_num_beams: int | None = _evaluate("Beams of the search in generation.")
-    generation_config: Any = _evaluate("GenerationConfig, its fields as a mapping, or where it is stored.")
-    generation_gather: GenerationGather | str = _evaluate(
-        "(own) ZeRO-3: keep all weights gathered while an evaluation generates: auto (where they fit), always, never.",
+    sortish_sampler: bool = _data("Batches of samples with similar lengths, in roughly random order.", False)
+    predict_with_generate: bool = _evaluation("Generate text in evaluation, for metrics on it.", False)
+    generation_max_length: int | None = _evaluation("Maximum length of a generated sequence.")
+    generation_num_beams: int | None = _evaluation("Number of beams in generation.")
+    generation_config: Any = _evaluation("GenerationConfig, its fields as a mapping, or the path of its file.")
+    generation_gather: GenerationGather | str = _evaluation(
+        "(own) ZeRO-3: keep all weights gathered while an evaluation generates: auto (if they fit), always, never.",
         "auto",
     )
 
     def problems(self) -> list[str]:
-        """As of all arguments, and of generation. See :mod:`ds_trainer.arguments.generation`."""
+        """As for :class:`TrainingArguments`, plus those of :mod:`ds_trainer.arguments.checks.generation_checks`."""
         return [*super().problems(), *generation_problems(self)]
 
-    def complete(self) -> None:
-        """As of all arguments, and of generation."""
-        super().complete()
+    def fill_in(self) -> None:
+        """As for :class:`TrainingArguments`; also reads ``generation_config`` from JSON text."""
+        super().fill_in()
         self.generation_gather = GenerationGather(str(self.generation_gather))
         if isinstance(self.generation_config, str) and is_json(self.generation_config):
             self.generation_config = json.loads(self.generation_config)

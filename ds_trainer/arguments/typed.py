@@ -1,4 +1,4 @@
-"""A value as somebody wrote it, read by the type hint of the field that it is meant for."""
+"""Reads a value from a file or command line by the type hint of its field."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 from ds_trainer.arguments.yaml_reader import Located, parse_float
 
 _YES_NO = {"yes": True, "on": True, "no": False, "off": False}
-# In a union the narrowest reading wins; str reads anything, so it comes last.
+# In a union the narrowest type wins. str accepts anything, so it comes last.
 _NARROWEST_FIRST = ("NoneType", "Literal", "Enum", "bool", "int", "float", "list", "dict", "str", "Any")
 
 
 class WrongType(ValueError):
-    """The value does not fit the hint."""
+    """The value does not fit the type hint."""
 
 
 def read_as(located: Located, hint: Any) -> Any:
     """``located`` as a value of type ``hint``.
 
-    Known hints: None, bool, int, float, str (and path types), Literal, Enum (gives the member's value), list, tuple,
-    dict, their parametrised forms, unions of them, Any. One value where a list is expected is a list of one.
+    Supported hints: None, bool, int, float, str (and path types), Literal, Enum (returns the member's value), list,
+    tuple, dict, their parametrized forms, unions of them, Any. A single value becomes a list of one if a list is
+    expected.
 
     Raises:
         WrongType: the value does not fit; the message is ``expected <type>, got <value>``.
@@ -35,7 +36,7 @@ def read_as(located: Located, hint: Any) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A hint in words, for messages."""
+    """A type hint as text for messages."""
     kind = _kind(hint)
     arguments = typing.get_args(hint)
     if kind == "Union":
@@ -68,7 +69,7 @@ def _read(located: Located, hint: Any, *, in_union: bool) -> Any:
     if kind == "int" and not isinstance(value, bool):
         if isinstance(value, int):
             return value
-        if isinstance(value, float) and value.is_integer():  # 1e4 is a usual way to write ten thousand
+        if isinstance(value, float) and value.is_integer():  # people write ten thousand as 1e4
             return int(value)
     if kind == "float" and not isinstance(value, bool):
         if isinstance(value, int | float):
@@ -91,10 +92,10 @@ def _read(located: Located, hint: Any, *, in_union: bool) -> Any:
 
 
 def _read_union(located: Located, members: tuple[Any, ...]) -> Any:
-    words = any(_kind(member) in ("str", "Literal", "Enum") for member in members)
+    takes_text = any(_kind(member) in ("str", "Literal", "Enum") for member in members)
     for member in sorted(members, key=_rank):
         try:
-            return _read(located, member, in_union=words)
+            return _read(located, member, in_union=takes_text)
         except WrongType:
             continue
     raise WrongType

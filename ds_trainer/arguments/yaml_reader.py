@@ -1,9 +1,9 @@
-"""YAML that remembers where every value stands, without the guesses of YAML 1.1.
+"""Reads YAML with the source line of every value, and without the surprising types of YAML 1.1.
 
 PyYAML follows YAML 1.1, in which ``no`` is a bool, ``010`` is eight, ``12:30`` is 750 and ``1e-3`` is a string. Recipes
-are read by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): plain ``null``/``~``,
-``true``/``false``, decimal integers and floats have those types, everything else is a string. The text itself is kept
-too, so that a field with a declared type can read it by that type (:mod:`ds_trainer.arguments.typed`).
+follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): plain ``null``/``~``,
+``true``/``false``, decimal integers and floats have those types; everything else is a string. The original text is
+kept as well, so that a field with a declared type can be read by that type (:mod:`ds_trainer.arguments.typed`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's parser with the implicit types of YAML 1.2's core schema only. Only ``compose`` is used of it."""
+    """PyYAML's parser with only the implicit types of YAML 1.2's core schema. Only its ``compose`` is used."""
 
 
-_CoreLoader.yaml_implicit_resolvers = {}  # instead of those inherited
+_CoreLoader.yaml_implicit_resolvers = {}  # replaces the inherited ones
 
 for _tag, _pattern, _first in (
     ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
@@ -37,11 +37,11 @@ for _tag, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Located:
-    """A value and where it was written.
+    """A value and its source.
 
     ``value`` is None, bool, int, float, str, a ``list[Located]`` or a ``dict[str, Located]``. ``where`` is
-    ``file:line`` or ``command line``. ``text`` is what was typed, for a scalar without quotes (and for everything on
-    the command line); None otherwise.
+    ``file:line`` or ``command line``. ``text`` is the original text of an unquoted scalar (and of everything on the
+    command line); None otherwise.
     """
 
     value: Any
@@ -49,7 +49,7 @@ class Located:
     text: str | None = None
 
     def plain(self) -> Any:
-        """The value without positions, all the way down."""
+        """The value without sources, recursively."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         if isinstance(self.value, list):
@@ -58,12 +58,12 @@ class Located:
 
 
 def read_yaml(text: str, name: str) -> tuple[Located, list[str]]:
-    """The one document in ``text`` and the problems found on the way (duplicate keys, foreign tags).
+    """The single document in ``text``, and its problems (duplicate keys, unknown tags).
 
-    ``name`` is the file's name for the positions. An empty document is an empty mapping.
+    ``name`` is the file's name for the sources. An empty document is an empty mapping.
 
     Raises:
-        ConfigError: the text is not YAML at all; nothing can be said about the rest of it.
+        ConfigError: the text is not valid YAML.
     """
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
@@ -80,11 +80,11 @@ def read_yaml(text: str, name: str) -> tuple[Located, list[str]]:
 
 
 def read_command_line_value(text: str) -> Located:
-    """One value from the command line: YAML where it is YAML (``[a, b]``, ``1e-3``), else the text as it stands."""
+    """One value from the command line: parsed if it is YAML (``[a, b]``, ``1e-3``), else the text as it is."""
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
     except yaml.YAMLError:
-        node = None  # for instance "def f(x" as a prompt: no YAML, so it is meant as it stands
+        node = None  # not YAML, for example the prompt "def f(x": taken as it is
     problems: list[str] = []
     value = _located(node, "", problems, ()) if node is not None else None
     if value is None or problems:
@@ -94,7 +94,7 @@ def read_command_line_value(text: str) -> Located:
 
 
 def _moved(located: Located, text: str | None) -> Located:
-    """``located`` with every position replaced by the command line."""
+    """``located`` with the command line as the source of every value."""
     value = located.value
     if isinstance(value, dict):
         value = {key: _moved(entry, entry.text) for key, entry in value.items()}
@@ -106,22 +106,22 @@ def _moved(located: Located, text: str | None) -> Located:
 def _located(node: yaml.Node, name: str, problems: list[str], above: tuple[yaml.Node, ...]) -> Located:
     where = f"{name}:{node.start_mark.line + 1}"
     if any(node is ancestor for ancestor in above):
-        problems.append(f"{where}: an alias refers to the value that it is a part of.")
+        problems.append(f"{where}: an alias refers to a value that contains it.")
         return Located(None, where)
     below = (*above, node)
     if isinstance(node, yaml.SequenceNode):
         return Located([_located(entry, name, problems, below) for entry in node.value], where)
     if isinstance(node, yaml.MappingNode):
         return Located(_mapping(node, name, problems, below), where)
-    assert isinstance(node, yaml.ScalarNode)  # there are three kinds of nodes
+    assert isinstance(node, yaml.ScalarNode)  # the third and last kind of node
     kind = node.tag.removeprefix(_PREFIX)
     if kind not in ("null", "bool", "int", "float", "str"):
-        problems.append(f"{where}: the tag {node.tag!r} is not used in recipes; write the value without it.")
+        problems.append(f"{where}: the tag {node.tag!r} is not supported; write the value without it.")
         kind = "str"
     try:
         return Located(_scalar(kind, node.value), where, node.value if node.style is None else None)
-    except ValueError:  # only an explicit tag such as !!int on other text comes here
-        problems.append(f"{where}: {node.value!r} is no {kind}.")
+    except ValueError:  # an explicit tag such as !!int on other text
+        problems.append(f"{where}: {node.value!r} is not a valid {kind}.")
         return Located(None, where)
 
 
@@ -133,15 +133,15 @@ def _mapping(
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(f"{name}:{line}: a key must be a word, not a list or a mapping.")
+            problems.append(f"{name}:{line}: a key must be text, not a list or a mapping.")
             continue
         key = str(key_node.value)
         if key in lines:
-            problems.append(f"{name}:{line}: duplicate key {key!r}, first given in line {lines[key]}; remove one.")
+            problems.append(f"{name}:{line}: duplicate key {key!r}, first given on line {lines[key]}; remove one.")
             continue
         lines[key] = line
         value = _located(value_node, name, problems, below)
-        # The key's line is where a reader looks, also when the value is a block that begins below it.
+        # Readers look at the key's line, also if the value is a block that begins below it.
         entries[key] = Located(value.value, f"{name}:{line}", value.text)
     return entries
 
@@ -161,10 +161,10 @@ def _scalar(kind: str, text: str) -> Any:
 
 
 def parse_float(text: str) -> float:
-    """A float as YAML writes it: ``1e-3``, ``.5``, ``1_000.0``, ``.inf``, ``-.inf``, ``.nan``.
+    """A float in YAML's notation: ``1e-3``, ``.5``, ``1_000.0``, ``.inf``, ``-.inf``, ``.nan``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a float.
     """
     special = re.fullmatch(r"([-+]?)\.(inf|nan)", text.lower())
     return float("".join(special.groups())) if special else float(text.replace("_", ""))

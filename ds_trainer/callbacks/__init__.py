@@ -1,1 +1,1 @@
-"""Who is told: the callback protocol, its state and control, and the callbacks that are on by default."""
+"""The callback protocol, its state and control, the default callbacks, and the experiment trackers."""

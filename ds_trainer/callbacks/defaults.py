@@ -1,9 +1,10 @@
-"""The callbacks of every run: when to log, evaluate, save and stop, and what a person sees meanwhile."""
+"""The callbacks of every run: when to log, evaluate, save and stop, and what the console shows."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -11,22 +12,24 @@ from tqdm import tqdm
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.step_line import phrases, step_line
+from ds_trainer.monitor.units import human_duration
 
-# tqdm's own bar without the steps per second: the log values that follow say tokens per second, and need the room.
-_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+# Short enough to leave the bar some width on 80 columns: all other values are in the lines above it.
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Sets the switches of ``control`` by the strategies and step counts of the arguments.
+    """Sets the flags of ``control`` according to the strategies and step counts of the arguments.
 
     ``logging_strategy``, ``eval_strategy`` and ``save_strategy`` are ``"no"``, ``"steps"`` or ``"epoch"`` (strings or
-    enums with such values). Any other value, such as saving at the ``"best"`` evaluation, is decided elsewhere and
-    leaves its switch alone. The step counts are those of the state (:meth:`TrainerState.compute_steps`); below 1
-    means never. The last step is evaluated and saved too where the strategy is ``"steps"``; no evaluation comes before
-    ``eval_delay`` (steps or epochs, as the strategy counts).
+    enums with such values). Any other value, such as saving at the ``"best"`` evaluation, is handled elsewhere and
+    leaves its flag unchanged. The step counts are those of the state (:meth:`TrainerState.compute_steps`); below 1
+    means never. With the strategy ``"steps"``, the last step is evaluated and saved too. There is no evaluation before
+    ``eval_delay`` (steps or epochs, depending on the strategy).
     """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Decide or show what a step calls for."""
         step = state.global_step
         if step == 1 and args.logging_first_step:
             control.should_log = True
@@ -47,6 +50,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Decide what the end of an epoch calls for."""
         if _is(args.logging_strategy, "epoch"):
             control.should_log = True
         if _is(args.eval_strategy, "epoch") and (args.eval_delay or 0) <= state.epoch:
@@ -56,23 +60,91 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
 
-class PrinterCallback(TrainerCallback):
+class _StepClock:
+    """Wall time of one training on this process.
+
+    Args:
+        step: optimizer steps done before; a resumed training starts above 0.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._began = self._mark = time.monotonic()
+        self._first_step = self._last_step = step
+        self._stepping = 0.0  # seconds of the steps since the last log, without evaluations and saves
+
+    def step_done(self) -> None:
+        """Add the time since the last step, or since :meth:`restart`."""
+        mark, self._mark = self._mark, time.monotonic()
+        self._stepping += self._mark - mark
+
+    def restart(self) -> None:
+        """Leave out the time since the last step: an evaluation or a save."""
+        self._mark = time.monotonic()
+
+    def phrases(self, step: int, max_steps: int) -> list[str]:
+        """Seconds a step since the last call, time since the start, and the estimated time to ``max_steps``.
+
+        The estimate includes evaluations and saves at the rate seen so far.
+        """
+        elapsed, found = time.monotonic() - self._began, []
+        if step > self._last_step:
+            found.append(f"{self._stepping / (step - self._last_step):.3g} s/step")
+        found.append(f"time {human_duration(elapsed)}")
+        if self._first_step < step < max_steps:
+            remaining = elapsed / (step - self._first_step) * (max_steps - step)
+            found.append(f"ETA {human_duration(remaining)}")
+        self._last_step, self._stepping = step, 0.0
+        return found
+
+
+class _LogPrinter(TrainerCallback):
+    """Base of the callbacks that print log events: measures the steps."""
+
+    _clock: _StepClock | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._clock = _StepClock(state.global_step)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._clock is not None:
+            self._clock.step_done()
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._clock is not None:
+            self._clock.restart()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._clock is not None:
+            self._clock.restart()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._clock = None
+
+    def _line(self, logs: Any, state: TrainerState, max_str_len: int = 100) -> str:
+        """One line: the step, the values, and for a log of training steps the times of :class:`_StepClock`."""
+        line = step_line(logs, state.global_step, state.max_steps, max_str_len)
+        if self._clock is None or "loss" not in logs:
+            return line
+        return "  ".join([line, *self._clock.phrases(state.global_step, state.max_steps)])
+
+
+class PrinterCallback(_LogPrinter):
     """Prints every log event as one line to standard output, on the first process of each machine."""
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Show the logs."""
         if state.is_local_process_zero and logs:
-            print(step_line(logs, state.global_step, state.max_steps), flush=True)
+            print(self._line(logs, state), flush=True)
 
 
-class ProgressCallback(TrainerCallback):
-    """Shows the run on the first process: a bar on a terminal, one line per log event elsewhere.
+class ProgressCallback(_LogPrinter):
+    """Prints every log event as one line to standard output on the first process; on a terminal, with a progress bar.
 
-    The bar (on standard error) advances with every step and carries the values of the last log event; evaluation has
-    a second bar below it. Results of evaluations, the summary at the end and any other log go as lines above the
-    bar, to standard output. Where standard error is no terminal (a file, a batch job), or ``args.disable_tqdm`` is
-    set, there is no bar, and every log event is such a line.
+    The bar (on standard error, below the lines) advances with every step and shows the elapsed and the remaining time,
+    the speed and the last loss. An evaluation has a second bar. There is no bar if standard error is not a terminal (a
+    file, a batch job), or if ``args.disable_tqdm`` is set.
 
-    ``max_str_len``: logged strings are cut at this many characters.
+    ``max_str_len``: logged strings are truncated to this many characters.
     """
 
     def __init__(self, max_str_len: int = 100) -> None:
@@ -81,28 +153,37 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar: tqdm[Any] | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._close()  # a training that was interrupted leaves its bars behind
+        """Open the progress bar."""
+        super().on_train_begin(args, state, control)
+        self._close()  # an interrupted training leaves its bars behind
         if _draws_bars(args, state):
             self.training_bar = tqdm(
-                total=state.max_steps or None, initial=state.global_step, bar_format=_BAR, dynamic_ncols=True
+                total=state.max_steps or None,
+                initial=state.global_step,
+                unit="step",
+                bar_format=_BAR,
+                dynamic_ncols=True,
             )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Decide or show what a step calls for."""
+        super().on_step_end(args, state, control)
         if self.training_bar is not None:
             self.training_bar.update(state.global_step - self.training_bar.n)  # redraws ten times a second at most
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Show the logs."""
         if not state.is_world_process_zero or not logs:
             return
         if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_postfix_str("  ".join(phrases(logs, self.max_str_len)))
-        else:
-            tqdm.write(step_line(logs, state.global_step, state.max_steps, self.max_str_len))
-            sys.stdout.flush()  # into a pipe or a file, lines would wait for a full buffer
+            self.training_bar.set_postfix_str("".join(phrases({"loss": logs["loss"]})), refresh=False)
+        tqdm.write(self._line(logs, state, self.max_str_len))
+        sys.stdout.flush()  # into a pipe or a file, lines would wait for a full buffer
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
+        """Move the bar of the evaluation."""
         if self.prediction_bar is None:
             batches = _length(eval_dataloader)
             if batches is None or not _draws_bars(args, state):
@@ -111,14 +192,19 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Close the bar of the evaluation."""
+        super().on_evaluate(args, state, control)
         self._close_prediction_bar()
 
     def on_predict(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
+        """Close the bar of the prediction."""
         self._close_prediction_bar()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Close the progress bar."""
+        super().on_train_end(args, state, control)
         self._close()
 
     def _close_prediction_bar(self) -> None:
@@ -134,7 +220,7 @@ class ProgressCallback(TrainerCallback):
 
 
 def _is(strategy: Any, name: str) -> bool:
-    """Whether a strategy, a string or an enum member with a string value, is ``name``."""
+    """Whether a strategy (a string, or an enum member with a string value) is ``name``."""
     return getattr(strategy, "value", strategy) == name
 
 
@@ -147,7 +233,7 @@ def _draws_bars(args: Any, state: TrainerState) -> bool:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal with room for two bars. (Terminals of containers may have no lines at all.)"""
+    """Whether ``stream`` is a terminal with room for two bars; terminals of containers may have no lines at all."""
     try:
         return os.get_terminal_size(stream.fileno()).lines > 2
     except (OSError, ValueError):  # a file or a pipe; a stream without a file, as in a notebook
@@ -155,7 +241,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _length(loader: Any) -> int | None:
-    """Number of batches, None for a loader that does not know it (an iterable data set)."""
+    """Number of batches; None if the loader has no length (an iterable dataset)."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Stops training when a metric has not become better for a while."""
+"""Stops training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     Args:
         early_stopping_patience: evaluations without improvement after which training ends.
-        early_stopping_threshold: least difference that counts, in the units of the metric; None is 0.
+        early_stopping_threshold: smallest improvement that counts, in the unit of the metric; None means 0.
 
     Source of names and meaning: transformers 5, class of the same name.
     """
@@ -36,26 +36,26 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self._warned = False
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the arguments when the Trainer is constructed."""
         self._check(args)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the arguments again: a trial may have changed them."""
         self._check(args)
         if not args.load_best_model_at_end:
             logger.warning(
                 "early stopping without load_best_model_at_end=True: after training the model has its last weights, "
-                "not the best ones"
+                "not its best ones"
             )
 
     def _check(self, args: Any) -> None:
         problems = []
         if args.metric_for_best_model is None:
-            problems.append(
-                "EarlyStoppingCallback needs to know the metric: set metric_for_best_model, to 'loss' for instance."
-            )
+            problems.append("EarlyStoppingCallback needs a metric: set metric_for_best_model, for example to 'loss'.")
         if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
             problems.append(
-                f"EarlyStoppingCallback decides at evaluations, but eval_strategy={args.eval_strategy}. Set it to "
-                "steps or epoch."
+                f"EarlyStoppingCallback needs evaluations, but eval_strategy={args.eval_strategy}. Set it to steps or "
+                "epoch."
             )
         if problems:
             raise ConfigError(problems)
@@ -68,21 +68,22 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         metrics: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Count evaluations without improvement, and stop after ``patience`` of them."""
         name = evaluation_metric(str(args.metric_for_best_model))
         value = (metrics or {}).get(name)
         if value is None:
             if not self._warned:
                 self._warned = True
                 found = ", ".join(metrics or ())
-                logger.warning("an evaluation without %s: early stopping passes over such. It has %s", name, found)
+                logger.warning("early stopping ignores an evaluation without %s; its metrics: %s", name, found)
             return
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
     def check_metric_value(self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float) -> None:
-        """Count this evaluation: begin anew after an improvement over ``state.best_metric``, else one more."""
-        best = state.best_metric  # of the evaluations before: the trainer compares after this event
+        """Count this evaluation; an improvement over ``state.best_metric`` resets the count."""
+        best = state.best_metric  # of the previous evaluations: the trainer updates it after this event
         if best is None:
             improved = True
         else:
@@ -91,7 +92,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0 if improved else self.early_stopping_patience_counter + 1
 
     def state(self) -> dict[str, Any]:
-        """What the constructor takes, and the count."""
+        """The constructor's arguments, and the count."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,

@@ -1,6 +1,6 @@
-"""The events of a run, the base class of those who listen to them, and the handler that calls the listeners.
+"""The events of a run, the base class of callbacks, and the handler that calls them.
 
-Names and signatures are those of transformers, so that a callback written for its Trainer works here as it is. The
+Names and signatures are those of transformers, so that a callback written for its Trainer works unchanged. The
 order of events, as pseudo-code of the loop::
 
     on_init_end                                        # Trainer.__init__ is done
@@ -40,8 +40,9 @@ order of events, as pseudo-code of the loop::
     on_push_begin       before a model is uploaded to a hub
 
 Two things differ from a loop without DeepSpeed: gradients are clipped inside the engine's step, hence *after*
-``on_pre_optimizer_step``, and they are gone at ``on_optimizer_step``. Every rank runs every callback; one that does
-something once for the whole run asks ``state.is_world_process_zero``, and one that steers must decide alike on all.
+``on_pre_optimizer_step``, and they are cleared before ``on_optimizer_step``. Every rank runs every callback. A callback
+that acts once per run checks ``state.is_world_process_zero``; one that sets ``control`` must decide equally on all
+ranks.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ logger = get_logger("callbacks.protocol")
 
 
 class TrainerCallback:
-    """Base class of callbacks: every event, doing nothing. Override those that matter to you.
+    """Base class of callbacks: a method per event that does nothing. Override the events you need.
 
     Every event receives ``args`` (the training arguments), ``state``, ``control``, and by keyword ``model``,
     ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``eval_dataloader``, with
-    ``logs`` (``on_log``) or ``metrics`` (``on_evaluate``, ``on_predict``): name those that you need and end the
-    signature with ``**kwargs``. An event may change ``control`` in place, or return another one; None keeps it.
+    ``logs`` (``on_log``) or ``metrics`` (``on_evaluate``, ``on_predict``): name the ones you need and end the
+    signature with ``**kwargs``. An event may change ``control`` in place or return another one; None keeps it.
     """
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """The trainer has been constructed."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Training begins; ``state.global_step`` is above 0 if it was resumed."""
+        """Training begins; ``state.global_step`` is above 0 if it resumes."""
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Training has ended, after its last log and checkpoint."""
@@ -84,13 +85,13 @@ class TrainerCallback:
         """An optimizer step begins, before its first micro-batch."""
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """All gradients of the step are there, not yet clipped; the weights are the old ones."""
+        """All gradients of the step are computed but not clipped; the weights are still the old ones."""
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """The weights have been updated; ``state.global_step`` does not count the step yet."""
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """A micro-batch is done that is not the last one of its optimizer step."""
+        """A micro-batch other than the last one of its optimizer step is done."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An optimizer step is done and counted."""
@@ -121,12 +122,12 @@ Listener = Callable[..., Any]
 
 
 class CallbackHandler:
-    """Holds the callbacks of a trainer and calls those that listen to an event, in the order in which they came.
+    """Holds the callbacks of a trainer and calls those that override an event, in the order in which they were added.
 
     ``callbacks`` are classes or instances. The trainer sets ``model``, ``optimizer``, ``lr_scheduler`` and the two
-    loaders as soon as it has them; every event hands them on.
+    loaders as soon as it has them; every event passes them on.
 
-    An event that no callback overrides costs one comparison of lists: who listens is looked up once and kept.
+    An event that no callback overrides costs one comparison of lists: the listeners are cached.
     """
 
     def __init__(
@@ -150,20 +151,21 @@ class CallbackHandler:
             self.add_callback(callback)
 
     def add_callback(self, callback: Any) -> None:
-        """Append a callback, or one made from a class. A second one of the same class is added with a warning.
+        """Append a callback, or an instance of a callback class. A second one of the same class is added with a
+        warning.
 
         Raises:
-            ConfigError: it has no event method at all.
+            ConfigError: it has no event method.
         """
         instance = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(instance, event, None)) for event in EVENTS):
             raise ConfigError(
-                f"{instance!r} is no callback: it has none of the event methods ({', '.join(EVENTS)})."
-                " Let its class inherit ds_trainer.TrainerCallback."
+                f"{instance!r} is not a callback: it has none of the event methods ({', '.join(EVENTS)})."
+                " Inherit from ds_trainer.TrainerCallback."
             )
         if type(instance) in [type(other) for other in self.callbacks]:
             logger.warning(
-                "there is already a %s among the callbacks; now there are two. All of them:\n%s",
+                "a second %s was added to the callbacks. The callbacks are now:\n%s",
                 type(instance).__name__,
                 self.callback_list,
             )
@@ -183,87 +185,101 @@ class CallbackHandler:
         """Remove this instance, or the first one of this class.
 
         Raises:
-            ConfigError: the instance is not among the callbacks. (A class of which there is none is no error.)
+            ConfigError: the instance is not among the callbacks. (A class without an instance is not an error.)
         """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
-            raise ConfigError(
-                f"{callback!r} is not among the callbacks and cannot be removed. These are:\n{self.callback_list}"
-            )
+            raise ConfigError(f"{callback!r} cannot be removed: it is not among the callbacks:\n{self.callback_list}")
 
     @property
     def callback_list(self) -> str:
-        """The class names of all callbacks, one a line."""
+        """The class names of all callbacks, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: the Trainer was constructed."""
         return self.call_event("on_init_end", args, state, control)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
-        self._forget_listeners()  # a method may have been replaced on an instance since the last look
+        """Call the callbacks: training begins."""
+        self._forget_listeners()  # a method of an instance may have been replaced
         if not any(_named(callback, "DefaultFlowCallback") for callback in self.callbacks):
             logger.warning(
-                "no DefaultFlowCallback among the callbacks: nothing will log, evaluate, save or stop at max_steps"
-                " unless another callback asks for it. Callbacks:\n%s",
+                "the callbacks have no DefaultFlowCallback: the run does not log, evaluate, save or stop at max_steps"
+                " unless another callback requests it. Callbacks:\n%s",
                 self.callback_list,
             )
         control._new_training()
         return self.call_event("on_train_begin", args, state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: training has ended."""
         return self.call_event("on_train_end", args, state, control)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: an epoch begins."""
         control._new_epoch()
         return self.call_event("on_epoch_begin", args, state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: an epoch has ended."""
         return self.call_event("on_epoch_end", args, state, control)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: a step begins."""
         control._new_step()
         return self.call_event("on_step_begin", args, state, control)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: gradients are complete, weights unchanged."""
         return self.call_event("on_pre_optimizer_step", args, state, control)
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: the optimizer has updated the weights."""
         return self.call_event("on_optimizer_step", args, state, control)
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: a micro-batch of a step is done."""
         return self.call_event("on_substep_end", args, state, control)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: a step has ended."""
         return self.call_event("on_step_end", args, state, control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any) -> TrainerControl:
+        """Call the callbacks: an evaluation has ended with ``metrics``."""
         control.should_evaluate = False
         return self.call_event("on_evaluate", args, state, control, metrics=metrics)
 
     def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any) -> TrainerControl:
+        """Call the callbacks: a prediction has ended with ``metrics``."""
         return self.call_event("on_predict", args, state, control, metrics=metrics)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: a checkpoint was saved."""
         control.should_save = False
         return self.call_event("on_save", args, state, control)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any) -> TrainerControl:
+        """Call the callbacks: ``logs`` are recorded."""
         control.should_log = False
         return self.call_event("on_log", args, state, control, logs=logs)
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: a batch of an evaluation is done."""
         return self.call_event("on_prediction_step", args, state, control)
 
     def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call the callbacks: a push to the Hub begins."""
         return self.call_event("on_push_begin", args, state, control)
 
     def call_event(
         self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call every listener to ``event``; the control as the last of them left it.
+        """Call every listener of ``event``. Returns the control that the last one left.
 
-        ``event`` may be one of :data:`EVENTS` or a name of your own: callbacks without such a method are passed over.
+        ``event`` may be one of :data:`EVENTS` or a name of your own: callbacks without such a method are skipped.
         """
-        # Comparing identical elements is one pointer comparison each; it notices a list that others have changed.
+        # Comparing identical elements is one pointer comparison each; it detects changes of the list by others.
         if self.callbacks != self._listeners_of:
             self._forget_listeners()
         listeners = self._listeners.get(event)
@@ -287,7 +303,7 @@ class CallbackHandler:
         return control
 
     def listeners(self, event: str) -> list[Listener]:
-        """The methods that :meth:`call_event` calls now, in order."""
+        """The methods that :meth:`call_event` calls, in order."""
         return _listeners(self.callbacks, event)
 
     def _forget_listeners(self) -> None:
@@ -296,7 +312,7 @@ class CallbackHandler:
 
 
 def _listeners(callbacks: Iterable[Any], event: str) -> list[Listener]:
-    """The bound methods for ``event`` of those callbacks that override it."""
+    """The bound methods for ``event`` of the callbacks that override it."""
     found: list[Listener] = []
     for callback in callbacks:
         method = getattr(callback, event, None)
@@ -308,7 +324,7 @@ def _listeners(callbacks: Iterable[Any], event: str) -> list[Listener]:
 def _no_ops(callback: Any, event: str) -> list[Any]:
     """The empty methods for ``event`` that ``callback`` may have inherited: ours, and that of transformers.
 
-    transformers is not imported for it: a callback that inherits from it has brought the class along.
+    This does not import transformers: a callback that inherits from its class has already imported it.
     """
     return [
         vars(base)[event]

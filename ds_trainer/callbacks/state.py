@@ -1,7 +1,6 @@
-"""What callbacks see and what they steer with: :class:`TrainerState`, :class:`TrainerControl`.
+"""The state that callbacks read and the flags that they set: :class:`TrainerState`, :class:`TrainerControl`.
 
-Fields and file format are those that users of transformers know: a ``trainer_state.json`` of either side is readable
-by the other.
+Fields and file format are those of transformers: either library can read the other's ``trainer_state.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.monitor.records import plain
+from ds_trainer.monitor.metrics_file import plain
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.logging import get_logger
@@ -24,19 +23,19 @@ logger = get_logger("callbacks.state")
 
 
 class ExportableState:
-    """Mixin of a callback whose memory belongs into the checkpoint (an early-stopping counter, say).
+    """Mixin for callbacks whose state belongs in the checkpoint (an early-stopping counter, for example).
 
-    :meth:`state` returns ``{"args": {...}, "attributes": {...}}``: what the constructor takes, and what has changed
-    since. Everything in it must be plain JSON. Objects of other libraries with the same two methods count as well.
+    :meth:`state` returns ``{"args": {...}, "attributes": {...}}``: the constructor's arguments, and the values that
+    have changed since. All of it must be plain JSON. Objects of other libraries with the same two methods work too.
     """
 
     def state(self) -> dict[str, Any]:
-        """The memory of this object as plain data."""
+        """The state of this object as plain data."""
         raise NotImplementedError(f"{type(self).__name__} must define state() to be kept in a checkpoint")
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Any:
-        """A new object with that memory."""
+        """A new object with this state."""
         instance = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(instance, name, value)
@@ -49,7 +48,7 @@ def is_exportable(candidate: Any) -> bool:
 
 
 def export_states(objects: Iterable[Any]) -> dict[str, Any]:
-    """The memory of all exportable ones of ``objects``: class name to state, or to a list if a class occurs twice."""
+    """The states of all exportable ``objects``: class name to state, or to a list if a class occurs twice."""
     exported: dict[str, Any] = {}
     for candidate in objects:
         if not is_exportable(candidate):
@@ -65,15 +64,20 @@ def export_states(objects: Iterable[Any]) -> dict[str, Any]:
 
 
 def restore_states(objects: Iterable[Any], states: Mapping[str, Any], *, include_arguments: bool = False) -> None:
-    """Give ``objects`` the memory that :func:`export_states` took, matched by class name and order, in place.
+    """Restore the states that :func:`export_states` returned into ``objects``, by class name and order, in place.
 
-    What has changed during the run (``"attributes"``) is restored; what the constructor was given (``"args"``) stays
-    as it is now, unless ``include_arguments``. States that no object claims are named in a warning.
+    The values that changed during the run (``"attributes"``) are restored. The constructor's arguments (``"args"``)
+    stay as they are, unless ``include_arguments``. Warnings name states without a matching object, and objects without
+    a state.
     """
     waiting = {name: list(state) if isinstance(state, list) else [state] for name, state in states.items()}
+    without: list[str] = []
     for candidate in objects:
         name = type(candidate).__name__
-        if not is_exportable(candidate) or not waiting.get(name):
+        if not is_exportable(candidate):
+            continue
+        if not waiting.get(name):
+            without.append(name)
             continue
         state = waiting[name].pop(0)
         if include_arguments:
@@ -81,20 +85,26 @@ def restore_states(objects: Iterable[Any], states: Mapping[str, Any], *, include
             continue
         for attribute, value in state.get("attributes", {}).items():
             setattr(candidate, attribute, value)
-    unclaimed = [name for name, left in waiting.items() if left]
+    # Files of transformers hold the control too; its flags last for one step.
+    unclaimed = [name for name, left in waiting.items() if left and name != TrainerControl.__name__]
     if unclaimed:
         logger.warning(
-            "the checkpoint holds the state of callbacks that this run does not have; it is ignored: %s",
+            "ignored the state of callbacks that are in the checkpoint but not in this run: %s",
             ", ".join(unclaimed),
+        )
+    if without:
+        logger.warning(
+            "the checkpoint has no state of these callbacks of this run, which begin as they are: %s",
+            ", ".join(without),
         )
 
 
 @dataclass
 class TrainerState:
-    """Where the run stands; saved as ``trainer_state.json``. A step is an optimizer step of any number of batches."""
+    """The progress of a run; saved as ``trainer_state.json``. A step is an optimizer step of any number of batches."""
 
     epoch: float = 0
-    """Epochs completed; the fraction is the part of the current one."""
+    """Epochs completed; the fractional part is the progress in the current one."""
     global_step: int = 0
     """Optimizer steps completed."""
     max_steps: int = 0
@@ -113,9 +123,11 @@ class TrainerState:
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
-    """This process is the first of its machine. In a file: that of the process which wrote it; set it after loading."""
+    """Whether this process is the first of its machine. In a file, the value of the process that wrote it: set it after
+    loading."""
     is_world_process_zero: bool = True
-    """This process is the first of all. In a file: that of the process which wrote it; set it after loading."""
+    """Whether this process is the first of all. In a file, the value of the process that wrote it: set it after
+    loading."""
     is_hyper_param_search: bool = False
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
@@ -133,7 +145,7 @@ class TrainerState:
                 if not is_exportable(callback):
                     raise ConfigError(
                         f"stateful_callbacks holds a {type(callback).__name__}, which has no state() and from_state()."
-                        " Let it inherit ExportableState, or leave it out."
+                        " Inherit from ExportableState, or leave it out."
                     )
             self.stateful_callbacks = export_states(callbacks)
 
@@ -142,7 +154,7 @@ class TrainerState:
         write_text_atomic(json_path, self.to_json())
 
     def snapshot(self) -> TrainerState:
-        """A copy that later steps and callbacks do not change; the values in log entries are taken to be plain."""
+        """A copy that later steps and callbacks do not change. Values in log entries must be plain data."""
         return dataclasses.replace(
             self,
             log_history=[dict(entry) for entry in self.log_history],
@@ -157,26 +169,26 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
-        """The state that :meth:`save_to_json` wrote.
+        """Read the state that :meth:`save_to_json` wrote.
 
-        Keys that this version does not know are left out, with a warning that names them.
+        Unknown keys are ignored, with a warning that names them.
 
         Raises:
-            ConfigError: there is no such file, or it does not hold a trainer state.
+            ConfigError: there is no such file, or it is not a trainer state.
         """
         remedy = "Name another checkpoint to resume from."
         try:
             values = json.loads(Path(json_path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"There is no trainer state at {json_path}. {remedy}") from None
-        except ValueError as error:  # no JSON, or no UTF-8
+        except ValueError as error:  # not JSON, or not UTF-8
             raise ConfigError(f"{json_path} is not a trainer state: {error}. {remedy}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{json_path} holds a JSON {type(values).__name__}, not a trainer state. {remedy}")
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            logger.warning("%s: keys that this version does not know are ignored: %s", json_path, ", ".join(unknown))
+            logger.warning("%s: ignored unknown keys: %s", json_path, ", ".join(unknown))
         values = {name: value for name, value in values.items() if name in known}
         for name in ("global_step", "max_steps"):
             value = values.get(name, 0)
@@ -185,9 +197,9 @@ class TrainerState:
         return cls(**values)
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
-        """Take ``logging_steps``, ``eval_steps`` and ``save_steps`` from ``args`` as whole numbers of steps.
+        """Set ``logging_steps``, ``eval_steps`` and ``save_steps`` from ``args``, as whole numbers of steps.
 
-        A value below 1 is a fraction of ``max_steps``, rounded up. None leaves the field as it is.
+        A value below 1 is a fraction of ``max_steps``, rounded up. None leaves the field unchanged.
         """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             value = getattr(args, name, None)
@@ -201,12 +213,12 @@ class TrainerState:
 
 @dataclass
 class TrainerControl(ExportableState):
-    """Switches by which callbacks steer the loop: they set them, the loop acts on them at the next point to act."""
+    """Flags that callbacks set and the loop acts on."""
 
     should_training_stop: bool = False
     """End the run after this step. Reset when a training begins."""
     should_epoch_stop: bool = False
-    """Go on with the next epoch after this step. Reset when an epoch begins."""
+    """Continue with the next epoch after this step. Reset when an epoch begins."""
     should_save: bool = False
     """Save a checkpoint. Reset when a step begins, and once saved."""
     should_evaluate: bool = False
@@ -226,5 +238,5 @@ class TrainerControl(ExportableState):
         self.should_log = False
 
     def state(self) -> dict[str, Any]:
-        """All switches; :meth:`from_state` makes an equal object."""
+        """All flags; :meth:`from_state` creates an equal object."""
         return {"args": dataclasses.asdict(self), "attributes": {}}

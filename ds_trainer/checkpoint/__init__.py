@@ -1,1 +1,1 @@
-"""What is kept: weights for users, checkpoints for resuming."""
+"""Saving, resuming, converting and exporting: checkpoints of runs and weights for users."""

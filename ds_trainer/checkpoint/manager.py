@@ -1,7 +1,7 @@
-"""The checkpoints of one run: what goes into them, and how a run goes on from one.
+"""The checkpoints of one run: what they hold, and how a run resumes from one.
 
-How they are written is in :mod:`ds_trainer.checkpoint.protocol.saving`, what may be found in the output directory in
-:mod:`ds_trainer.checkpoint.protocol.directory`.
+:mod:`ds_trainer.checkpoint.protocol.checkpoint_save` describes how a checkpoint is written,
+:mod:`ds_trainer.checkpoint.protocol.checkpoint_directory` what the output directory may contain.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.checkpoint.pieces.engine_files import engine_contents, read_engine_files
-from ds_trainer.checkpoint.pieces.frozen import FrozenFiles
-from ds_trainer.checkpoint.pieces.model_plan import ModelPlan
-from ds_trainer.checkpoint.pieces.random_states import rank_with_random_state
-from ds_trainer.checkpoint.protocol.choosing import Checkpoint, newest_valid, verified
-from ds_trainer.checkpoint.protocol.contents import Content, Held
-from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, list_checkpoints
-from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, PIECES, Manifest
+from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, InMemoryFile
+from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
+from ds_trainer.checkpoint.protocol.checkpoint_selection import (
+    VerifiedCheckpoint,
+    newest_valid_checkpoint,
+    verify_checkpoint,
+)
+from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, SHARDS, Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.retention import Retention
-from ds_trainer.checkpoint.protocol.saving import CheckpointSave
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
-from ds_trainer.checkpoint.protocol.sharing import Messages, Sharing
-from ds_trainer.checkpoint.weights.adapters import adapter_contents, adapter_tensors, saves_adapters
-from ds_trainer.checkpoint.weights.base import BaseDigest
-from ds_trainer.checkpoint.weights.save_size import SaveSize, size_of_save
-from ds_trainer.checkpoint.weights.writing import save_weights
-from ds_trainer.engine.state.pieces import frozen_pieces
-from ds_trainer.engine.state.units import UnknownState
+from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.checkpoint.shards.engine_files import engine_state_files, restore_engine_state
+from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
+from ds_trainer.checkpoint.shards.model_plan import ModelPlan
+from ds_trainer.checkpoint.shards.random_states import rank_with_random_state
+from ds_trainer.checkpoint.weights.adapter_files import adapter_files, adapter_tensors, saves_adapters
+from ds_trainer.checkpoint.weights.base_digest import BaseDigest
+from ds_trainer.checkpoint.weights.checkpoint_size import CheckpointSize, checkpoint_size
+from ds_trainer.checkpoint.weights.model_saving import save_weights
+from ds_trainer.engine.state.flat_partitions import UnknownState
+from ds_trainer.engine.state.state_shards import frozen_shards
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import full_numel
 from ds_trainer.parallel.layout import ParallelLayout
@@ -43,28 +47,28 @@ logger = get_logger(__name__)
 
 STATE_FILE = "trainer_state.json"
 SCHEDULE_FILE = "scheduler.pt"
-_ENGINE_FOLDER = "engine"  # of what DeepSpeed writes itself
+_ENGINE_FOLDER = "engine"  # for state that DeepSpeed writes itself
 
 
 class CheckpointManager:
     """Writes and reads the checkpoints of one run.
 
     Args:
-        output_dir: where ``checkpoint-N`` directories live.
-        engine: whose state is kept.
-        sharing: which ranks share ``output_dir``.
-        retention: which checkpoints stay.
-        frozen: knows which weights stay as they are, and where they are stored already; default: none.
-        base: of an adapter model: what identifies its base, which checkpoints then do not hold.
+        output_dir: the parent of the ``checkpoint-N`` directories.
+        engine: whose state is saved.
+        writer_group: the ranks that share ``output_dir``.
+        retention: which checkpoints are kept.
         arguments: identifies the training arguments (:func:`ds_trainer.checkpoint.protocol.manifest.arguments_digest`).
-        model: the files by which a checkpoint is a model too; None for checkpoints without.
+        model: the model's files in each checkpoint; None for checkpoints without a model.
+        frozen: knows the frozen weights, and where they are stored already; default: none.
+        base: for an adapter model, identifies the base model, which checkpoints then do not hold.
     """
 
     def __init__(
         self,
         output_dir: Path,
         engine: TrainingEngine,
-        sharing: Sharing,
+        writer_group: WriterGroup,
         retention: Retention | None = None,
         arguments: str = "",
         model: ModelPlan | None = None,
@@ -73,7 +77,7 @@ class CheckpointManager:
     ) -> None:
         self.directory = CheckpointDirectory(output_dir)
         self.engine = engine
-        self.sharing = sharing
+        self.writer_group = writer_group
         self.retention = retention or Retention()
         self.arguments = arguments
         self.model = model
@@ -85,102 +89,115 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        shared: Sequence[Content],
-        own: Sequence[Content] = (),
+        common: Sequence[CheckpointFile],
+        of_rank: Sequence[CheckpointFile] = (),
         write_weights: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write ``checkpoint-<step>``. Collective. Returns its path.
 
         Args:
             step: optimizer steps done.
-            shared: files that are alike on all ranks: the trainer's state, the schedule.
-            own: files of this rank.
-            write_weights: writes the weights to a directory, collectively; the checkpoint then holds them and
-                ``shared`` only, and cannot be resumed from.
+            common: files that are the same on all ranks: the trainer's state, the schedule.
+            of_rank: files of this rank.
+            write_weights: writes the weights to a directory, collectively; the checkpoint then holds only them and
+                ``common``, and cannot be resumed from.
 
         Raises:
-            SaveFailed: it could not be written; on all ranks.
+            SaveFailed: the checkpoint could not be written; on all ranks.
         """
-        once = list(shared) if self.sharing.commits else []
+        common_files = list(common) if self.writer_group.is_leader else []
         if write_weights is not None:
-            path = self._write(step, once, {"only_model": True}, write_weights)
+            path = self._write(step, common_files, {"only_model": True}, write_weights)
         else:
-            engine = self.engine_contents()
-            mine = [*once, *own, *self._adapter_contents(), Held.of(_random_file(distributed.rank()), random_state())]
+            engine = self.engine_state_files()
+            small_files = [
+                *common_files,
+                *of_rank,
+                *self._adapter_files(),
+                InMemoryFile.of(_random_file(distributed.rank()), random_state()),
+            ]
             if engine is not None:
-                path = self._write(step, chain(mine, engine), {}, shared=self._shared_files())
+                path = self._write(step, chain(small_files, engine), {}, shared=self._shared_files())
             else:
-                path = self._write(step, mine, {"engine": DEEPSPEED}, self._write_by_deepspeed)
-        self.retire()
+                path = self._write(step, small_files, {"engine": DEEPSPEED}, self._write_by_deepspeed)
+        self.apply_retention()
         return path
 
-    def contents(self, shared: Sequence[Content], own: Sequence[Content] = ()) -> Iterator[Content]:
-        """All files of this rank, as :meth:`save` writes them. Random state and counters are those of now.
+    def files(
+        self, common: Sequence[CheckpointFile], of_rank: Sequence[CheckpointFile] = ()
+    ) -> Iterator[CheckpointFile]:
+        """Yields all files of this rank, as :meth:`save` writes them, with the present random state and counters.
 
         Raises:
             UnknownState: only DeepSpeed knows how to write its state.
         """
-        yield from shared if self.sharing.commits else ()
-        yield from own
-        yield from self._adapter_contents()
-        yield Held.of(_random_file(distributed.rank()), random_state())
-        yield from self._engine_contents()
+        yield from common if self.writer_group.is_leader else ()
+        yield from of_rank
+        yield from self._adapter_files()
+        yield InMemoryFile.of(_random_file(distributed.rank()), random_state())
+        yield from self._engine_state_files()
 
-    def _adapter_contents(self) -> list[Content]:
-        """Files of an adapter model besides its pieces. Collective."""
-        files = adapter_contents(self.engine.deepspeed.module, self.sharing.commits)
-        return [*files, self._left_out.content()] if self._left_out is not None and self.sharing.commits else files
+    def _adapter_files(self) -> list[CheckpointFile]:
+        """Files of an adapter model besides its shards. Collective."""
+        files = adapter_files(self.engine.deepspeed.module, self.writer_group.is_leader)
+        base = self._excluded_base
+        return [*files, base.to_file()] if base is not None and self.writer_group.is_leader else files
 
-    def _engine_contents(self) -> Iterator[Content]:
-        left_out = () if self._left_out is None else self._left_out.tensors
-        return engine_contents(self.engine, self.sharing.commits, self.model, self.frozen, left_out)
+    def _engine_state_files(self) -> Iterator[CheckpointFile]:
+        return engine_state_files(
+            self.engine, self.writer_group.is_leader, self.model, self.frozen, self._excluded_names()
+        )
 
     @cached_property
-    def _left_out(self) -> BaseDigest | None:
-        return None if self.base is None else self.base.while_frozen(self.engine.deepspeed.module)
+    def _excluded_base(self) -> BaseDigest | None:
+        """Identifies the frozen base tensors of an adapter model, which the checkpoints do not hold."""
+        return None if self.base is None else self.base.restricted_to_frozen(self.engine.deepspeed.module)
 
-    def writer(self, step: int) -> Callable[[Iterable[Content], Messages], Path]:
-        """What writes the :meth:`contents` of ``step``, in any thread; ranks hear from each other by ``Messages``.
+    def _excluded_names(self) -> Collection[str]:
+        return () if self._excluded_base is None else self._excluded_base.tensors
 
-        It raises SaveFailed, on all ranks.
+    def writer(self, step: int) -> Callable[[Iterable[CheckpointFile], Communicator], Path]:
+        """Returns a function that writes the :meth:`files` of ``step``, in any thread.
+
+        The function takes the files and a communicator for the writing threads of all ranks, and returns the
+        checkpoint's path. It raises SaveFailed on all ranks.
         """
-        facts, shared = self.facts(), self._shared_files()
+        metadata, shared = self.metadata(), self._shared_files()
 
-        def write(files: Iterable[Content], messages: Messages) -> Path:
-            save = CheckpointSave(self.directory, self.sharing, step, facts, messages, shared)
+        def write(files: Iterable[CheckpointFile], communicator: Communicator) -> Path:
+            save = CheckpointSave(self.directory, self.writer_group, step, metadata, communicator, shared)
             path = self._run(save, files)
-            self.retire()
+            self.apply_retention()
             return path
 
         return write
 
-    def size(self) -> SaveSize:
-        """Of a checkpoint as it would be written now. Collective; all of the state must be in memory.
+    def size(self) -> CheckpointSize:
+        """Returns the size of a checkpoint as it would be written now. Collective; all state must be in memory.
 
         Raises:
             UnknownState: only DeepSpeed knows how to write its state.
         """
         module: Any = self.engine.deepspeed.module
-        adapters = adapter_tensors(module).values() if saves_adapters(module) and self.sharing.commits else ()
-        beside = sum(full_numel(tensor) * tensor.element_size() for tensor in adapters)
+        adapters = adapter_tensors(module).values() if saves_adapters(module) and self.writer_group.is_leader else ()
+        adapter_bytes = sum(full_numel(tensor) * tensor.element_size() for tensor in adapters)
         frozen = FrozenFiles(self.frozen.names)
-        left_out = () if self._left_out is None else self._left_out.tensors
-        contents = engine_contents(self.engine, False, self.model, frozen, left_out)
-        return size_of_save(contents, self.model, beside)
+        files = engine_state_files(self.engine, False, self.model, frozen, self._excluded_names())
+        return checkpoint_size(files, self.model, adapter_bytes)
 
-    def engine_contents(self) -> Iterator[Content] | None:
-        """This rank's part of the engine's state; None where only DeepSpeed knows how to write it."""
-        contents = self._engine_contents()
+    def engine_state_files(self) -> Iterator[CheckpointFile] | None:
+        """Returns this rank's part of the engine's state; None if only DeepSpeed knows how to write it."""
+        files = self._engine_state_files()
         try:
-            first = next(contents)
+            first = next(files)
         except UnknownState as error:
-            if self.sharing.rank == 0:
-                logger.warning("This checkpoint can be resumed from in the same layout only: %s.", error)
+            if self.writer_group.rank == 0:
+                logger.warning("This checkpoint can be resumed only in the same layout: %s.", error)
             return None
-        return chain([first], contents)
+        return chain([first], files)
 
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says of the run."""
+    def metadata(self) -> dict[str, Any]:
+        """Returns the manifest's fields about the run."""
         return {
             "layout": _sizes(self.engine),
             "zero_stage": self.engine.stage,
@@ -188,37 +205,41 @@ class CheckpointManager:
             "arguments": self.arguments,
         }
 
-    def retire(self) -> None:
-        """Remove the checkpoints that are too many."""
-        if self.sharing.commits:
+    def apply_retention(self) -> None:
+        """Remove the checkpoints that exceed the limits."""
+        if self.writer_group.is_leader:
             self.retention.apply(self.directory)
 
     def _write(
         self,
         step: int,
-        contents: Any,
-        facts: dict[str, Any],
-        by_others: Callable[[Path], None] | None = None,
+        files: Iterable[CheckpointFile],
+        metadata: dict[str, Any],
+        write_external: Callable[[Path], None] | None = None,
         shared: Sequence[SharedFile] = (),
     ) -> Path:
-        known = {**self.facts(), **facts}
-        save = CheckpointSave(self.directory, self.sharing, step, known, distributed, shared)
-        return self._run(save, contents, by_others)
+        metadata = {**self.metadata(), **metadata}
+        save = CheckpointSave(self.directory, self.writer_group, step, metadata, distributed, shared)
+        return self._run(save, files, write_external)
 
     def _run(
-        self, save: CheckpointSave, contents: Iterable[Content], by_others: Callable[[Path], None] | None = None
+        self,
+        save: CheckpointSave,
+        files: Iterable[CheckpointFile],
+        write_external: Callable[[Path], None] | None = None,
     ) -> Path:
-        path = save.run(contents, by_others)
-        self.frozen.committed(path, save.written)
+        path = save.run(files, write_external)
+        self.frozen.record_save(path, save.written)
         return path
 
     def _shared_files(self) -> Sequence[SharedFile]:
-        """The model's files, those of frozen weights with where they lie already; after :meth:`contents`."""
+        """The model's files; frozen ones with the stored copy to link to. Call this after :meth:`files`."""
         if self.model is None:
             return ()
-        apart = self.model.frozen
+        frozen = self.model.frozen
         return [
-            f._replace(stored=self.frozen.stored(f.name, f.head)) if f.name in apart else f for f in self.model.files
+            file._replace(stored=self.frozen.stored(file.name, file.header)) if file.name in frozen else file
+            for file in self.model.files
         ]
 
     def _write_by_deepspeed(self, partial: Path) -> None:
@@ -229,38 +250,39 @@ class CheckpointManager:
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def load(self, path: Path, keep: Collection[str] = (), states: bool = True) -> dict[str, Any]:
-        """Put back weights, optimizer and random state from ``path``; returns the state of the schedule. Collective.
+        """Restore weights, optimizer and random state from ``path``; return the state of the schedule. Collective.
 
-        ``path`` is a checkpoint that was verified, so that its pickles are trusted: its manifest is ours and intact.
+        ``path`` must be a verified checkpoint. Its pickles are trusted, because an intact manifest of this package
+        lists them.
 
         Args:
             path: of the checkpoint.
-            keep: settings of the optimizer that stay as they are now, ``"schedule"`` for that of DeepSpeed.
-            states: False leaves out the states of the optimizer: for another optimizer.
+            keep: optimizer settings that keep their present values; ``"schedule"`` for DeepSpeed's schedule.
+            states: False skips optimizer states, for another optimizer.
 
         Raises:
-            ConfigError: it holds weights only, or something that can be read in its own layout only.
+            ConfigError: it holds weights only, or state that can be read in its own layout only.
         """
         manifest = self._load_engine(path, keep, states)
         schedule = load_pickle(path / SCHEDULE_FILE, trusted=True)
         written = ParallelLayout(*(manifest.layout[name] for name in ("world_size", "tp", "cp", "sp")))
         name = _random_file(rank_with_random_state(written, self.engine.layout, distributed.rank()))
-        if name in manifest.files:  # with save_on_each_node each machine has those of its own ranks
+        if name in manifest.files:  # with save_on_each_node, each machine has those of its own ranks only
             restore_random_state(load_pickle(path / name, trusted=True))
         return dict(schedule)
 
     def is_same_layout(self, manifest: Manifest) -> bool:
-        """Whether as many ranks wrote a checkpoint in the same layout, ZeRO stage and precision."""
+        """Returns whether a checkpoint was written in the engine's layout, world size, ZeRO stage and precision."""
         return manifest.same_layout(_sizes(self.engine), self.engine.stage, self.engine.precision)
 
     def load_best(self, path: Path) -> None:
-        """Put back the weights of ``path``, with their optimizer state, when training has ended. Collective.
+        """Restore the weights and optimizer state of ``path``, after training. Collective.
 
         Raises:
             BrokenCheckpoint: it is damaged.
             ConfigError: as :meth:`load`.
         """
-        verified(path, self.sharing, distributed)
+        verify_checkpoint(path, self.writer_group, distributed)
         logger.info("Loading the best model from %s.", path)
         self._load_engine(path)
 
@@ -268,33 +290,39 @@ class CheckpointManager:
         manifest = Manifest.read(path)
         _check_resumable(path, manifest)
         same = self.is_same_layout(manifest)
-        if manifest.engine == PIECES:
-            left_out = self._checked_base(path)
-            read_engine_files(self.engine, path, same, keep, manifest.files, True, states, self.sharing, left_out)
-            pieces = frozen_pieces(self.engine, self.frozen.names.difference(left_out))
-            self.frozen.loaded(path, manifest.files.values(), pieces)
+        if manifest.engine == SHARDS:
+            excluded = self._check_base(path)
+            restore_engine_state(
+                self.engine, path, same, keep, manifest.files, True, states, self.writer_group, excluded
+            )
+            shards = frozen_shards(self.engine, self.frozen.names.difference(excluded))
+            self.frozen.record_load(path, manifest.files.values(), shards)
         elif same:
             self.engine.load_state(path, _ENGINE_FOLDER)
         else:
             raise ConfigError(
-                f"{path} was written by DeepSpeed's own optimizer in the layout {dict(manifest.layout)}, ZeRO stage "
-                f"{manifest.zero_stage}, {manifest.precision}, and can be resumed from in no other; here it is "
+                f"{path} holds optimizer state in DeepSpeed's own form and can be resumed only in its own layout: "
+                f"{dict(manifest.layout)}, ZeRO stage {manifest.zero_stage}, {manifest.precision}. This run has "
                 f"{_sizes(self.engine)}, ZeRO stage {self.engine.stage}, {self.engine.precision}."
             )
         return manifest
 
-    def _checked_base(self, path: Path) -> Collection[str]:
-        """Names of parameters that the checkpoint at ``path`` does not hold, after they were compared. Collective."""
-        wanted = BaseDigest.read(path)
-        if wanted is None:
+    def _check_base(self, path: Path) -> Collection[str]:
+        """Compare the base model of adapters with that of the checkpoint at ``path``. Collective.
+
+        Returns:
+            Names of the base tensors, which the checkpoint does not hold.
+        """
+        expected = BaseDigest.read(path)
+        if expected is None:
             return ()
-        wanted.check(self.base or BaseDigest.of(self.engine), path)
-        return wanted.tensors
+        expected.check(self.base or BaseDigest.of(self.engine), path)
+        return expected.tensors
 
     def finish(self) -> None:
-        """Training has ended: with ``keep=1`` only the best checkpoint stays, not the newest beside it. Collective."""
+        """End of training: with ``keep=1``, keep only the best checkpoint, without the newest. Collective."""
         best = self.retention.best
-        if self.retention.keep == 1 and best is not None and best.is_dir() and self.sharing.commits:
+        if self.retention.keep == 1 and best is not None and best.is_dir() and self.writer_group.is_leader:
             others = [p for p in list_checkpoints(self.directory.path) if p.resolve() != best.resolve()]
             if others:
                 self.directory.point_at(best)
@@ -304,26 +332,26 @@ class CheckpointManager:
         distributed.barrier()
 
 
-def choose_checkpoint(asked: Path | None, output_dir: Path, sharing: Sharing) -> Checkpoint:
-    """The checkpoint to resume from, after all ranks have read it: ``asked``, or the newest whole one. Collective.
+def choose_checkpoint(requested: Path | None, output_dir: Path, writer_group: WriterGroup) -> VerifiedCheckpoint:
+    """Returns the checkpoint to resume from, verified: ``requested``, or the newest valid one. Collective.
 
     Raises:
-        BrokenCheckpoint: it is damaged, or none is whole.
+        BrokenCheckpoint: it is damaged, or there is no valid one.
         ConfigError: it holds weights only.
     """
-    if asked is not None:
-        found = verified(asked, sharing, distributed)
+    if requested is not None:
+        checkpoint = verify_checkpoint(requested, writer_group, distributed)
     else:
-        found = newest_valid(CheckpointDirectory(output_dir), sharing, distributed)
-    _check_resumable(*found)
-    return found
+        checkpoint = newest_valid_checkpoint(CheckpointDirectory(output_dir), writer_group, distributed)
+    _check_resumable(*checkpoint)
+    return checkpoint
 
 
 def _check_resumable(path: Path, manifest: Manifest) -> None:
     if manifest.only_model:
         raise ConfigError(
-            f"{path} holds weights only (save_only_model=True when it was written): there is nothing to resume from. "
-            f"Begin a new run from them with start_from_weights={str(path)!r}."
+            f"{path} holds weights only (save_only_model=True when it was saved) and cannot be resumed from. "
+            f"Start a new run from its weights with start_from_weights={str(path)!r}."
         )
 
 

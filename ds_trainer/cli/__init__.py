@@ -1,0 +1,1 @@
+"""How a shell calls the package: ``ds-trainer`` and its subcommands, a module each."""

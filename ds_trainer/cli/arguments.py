@@ -1,4 +1,4 @@
-"""``ds-trainer arguments``: what every argument means, by topic."""
+"""``ds-trainer arguments``: the help of every training argument, by topic."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ds_trainer.arguments.parser import HfArgumentParser
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
-HELP = "list all arguments by topic, or the topics that have a word in them"
-DESCRIPTION = """List the fields of TrainingArguments with their defaults, grouped by topic. With a word: only
-the topics whose title or arguments contain it."""
+HELP = "list all training arguments by topic, or search them"
+DESCRIPTION = """List the fields of TrainingArguments with their defaults, grouped by topic. With TEXT, list only
+the topics that contain it."""
 
 
-def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Declare the subcommand's own words."""
-    parser.add_argument("word", nargs="?", metavar="WORD", help="for instance precision, or zero_stage")
+def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Add the arguments of the subcommand."""
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="text to search for, such as precision or zero_stage")
 
 
-def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the help text; gives the exit code."""
-    if words:
-        raise ConfigError(f"ds-trainer arguments: {' '.join(words)} is not understood.")
+def run(options: argparse.Namespace, args: Sequence[str]) -> int:
+    """Print the help text; returns the exit code."""
+    if args:
+        raise ConfigError(f"ds-trainer arguments: unrecognized arguments: {' '.join(args)}.")
     text = HfArgumentParser(TrainingArguments, prog="train.py").format_help()
-    _, *topics = text.split("\n\n")[1:]  # the usage, and -h
-    word = (options.word or "").lower()
-    found = [topic for topic in topics if word in topic.lower()]
+    _, *topics = text.split("\n\n")[1:]  # without the usage and -h
+    wanted = (options.text or "").lower()
+    found = [topic for topic in topics if wanted in topic.lower()]
     if not found:
         names = [field.name for field in dataclasses.fields(TrainingArguments)]
-        raise ConfigError(f"no argument or topic has {options.word!r} in it.{did_you_mean(options.word, names)}")
+        raise ConfigError(f"no argument or topic contains {options.text!r}.{did_you_mean(options.text, names)}")
     print("\n\n".join(topic.rstrip("\n") for topic in found))
     return 0

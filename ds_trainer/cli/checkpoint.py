@@ -1,4 +1,4 @@
-"""``ds-trainer checkpoint``: look at a checkpoint, check it, take the model out of it."""
+"""``ds-trainer checkpoint``: inspect, verify, export and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -8,37 +8,45 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_trainer.cli import checkpoint_convert
+from ds_trainer.cli.argv import unknown_choice
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.sizes import parse_size
 
-HELP = "inspect, verify or export a checkpoint on disk"
-DESCRIPTION = """Look at checkpoints, read and compare all of their files, or take the model out. Neither a GPU nor the
-layout that wrote a checkpoint is needed."""
+HELP = "inspect, verify, export or convert a checkpoint"
+DESCRIPTION = """Inspect checkpoints, verify the checksums of their files, export the model, or convert other formats.
+Needs neither a GPU nor the parallel layout that wrote the checkpoint."""
 
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_PATH = "a checkpoint-N directory, or the one that they are in"
+_PATH = "a checkpoint-N directory, or the output directory that contains them"
 
 
 class Action(NamedTuple):
-    """A word after ``ds-trainer checkpoint``: what it says of itself, its own words, and what it does."""
+    """A subcommand of ``ds-trainer checkpoint``: its help text, its arguments, and its function."""
 
     help: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], None]
 
 
-def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Declare the actions and their words."""
+def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Add the actions and their arguments.
+
+    Raises:
+        ConfigError: the first of ``args`` is not an action.
+    """
+    first = next((arg for arg in args if not arg.startswith("-")), None)
+    if first is not None and first not in ACTIONS:
+        raise unknown_choice("action", first, ACTIONS, "checkpoint")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, action in ACTIONS.items():
         subparser = actions.add_parser(name, help=action.help, description=action.help, allow_abbrev=False)
         action.configure(subparser)
 
 
-def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Do it; gives the exit code."""
-    if words:
-        raise ConfigError(f"ds-trainer checkpoint {options.action}: {' '.join(words)} is not understood.")
+def run(options: argparse.Namespace, args: Sequence[str]) -> int:
+    """Run the action; returns the exit code."""
+    if args:
+        raise ConfigError(f"ds-trainer checkpoint {options.action}: unrecognized arguments: {' '.join(args)}.")
     ACTIONS[options.action].run(options)
     return 0
 
@@ -47,49 +55,53 @@ def _path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", type=lambda text: Path(text).expanduser(), help=_PATH)
 
 
-def _export_words(parser: argparse.ArgumentParser) -> None:
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _path(parser)
-    parser.add_argument("--to", metavar="DIR", required=True, help="a new directory for the model")
+    parser.add_argument("--to", metavar="DIR", required=True, help="directory for the model; must not exist")
     types = ", ".join(TYPES.values())
-    parser.add_argument("--dtype", metavar="TYPE", help=f"{types}; default: what the model computed with")
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; default: 5GB")
-    parser.add_argument("--merge-lora", action="store_true", help="whole weights with the adapters merged into them")
-    parser.add_argument("--model", metavar="DIR", help="of a converted checkpoint: where the model's config.json is")
+    parser.add_argument("--dtype", metavar="TYPE", help=f"{types}; default: the type in which the model was computed")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a weights file; default: 5GB"
+    )
+    parser.add_argument("--merge-lora", action="store_true", help="merge the adapters into the weights")
+    parser.add_argument(
+        "--model", metavar="DIR", help="directory with the model's config.json, for a converted checkpoint"
+    )
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from ds_trainer.checkpoint.export.inspection import describe_checkpoint, newest_at
+    from ds_trainer.checkpoint.export.inspection import describe_checkpoint, newest_checkpoint
 
-    print(describe_checkpoint(newest_at(options.path)))
+    print(describe_checkpoint(newest_checkpoint(options.path)))
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from ds_trainer.checkpoint.export.inspection import checkpoints_at, problems_of
+    from ds_trainer.checkpoint.export.inspection import checkpoint_problems, find_checkpoints
 
-    wrong = []
-    for checkpoint in checkpoints_at(options.path):
-        problems = problems_of(checkpoint)
-        wrong += [f"{checkpoint}: {problem}" for problem in problems]
+    damaged = []
+    for checkpoint in find_checkpoints(options.path):
+        problems = checkpoint_problems(checkpoint)
+        damaged += [f"{checkpoint}: {problem}" for problem in problems]
         print(f"{checkpoint}: {'damaged' if problems else 'intact'}", flush=True)
-    if wrong:
-        raise ConfigError(wrong)
+    if damaged:
+        raise ConfigError(damaged)
 
 
 def _export(options: argparse.Namespace) -> None:
     import torch
 
-    from ds_trainer.checkpoint.export.export import export_checkpoint
-    from ds_trainer.checkpoint.export.inspection import human_bytes, newest_at, problems_of
+    from ds_trainer.checkpoint.export.checkpoint_export import export_checkpoint
+    from ds_trainer.checkpoint.export.inspection import checkpoint_problems, human_bytes, newest_checkpoint
 
     dtype = None if options.dtype is None else TYPES.get(options.dtype, options.dtype)
     if dtype is not None and dtype not in TYPES.values():
-        raise ConfigError(f"--dtype {options.dtype}: choose one of {', '.join(TYPES.values())}.")
+        raise ConfigError(f"--dtype {options.dtype}: the valid types are {', '.join(TYPES.values())}.")
     try:
         shard = parse_size(options.max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size: {error}.") from None
-    checkpoint = newest_at(options.path)
-    if problems := problems_of(checkpoint):
+    checkpoint = newest_checkpoint(options.path)
+    if problems := checkpoint_problems(checkpoint):
         raise ConfigError([f"{checkpoint}: {problem}" for problem in problems])
     exported = export_checkpoint(
         checkpoint,
@@ -104,8 +116,8 @@ def _export(options: argparse.Namespace) -> None:
 
 
 ACTIONS = {
-    "inspect": Action("print what a checkpoint is (the newest one in a directory)", _path, _inspect),
-    "verify": Action("read all files of a checkpoint (of all in a directory) and compare them", _path, _verify),
-    "export": Action("write the model as a directory for from_pretrained", _export_words, _export),
+    "inspect": Action("describe a checkpoint (the newest one in a directory)", _path, _inspect),
+    "verify": Action("verify the checksums of a checkpoint (of all in a directory)", _path, _verify),
+    "export": Action("export the model to a directory that from_pretrained can load", _export_arguments, _export),
     "convert": Action(checkpoint_convert.HELP, checkpoint_convert.configure, checkpoint_convert.run),
 }

@@ -1,37 +1,41 @@
-"""``ds-trainer checkpoint convert``: checkpoints of DeepSpeed and transformers into ours, ours into DeepSpeed's."""
+"""``ds-trainer checkpoint convert``: from DeepSpeed and transformers to this package's format, and to DeepSpeed's."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-HELP = "turn checkpoints of DeepSpeed and transformers into ours, and ours into DeepSpeed's universal form"
-OURS, UNIVERSAL = "ds_trainer", "universal"
+HELP = "convert checkpoints of DeepSpeed and transformers to ds_trainer's format, or to DeepSpeed's universal format"
+NATIVE, UNIVERSAL = "ds_trainer", "universal"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the words."""
+    """Add the arguments."""
     parser.add_argument(
-        "path", metavar="SRC", type=lambda text: Path(text).expanduser(), help="a checkpoint of DeepSpeed, or of ours"
+        "path", metavar="SRC", type=lambda text: Path(text).expanduser(), help="the checkpoint to convert"
     )
-    parser.add_argument("--to", metavar="DIR", required=True, help="where checkpoint-N or global_stepN appears")
-    parser.add_argument("--format", choices=(OURS, UNIVERSAL), default=OURS, help=f"of the new one; default: {OURS}")
     parser.add_argument(
-        "--trust-pickles",
+        "--to", metavar="DIR", required=True, help="directory in which checkpoint-N or global_stepN is created"
+    )
+    parser.add_argument(
+        "--format", choices=(NATIVE, UNIVERSAL), default=NATIVE, help=f"output format; default: {NATIVE}"
+    )
+    parser.add_argument(
+        "--trust-checkpoint",
         action="store_true",
-        help="read files that hold more than tensors and DeepSpeed's own classes; they may run any code",
+        help="load files that contain objects other than tensors and DeepSpeed's classes; they may run any code",
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Convert; says what was taken over and what was not."""
-    from ds_trainer.checkpoint.foreign.importing import export_universal, import_checkpoint
+    """Convert, and print what was converted and what was not."""
+    from ds_trainer.checkpoint.converters.checkpoint_import import export_universal, import_checkpoint
 
     to = Path(options.to).expanduser()
     if options.format == UNIVERSAL:
         print(f"{options.path} -> {export_universal(options.path, to)}")
         return
-    final, converted = import_checkpoint(options.path, to, options.trust_pickles)
+    final, converted = import_checkpoint(options.path, to, options.trust_checkpoint)
     print(f"{options.path} -> {final}")
     for note in converted.notes:
         print(f"  {note}")

@@ -1,29 +1,30 @@
-"""``ds-trainer support``: what works, what is refused and what to use instead; the tables of docs/support.md."""
+"""``ds-trainer support``: prints the support matrix."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
 
-from ds_trainer.arguments.support import ACCELERATOR, ENGINE, Limit
-from ds_trainer.config.library_optimizers import LIBRARY
+from ds_trainer.arguments.accelerator_config import EFFECTS
+from ds_trainer.arguments.checks.unsupported import ENGINE, SupportedValues
+from ds_trainer.config.library_optimizer_table import LIBRARY
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES
 from ds_trainer.config.rules import RULES
 from ds_trainer.config.schema import load_schema
 from ds_trainer.utils.errors import ConfigError
 
-HELP = "print what works, what is refused and what to use instead"
-DESCRIPTION = """Print the support matrix as Markdown. It is made from the tables that refuse, so it is always right."""
+HELP = "print what is supported, what is rejected, and what to use instead"
+DESCRIPTION = """Print the support matrix as Markdown, from the tables that the checks use."""
 
 
-def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """There is nothing to declare."""
+def configure(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """This subcommand has no arguments."""
 
 
-def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the matrix; gives the exit code."""
-    if words:
-        raise ConfigError(f"ds-trainer support: {' '.join(words)} is not understood.")
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the matrix and return the exit code."""
+    if argv:
+        raise ConfigError(f"ds-trainer support: {' '.join(argv)} is not an argument.")
     print(support_matrix())
     return 0
 
@@ -32,30 +33,33 @@ def support_matrix() -> str:
     """The page as Markdown."""
     schema = load_schema()
     parts = [
-        "# What works, and what is refused",
-        "Made by `ds-trainer support` from the tables that refuse; a test holds this page to them. DeepSpeed "
+        "# Support matrix",
+        "`ds-trainer support` prints this page from the tables that the checks use. It applies to DeepSpeed "
         f"{schema.version}.",
         "## Combinations",
-        "Each row is checked before anything starts. The error names the values, where each came from, and the remedy.",
+        "These combinations are rejected before anything starts. The error names values, sources and the remedy.",
     ]
     for topic in dict.fromkeys(rule.topic for rule in RULES):
         rows = [(f"`{rule.name}`", rule.needs, rule.remedy) for rule in RULES if rule.topic == topic]
-        parts += [f"### {topic}", table(("rule", "why it is refused", "what to change"), rows)]
+        parts += [f"### {topic}", table(("rule", "reason", "remedy"), rows)]
     parts += [
         "## Optimizers",
-        "`optim`, or `optimizer.type` in the DeepSpeed file. Offloaded: DeepSpeed has a version for host memory.",
-        table(("optim", "optimizer.type", "on a CPU", "offloaded", "package"), _optimizers()),
+        "`optim`, or `optimizer.type` in the DeepSpeed file. *Offload*: DeepSpeed has an implementation for host "
+        "memory.",
+        table(("optim", "optimizer.type", "CPU", "offload", "package"), _optimizers()),
         "### From libraries",
-        "Built here from the library's class; `optim_args` are those of transformers. Stage 0 only: ZeRO would change "
-        "the numbers, so that stage is the default for them.",
-        table(("optim", "class", "pip install", "ZeRO", "on a CPU", "optim_args", "note"), _library()),
-        "## Arguments of other engines",
-        "Accepted at their defaults, so that scripts run unchanged; any other value is refused.",
-        table(("argument", "instead"), _limits(ENGINE)),
-        "`accelerator_config` likewise:",
-        table(("key", "instead"), _limits(ACCELERATOR)),
+        "This package builds them from the library's class; `optim_args` are those of transformers. *Stage 0 only*: "
+        "ZeRO would change the results; stage 0 is then the default.",
+        table(("optim", "class", "pip install", "ZeRO", "CPU", "optim_args", "note"), _library()),
+        "## Arguments for other engines",
+        "Accepted at their defaults, so that scripts run unchanged. Any other value is rejected.",
+        table(("argument", "instead"), _supported(ENGINE)),
+        "## Settings of accelerate",
+        "All fields of `accelerator_config` are accepted, and can be read on `args.accelerator_config`. Loaders that a "
+        "script passes to `accelerator.prepare` follow them as in accelerate; for the Trainer's own:",
+        table(("field", "effect"), [(f"`{name}`", text) for name, text in EFFECTS.items()]),
         "## Keys that DeepSpeed removed",
-        table(("key", "what DeepSpeed says"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
+        table(("key", "replacement"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
     ]
     return "\n\n".join(parts)
 
@@ -91,8 +95,8 @@ def _library() -> list[tuple[str, ...]]:
     ]
 
 
-def _limits(limits: Iterable[Limit]) -> list[tuple[str, ...]]:
-    return [(f"`{limit.field}`", limit.instead) for limit in limits]
+def _supported(rows: Iterable[SupportedValues]) -> list[tuple[str, ...]]:
+    return [(f"`{row.field}`", row.instead) for row in rows]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,29 +1,29 @@
-"""``ds-trainer train``: run a recipe."""
+"""``ds-trainer train``: runs a recipe."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from ds_trainer.arguments.recipe import load_recipe
+from ds_trainer.recipes.recipe import load_recipe
 
 HELP = "train the model of a recipe"
-DESCRIPTION = """Train, evaluate and save the language model of a recipe. Any value of the recipe can be replaced:
---arguments.max_steps 20, --data.train=[a.txt,b.txt]. Start it under a launcher for several ranks:
+DESCRIPTION = """Train, evaluate and save the language model of a recipe. Any value of the recipe can be overridden:
+--arguments.max_steps 20, --data.train=[a.txt,b.txt]. For several ranks use `ds-trainer launch RECIPE`, or a launcher:
 deepspeed --num_gpus 2 --module ds_trainer train RECIPE."""
 
 
-def configure(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Declare the subcommand's own words; all others are overrides of the recipe."""
+def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Add the arguments of the subcommand; all others are recipe overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
     parser.usage = "ds-trainer train RECIPE [--section.key value ...]"
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Train; gives the exit code."""
+    """Train; returns the exit code."""
     recipe = load_recipe(options.recipe, overrides)
 
-    from ds_trainer.training.language_model_job import run as run_job  # after the cheap checks: it imports torch
+    from ds_trainer.recipes.language_model_job import run as run_job  # after the quick checks, since it imports torch
 
     run_job(recipe)
     return 0

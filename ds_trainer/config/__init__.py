@@ -1,1 +1,1 @@
-"""What DeepSpeed is told: arguments + layout + model shape compiled into one JSON."""
+"""Compiles arguments, layout and model shape into one DeepSpeed configuration."""

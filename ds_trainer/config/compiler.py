@@ -1,8 +1,8 @@
-"""The compiler: arguments + layout + model shape + the user's own DeepSpeed file -> one DeepSpeed JSON.
+"""The compiler: arguments + layout + model shape + the user's DeepSpeed file -> one DeepSpeed JSON.
 
-Nothing guessed, nothing left open: every value has an origin, what contradicts is refused, ``"auto"`` is filled. Pure
-arithmetic on plain data: no torch, no deepspeed, no process group, so that ``ds-trainer config`` answers at once and
-the same arguments compile to the same JSON under every launcher.
+The result is complete: every value has an origin, contradictions are refused, ``"auto"`` is filled in. Compiling is
+arithmetic on plain data, without torch, deepspeed or a process group, so that ``ds-trainer config`` is fast and the
+same arguments compile to the same JSON under every launcher.
 
 Sources: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8.
 """
@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import json
 
-from ds_trainer.arguments.checks import PARALLEL_SIZES, parallel_sizes
+from ds_trainer.arguments.accelerator_config import replica_batch_size, split_problems
 from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
+from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.config.draft import Draft, flatten
+from ds_trainer.config.config_builder import ConfigBuilder, flatten
 from ds_trainer.config.environment import Environment
-from ds_trainer.config.gradient_dtypes import write_gradient_dtypes
-from ds_trainer.config.library_optimizers import LibraryOptimizer, library_optimizer
+from ds_trainer.config.gradient_sum_dtypes import write_gradient_dtypes
+from ds_trainer.config.library_optimizer_table import LibraryOptimizer, library_optimizer
 from ds_trainer.config.optimizer_block import write_optimizer
-from ds_trainer.config.rules import Case, broken_rules
+from ds_trainer.config.rules import RuleContext, broken_rules
 from ds_trainer.config.schema import load_schema
 from ds_trainer.config.schema_values import AUTO
 from ds_trainer.config.user_config import read_user_config
@@ -30,8 +31,9 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.problems import Problems
 
-# A bucket below a million elements costs more in start-up of collectives than it saves in overlap.
+# A bucket of less than a million elements costs more in collective latency than it saves by overlap.
 _SMALLEST_BUCKET = 2**20
 _TORCH_DTYPES = {AutocastDtype.BF16: "torch.bfloat16", AutocastDtype.FP16: "torch.float16"}
 _FP16_DEFAULTS = (
@@ -51,264 +53,301 @@ def compile_config(
     client_optimizer: str | None = None,
     environment: Environment | None = None,
     total_steps: int | None = None,
+    problems: Problems | None = None,
 ) -> CompiledConfig:
     """Compile the DeepSpeed configuration.
 
     Args:
-        args: what the user asks for; ``args.deepspeed`` is the user's own DeepSpeed file, text or mapping.
-        layout: where every rank stands.
-        shape: the model's shape, as far as known; decides bucket sizes.
-        device: ``"cpu"`` or ``"cuda"``, the kind of device that will run it.
-        client_optimizer: where the optimizer comes from when the arguments do not decide it (an object handed to the
-            Trainer, a subclass); the configuration then has no ``optimizer`` block.
-        environment: what the machine that will run it has; None when that is another machine, which is not judged.
-        total_steps: optimizer steps of the run where they are known; a ``scheduler`` of DeepSpeed may ask for them.
+        args: the arguments. ``args.deepspeed`` is the user's DeepSpeed file, its text, or a mapping.
+        layout: the parallel layout of the ranks.
+        shape: the model's shape, as far as it is known. It determines bucket sizes.
+        device: type of device that runs the job, ``"cpu"`` or ``"cuda"``.
+        client_optimizer: source of the optimizer if the arguments do not define it (an object passed to the Trainer, a
+            subclass). The configuration then has no ``optimizer`` block.
+        environment: software and disks of the machine that runs the job; None for another machine, which is not
+            checked.
+        total_steps: optimizer steps of the run, if known. A DeepSpeed ``scheduler`` may need them.
+        problems: collects what is wrong instead of raising it.
 
     Returns:
         A complete configuration: no ``"auto"``, every value with its origin. Compiling it again (as
-        ``args.deepspeed``) gives the same values.
+        ``args.deepspeed``) gives the same values. If ``problems`` collects anything, the configuration may be
+        incomplete and must not be used.
 
     Raises:
-        ConfigError: all reasons why this cannot run, at once, each with values, origins and remedy.
+        ConfigError: with all problems at once, each with values, sources and remedy, if there is no collector.
     """
-    wrong = args.problems()
-    if wrong:
-        raise ConfigError(wrong)
+    found = Problems(args.problems())
+    config = (
+        CompiledConfig()
+        if found
+        else _compiled(args, layout, shape or ModelShape(), device, client_optimizer, environment, total_steps, found)
+    )
+    if problems is None:
+        found.raise_if_any()
+    else:
+        problems.extend(found)
+    return config
+
+
+def _compiled(
+    args: TrainingArguments,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    device: str,
+    client_optimizer: str | None,
+    environment: Environment | None,
+    total_steps: int | None,
+    problems: Problems,
+) -> CompiledConfig:
+    sizes = [f"{name}={value} ({args.where(name)})" for name in PARALLEL_SIZES if (value := getattr(args, name)) > 1]
+    problems.extend(layout_problems(shape, layout, " and ".join(sizes)))
+    user = _user_settings(args, problems)
+    if user is None:
+        return CompiledConfig()
     schema, library = load_schema(), library_optimizer(args)
-    user, problems = _user_settings(args)
     findings = schema.findings(user)
+    problems.extend(sentence for _, sentence in findings)
 
-    # What is wrong in the file is left out, so that all else can be looked at too.
-    draft = Draft(args, flatten(user, schema, without={path for path, _ in findings}), schema)
-    _layout(draft, args, layout)
-    _batch(draft, args, layout)
-    _precision(draft, args)
-    _zero(draft, args, layout, shape or ModelShape(), library if client_optimizer is None else None)
-    write_optimizer(draft, args, device, client_optimizer)
-    write_gradient_dtypes(draft, args, layout)
-    _scheduler(draft, args, total_steps)
-    _engine(draft, args)
-    draft.take_the_rest()
-    problems += [sentence for _, sentence in findings] + draft.problems
-    said = [f"{name}={value} ({args.where(name)})" for name in PARALLEL_SIZES if (value := getattr(args, name)) > 1]
-    problems += layout_problems(shape or ModelShape(), layout, " and ".join(said))
-    if problems:  # rules would blame values that are in doubt
-        raise ConfigError(problems)
-    broken = broken_rules(Case(draft.config, args, layout, device, environment, client_optimizer))
-    if broken:
-        raise ConfigError(broken)
-    return draft.config
+    # Invalid values of the file are left out, so that everything else can be checked too.
+    builder = ConfigBuilder(args, flatten(user, schema, without={path for path, _ in findings}), schema, problems)
+    _layout(builder, args, layout)
+    _batch(builder, args, layout)
+    _precision(builder, args)
+    _zero(builder, args, layout, shape, library if client_optimizer is None else None)
+    write_optimizer(builder, args, device, client_optimizer)
+    write_gradient_dtypes(builder, args, layout)
+    _scheduler(builder, args, total_steps)
+    _engine(builder, args)
+    builder.take_the_rest()
+    if not problems:  # otherwise rules would refuse values that are about to change
+        context = RuleContext(builder.config, args, layout, device, environment, client_optimizer)
+        problems.extend(broken_rules(context))
+    return builder.config
 
 
-def _user_settings(args: TrainingArguments) -> tuple[Located, list[str]]:
+def _user_settings(args: TrainingArguments, problems: Problems) -> Located | None:
+    """The settings of the user's file, empty without a file; None if it cannot be read."""
     if args.deepspeed is None:
-        return Located({}, "deepspeed"), []
+        return Located({}, "deepspeed")
     try:
-        root, problems = read_user_config(args.deepspeed)
+        root, found = read_user_config(args.deepspeed)
     except ConfigError as error:
-        place = args.where("deepspeed")
-        raise ConfigError([p if place == "argument" else f"{place}: {p}" for p in error.problems]) from None
-    return _placed(root, "deepspeed", args.origins), problems
+        source = args.where("deepspeed")
+        problems.extend(p if source == "argument" else f"{source}: {p}" for p in error.problems)
+        return None
+    problems.extend(found)
+    return _with_sources(root, "deepspeed", args.origins)
 
 
-def _placed(entry: Located, path: str, origins: dict[str, str]) -> Located:
-    """``entry`` with the places of a recipe that has the whole configuration in it."""
+def _with_sources(entry: Located, path: str, origins: dict[str, str]) -> Located:
+    """``entry`` with the sources of a recipe that contains the DeepSpeed configuration."""
     value = entry.value
     if isinstance(value, dict):
-        value = {key: _placed(below, f"{path}.{key}", origins) for key, below in value.items()}
+        value = {key: _with_sources(below, f"{path}.{key}", origins) for key, below in value.items()}
     return Located(value, entry.where if path == "deepspeed" else origins.get(path, entry.where))
 
 
 # -- layout and batch ------------------------------------------------------------------------------------------------
 
 
-def _layout(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> None:
-    if layout.tp == 1 and draft.asked("tensor_parallel.autotp_size") in (None, 0, 1):
-        draft.drop("tensor_parallel.autotp_size")  # DeepSpeed says none by 0, or by silence
-    if layout.tp > 1 or draft.asked("tensor_parallel.autotp_size") is not None:
-        draft.argument("tensor_parallel.autotp_size", layout.tp, "tensor_parallel_size")
+def _layout(builder: ConfigBuilder, args: TrainingArguments, layout: ParallelLayout) -> None:
+    if layout.tp == 1 and builder.requested("tensor_parallel.autotp_size") in (None, 0, 1):
+        builder.drop("tensor_parallel.autotp_size")  # 0 and no key both mean none to DeepSpeed
+    if layout.tp > 1 or builder.requested("tensor_parallel.autotp_size") is not None:
+        builder.argument("tensor_parallel.autotp_size", layout.tp, "tensor_parallel_size")
     for path, name in (
         ("tensor_parallel.tp.tp_size", "tensor_parallel_size"),
         ("tensor_parallel.tensor_parallel.tp_size", "tensor_parallel_size"),
         ("sequence_parallel_size", "sequence_parallel_size"),
     ):
-        entry, own = draft.drop(path), getattr(args, name)
-        if entry is not None and entry.value not in (AUTO, own):
-            draft.conflict(path, entry, f"{name}={own} ({args.where(name)})", name)
+        entry, size = builder.drop(path), getattr(args, name)
+        if entry is not None and entry.value not in (AUTO, size):
+            builder.conflict(path, entry, f"{name}={size} ({args.where(name)})", name)
     sizes = parallel_sizes(args.parallelism_config)
     replicas = (sizes.get("dp_replicate_size") or 1) * (sizes.get("dp_shard_size") or 1)
-    if replicas not in (1, layout.dp):  # 1 is accelerate's way of saying nothing
-        draft.problems.append(
-            f"parallelism_config asks for dp_replicate_size x dp_shard_size = {replicas} replicas, but "
-            f"{layout.describe()}: dp is {layout.dp}. Leave both out, or start another number of ranks."
+    if replicas not in (1, layout.dp):  # 1 is accelerate's default
+        builder.problems.add(
+            f"parallelism_config requests dp_replicate_size x dp_shard_size = {replicas} replicas, but "
+            f"{layout.describe()}: dp is {layout.dp}. Leave both out, or change the number of ranks."
         )
 
 
-def _batch(draft: Draft, args: TrainingArguments, layout: ParallelLayout) -> None:
-    draft.argument("train_micro_batch_size_per_gpu", args.per_device_train_batch_size, "per_device_train_batch_size")
-    draft.argument("gradient_accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
-    # DeepSpeed clips to 1.0 when the key is absent, so it is always written.
-    draft.argument("gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
-    # Checked here and left out on purpose: DeepSpeed would check it against the whole world, ignoring tp, cp and sp.
-    entry = draft.drop("train_batch_size")
-    plan = BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    if entry is not None and entry.value not in (AUTO, plan.step_size):
-        shared = "".join(
-            f" / {word} {size}"
-            for word, size in (("tensor", layout.tp), ("context", layout.cp), ("sequence", layout.sp))
+def _batch(builder: ConfigBuilder, args: TrainingArguments, layout: ParallelLayout) -> None:
+    micro_batch = args.per_device_train_batch_size
+    if problems := split_problems(args, layout.dp):
+        builder.problems.extend(problems)
+    else:
+        micro_batch = replica_batch_size(args, "per_device_train_batch_size", layout.dp)
+    builder.argument("train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size")
+    builder.argument("gradient_accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
+    # Always written: without the key, DeepSpeed clips to 1.0.
+    builder.argument("gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
+    # Checked here and left out: DeepSpeed would compare it with the whole world size, ignoring tp, cp and sp.
+    entry = builder.drop("train_batch_size")
+    plan = BatchPlan(layout, micro_batch, args.gradient_accumulation_steps)
+    if entry is not None and entry.value not in (AUTO, plan.global_batch_size):
+        divisors = "".join(
+            f" / {name} {size}"
+            for name, size in (("tensor", layout.tp), ("context", layout.cp), ("sequence", layout.sp))
             if size > 1
         )
         ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
-        draft.problems.append(
-            f"train_batch_size={entry.plain()} in {entry.where}, but {args.per_device_train_batch_size} "
+        builder.problems.add(
+            f"train_batch_size={entry.plain()} in {entry.where}, but {micro_batch} "
             f"(per_device_train_batch_size) x {args.gradient_accumulation_steps} (gradient_accumulation_steps) x "
-            f"{layout.dp} (data parallel: {ranks}{shared}) = {plan.step_size}. Write "
-            f'{plan.step_size} or "auto" there, or leave it out; or change one of the factors.'
+            f"{layout.dp} (data parallel: {ranks}{divisors}) = {plan.global_batch_size}. Write "
+            f'{plan.global_batch_size} or "auto" there, or leave it out; or change one of the factors.'
         )
-    if draft.mentions("dataloader_drop_last"):
-        draft.argument("dataloader_drop_last", args.dataloader_drop_last, "dataloader_drop_last")
+    if builder.mentions("dataloader_drop_last"):
+        builder.argument("dataloader_drop_last", args.dataloader_drop_last, "dataloader_drop_last")
 
 
 # -- precision -------------------------------------------------------------------------------------------------------
 
 
-def _precision(draft: Draft, args: TrainingArguments) -> None:
+def _precision(builder: ConfigBuilder, args: TrainingArguments) -> None:
     for name in ("bf16", "fp16"):
-        draft.argument(f"{name}.enabled", getattr(args, name), name)
+        builder.argument(f"{name}.enabled", getattr(args, name), name)
     if args.fp16:
         for key, value, why in _FP16_DEFAULTS:
-            draft.default(f"fp16.{key}", value, why)
+            builder.default(f"fp16.{key}", value, why)
     if args.torch_autocast != AutocastDtype.NONE:
-        draft.argument("torch_autocast.enabled", True, "torch_autocast")
-        entry = draft.drop("torch_autocast.dtype")
+        builder.argument("torch_autocast.enabled", True, "torch_autocast")
+        entry = builder.drop("torch_autocast.dtype")
         dtype = _TORCH_DTYPES[AutocastDtype(args.torch_autocast)]
         same = (AUTO, dtype, dtype.removeprefix("torch."), str(args.torch_autocast))
         if entry is not None and entry.value not in same:
-            said = f"torch_autocast={args.torch_autocast} ({args.where('torch_autocast')})"
-            draft.conflict("torch_autocast.dtype", entry, said, "torch_autocast")
-        draft.argument("torch_autocast.dtype", dtype, "torch_autocast")
-    elif args.given("torch_autocast") and draft.mentions("torch_autocast.enabled"):
-        draft.argument("torch_autocast.enabled", False, "torch_autocast")
-    elif draft.asked("torch_autocast.enabled") is True:
-        draft.derive("torch_autocast.dtype", _TORCH_DTYPES[AutocastDtype.BF16], "without one, torch's is fp16 on GPUs")
+            shown = f"torch_autocast={args.torch_autocast} ({args.where('torch_autocast')})"
+            builder.conflict("torch_autocast.dtype", entry, shown, "torch_autocast")
+        builder.argument("torch_autocast.dtype", dtype, "torch_autocast")
+    elif args.given("torch_autocast") and builder.mentions("torch_autocast.enabled"):
+        builder.argument("torch_autocast.enabled", False, "torch_autocast")
+    elif builder.requested("torch_autocast.enabled") is True:
+        builder.derive("torch_autocast.dtype", _TORCH_DTYPES[AutocastDtype.BF16], "torch's default on GPUs is fp16")
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------------------------
 
 
 def _zero(
-    draft: Draft, args: TrainingArguments, layout: ParallelLayout, shape: ModelShape, library: LibraryOptimizer | None
+    builder: ConfigBuilder,
+    args: TrainingArguments,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    library: LibraryOptimizer | None,
 ) -> None:
-    for what in ("offload_optimizer", "offload_param"):
-        _offload(draft, args, what)
-    devices = [draft.config.get(f"zero_optimization.{what}.device") for what in ("offload_optimizer", "offload_param")]
+    for name in ("offload_optimizer", "offload_param"):
+        _offload(builder, args, name)
+    devices = (builder.config.offload("optimizer"), builder.config.offload("param"))
     if args.nvme_path is not None and "nvme" not in devices:
-        draft.problems.append(
+        builder.problems.add(
             f"nvme_path={args.nvme_path} ({args.where('nvme_path')}), but nothing is offloaded to NVMe. Set "
-            "offload_optimizer=nvme or offload_param=nvme, or leave it out."
+            "offload_optimizer=nvme or offload_param=nvme, or leave nvme_path out."
         )
     path = "zero_optimization.stage"
     if args.zero_stage is not None:
-        draft.argument(path, args.zero_stage, "zero_stage")
+        builder.argument(path, args.zero_stage, "zero_stage")
     else:
-        draft.derive(path, *_lowest_stage(draft.config, layout, args.optim if library and library.stage_0_only else ""))
-    stage = draft.config.get(path)
+        builder.derive(
+            path, *_lowest_stage(builder.config, layout, args.optim if library and library.stage_0_only else "")
+        )
+    stage = builder.config.get(path)
     if stage == 0 or shape.hidden_size is None:
-        return  # with an unknown width: DeepSpeed's own sizes
+        return  # without a known width, DeepSpeed's default sizes apply
     width = shape.hidden_size
     bucket = max(width * width, _SMALLEST_BUCKET)
-    bucket += bucket % 2  # DeepSpeed asks for an even number
+    bucket += bucket % 2  # DeepSpeed requires an even number
     reason = f"{shape.source}, at least {_SMALLEST_BUCKET} elements"
-    draft.derive("zero_optimization.reduce_bucket_size", bucket, f"hidden size squared, {reason}")
+    builder.derive("zero_optimization.reduce_bucket_size", bucket, f"hidden size squared, {reason}")
     if stage < 3:
-        draft.derive("zero_optimization.allgather_bucket_size", bucket, f"hidden size squared, {reason}")
+        builder.derive("zero_optimization.allgather_bucket_size", bucket, f"hidden size squared, {reason}")
     else:
         prefetch = bucket * 9 // 10
-        draft.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
-        why = f"10 x hidden size ({shape.source}): vectors stay whole, matrices are sharded"
-        draft.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
+        builder.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
+        why = f"10 x hidden size ({shape.source}): vectors are not sharded, matrices are"
+        builder.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
 
 
-def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, whole: str) -> tuple[int, str]:
-    for what, stage in (("offload_param", 3), ("offload_optimizer", 1)):
-        device = config.get(f"zero_optimization.{what}.device", "none")
-        if device == "nvme":
-            stage = 3
-        if device != "none":
-            said = config.said(f"zero_optimization.{what}.device")
-            return stage, f"the lowest stage that can do {said}"
-    if whole:
-        return 0, f"optim={whole} needs weights that ZeRO has not cut"
-    if layout.tp > 1 and (config.get("bf16.enabled") or config.get("fp16.enabled")):
-        return 1, "16 bits with tensor parallelism: stage 0 leaves slices out of the gradient norm"
-    if config.get("fp16.enabled"):
+def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, stage_0_optimizer: str) -> tuple[int, str]:
+    for state, stage in (("param", 3), ("optimizer", 1)):
+        device = config.offload(state)
+        if device is not None:
+            offload = config.describe(f"zero_optimization.offload_{state}.device")
+            return 3 if device == "nvme" else stage, f"the lowest stage that supports {offload}"
+    if stage_0_optimizer:
+        return 0, f"optim={stage_0_optimizer} needs weights that ZeRO does not shard"
+    dtype = config.precision.dtype
+    if layout.tp > 1 and dtype != "fp32":
+        return 1, "16 bits with tensor parallelism: stage 0 leaves partitions out of the gradient norm"
+    if dtype == "fp16":
         return 1, "fp16: without ZeRO DeepSpeed does not scale the loss"
-    if layout.gradient_ranks == 1:
-        return 0, "one gradient rank, nothing to shard"
-    return 1, f"{layout.gradient_ranks} gradient ranks: the same numbers as stage 0 in less memory"
+    if layout.seq_data_parallel_size == 1:
+        return 0, "one data-parallel rank, nothing to shard"
+    return 1, f"{layout.seq_data_parallel_size} data-parallel ranks: the same results as stage 0 in less memory"
 
 
-def _offload(draft: Draft, args: TrainingArguments, what: str) -> None:
-    section = f"zero_optimization.{what}"
-    device = getattr(args, what)
-    if device != OffloadDevice.NONE or (args.given(what) and draft.mentions(f"{section}.device")):
-        draft.argument(f"{section}.device", str(device), what)
-    elif draft.mentions(f"{section}.device"):
-        draft.derive(f"{section}.device", "none", "not asked for")
-    device = draft.config.get(f"{section}.device", "none")
+def _offload(builder: ConfigBuilder, args: TrainingArguments, name: str) -> None:
+    section = f"zero_optimization.{name}"
+    device = getattr(args, name)
+    if device != OffloadDevice.NONE or (args.given(name) and builder.mentions(f"{section}.device")):
+        builder.argument(f"{section}.device", str(device), name)
+    elif builder.mentions(f"{section}.device"):
+        builder.derive(f"{section}.device", "none", "not requested")
+    device = builder.config.get(f"{section}.device", "none")
     if device == "none":
         return
     if device == "nvme" and (args.nvme_path is not None):
-        draft.argument(f"{section}.nvme_path", args.nvme_path, "nvme_path")
+        builder.argument(f"{section}.nvme_path", args.nvme_path, "nvme_path")
     pin = args.dataloader_pin_memory and not args.use_cpu
     why = "page-locked for faster copies" if pin else "dataloader_pin_memory=False or use_cpu=True"
-    draft.derive(f"{section}.pin_memory", pin, why)
+    builder.derive(f"{section}.pin_memory", pin, why)
 
 
 # -- schedule and engine ---------------------------------------------------------------------------------------------
 
 
-def _scheduler(draft: Draft, args: TrainingArguments, total_steps: int | None) -> None:
-    """DeepSpeed's own schedule, where the file has one; ours is not written into the configuration."""
-    kind = draft.asked("scheduler.type")
-    if kind is None:
-        if draft.mentions("scheduler"):
-            draft.problems.append(
-                f"{draft.first_place('scheduler')}: scheduler has no type. Name one of DeepSpeed's, or leave scheduler "
-                "out and set lr_scheduler_type."
+def _scheduler(builder: ConfigBuilder, args: TrainingArguments, total_steps: int | None) -> None:
+    """Complete DeepSpeed's schedule, if the file has one. ``lr_scheduler_type`` is not written into the file."""
+    scheduler = builder.requested("scheduler.type")
+    if scheduler is None:
+        if builder.mentions("scheduler"):
+            builder.problems.add(
+                f"{builder.first_source('scheduler')}: scheduler has no type. Name one of DeepSpeed's, or leave "
+                "scheduler out and set lr_scheduler_type."
             )
         return
     if args.given("lr_scheduler_type"):
-        draft.problems.append(
-            f"scheduler.type={json.dumps(kind)} in {draft.where('scheduler.type')}, but "
+        builder.problems.add(
+            f"scheduler.type={json.dumps(scheduler)} in {builder.where('scheduler.type')}, but "
             f"lr_scheduler_type={args.lr_scheduler_type} ({args.where('lr_scheduler_type')}). Keep one of them."
         )
     steps = total_steps if total_steps is not None else (args.max_steps if args.max_steps > 0 else None)
     params = "scheduler.params"
-    if draft.mentions(f"{params}.warmup_min_lr"):
-        draft.default(f"{params}.warmup_min_lr", 0, "warm-up begins at 0")
-    if draft.mentions(f"{params}.warmup_max_lr"):
-        draft.argument(f"{params}.warmup_max_lr", args.learning_rate, "learning_rate")
+    if builder.mentions(f"{params}.warmup_min_lr"):
+        builder.default(f"{params}.warmup_min_lr", 0, "warmup starts at 0")
+    if builder.mentions(f"{params}.warmup_max_lr"):
+        builder.argument(f"{params}.warmup_max_lr", args.learning_rate, "learning_rate")
     for key in ("total_num_steps", "warmup_num_steps"):
         path = f"{params}.{key}"
         needs_steps = key == "total_num_steps" or 0 < args.warmup_steps < 1
-        if not draft.mentions(path):
+        if not builder.mentions(path):
             continue
-        if draft.asked(path) is None and needs_steps and steps is None:
-            draft.problems.append(
-                f'{path}="auto" in {draft.where(path)} needs the number of optimizer steps, which follows from the '
+        if builder.requested(path) is None and needs_steps and steps is None:
+            builder.problems.add(
+                f'{path}="auto" in {builder.where(path)} needs the number of optimizer steps, which follows from the '
                 "data. Set max_steps, or write a number."
             )
-            draft.drop(path)
+            builder.drop(path)
         elif key == "total_num_steps":
-            draft.derive(path, steps, "optimizer steps of the run")
+            builder.derive(path, steps, "optimizer steps of the run")
         else:  # DeepSpeed divides by it
-            draft.derive(
+            builder.derive(
                 path, max(1, args.get_warmup_steps(steps or 0)), f"warmup_steps={args.warmup_steps}, at least 1"
             )
 
 
-def _engine(draft: Draft, args: TrainingArguments) -> None:
-    # DeepSpeed's throughput timer synchronises the device twice a step; the trainer has its own meter.
-    draft.default("timers.throughput.enabled", False, "no device synchronisation on the hot path")
-    draft.default("wall_clock_breakdown", False, "no timers on the hot path")
+def _engine(builder: ConfigBuilder, args: TrainingArguments) -> None:
+    # DeepSpeed's throughput timer synchronizes the device twice per step. The Trainer measures throughput itself.
+    builder.default("timers.throughput.enabled", False, "no device synchronization in a step")
+    builder.default("wall_clock_breakdown", False, "no timers in a step")

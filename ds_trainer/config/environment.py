@@ -1,4 +1,4 @@
-"""``Environment``: what the machine has that will run a configuration, found out without importing torch."""
+"""``Environment``: packages, disks and devices of the machine that runs a job, found without importing torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AIO_HEADERS = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
 
 
 def _has_async_io() -> bool:
-    """Whether DeepSpeed's ``async_io`` operator can be built: the header of libaio is there."""
+    """Whether DeepSpeed's ``async_io`` operator can be built: it needs the header of libaio."""
     paths = [Path(path) for path in _AIO_HEADERS]
     for name in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):
         paths += [Path(part) / "libaio.h" for part in os.environ.get(name, "").split(":") if part]
@@ -36,12 +36,12 @@ def _is_directory(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Environment:
-    """Questions to a machine. The defaults ask this one, at the time of the question.
+    """Facts about a machine. By default each call asks this machine.
 
     Attributes:
         has_async_io: whether files can be read asynchronously (offload to NVMe).
         version: installed version of a package, or None.
-        is_writable_directory: whether a path is one.
+        is_writable_directory: whether a path is a writable directory.
     """
 
     has_async_io: Callable[[], bool] = field(default=_has_async_io)
@@ -51,7 +51,7 @@ class Environment:
 
 @functools.cache
 def device_type() -> str:
-    """``"cuda"`` where torch is built for it and the driver sees a GPU, else ``"cpu"``; imports nothing heavy."""
+    """``"cuda"`` if torch is built for CUDA and the driver sees a GPU, else ``"cpu"``. Does not import torch."""
     return "cuda" if _torch_built_for_cuda() and _gpu_count() > 0 else "cpu"
 
 
@@ -67,7 +67,7 @@ def _torch_built_for_cuda() -> bool:
 
 
 def _gpu_count() -> int:
-    """GPUs that the driver shows to this process (``CUDA_VISIBLE_DEVICES`` counts); 0 without a driver."""
+    """Number of GPUs that this process sees (subject to ``CUDA_VISIBLE_DEVICES``); 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,7 @@
-"""The optimizers that can stand in a DeepSpeed configuration: which arguments they take, where they run.
+"""The optimizers that a DeepSpeed configuration can name: their arguments, and the devices that support them.
 
-Names are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``_configure_basic_optimizer``): its own are matched without
-regard to case, any other is a class of ``torch.optim``.
+Names are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``_configure_basic_optimizer``): its own names are
+case-insensitive, any other name is a class of ``torch.optim``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class OptimizerType:
     """One optimizer.
 
     Attributes:
-        name: as it is written into the configuration.
-        arguments: its parameters that arguments decide, with the names of those.
+        name: its name in the configuration.
+        arguments: parameters that TrainingArguments set, each with the names of those arguments.
         own: its other parameters.
-        on_cpu: whether it runs where there is no GPU (without offload).
-        offloads: whether DeepSpeed has a version for optimizer states in host memory.
-        tested: whether DeepSpeed itself allows it with ZeRO without ``zero_allow_untested_optimizer``.
-        package: what must be installed for it.
+        on_cpu: whether it runs without a GPU (and without offload).
+        offloads: whether DeepSpeed has an implementation for optimizer states in host memory.
+        tested: whether DeepSpeed allows it with ZeRO without ``zero_allow_untested_optimizer``.
+        package: the package that it needs.
     """
 
     name: str
@@ -86,7 +86,7 @@ _TYPES = (
 )
 TYPES = {kind.name.lower(): kind for kind in _TYPES}
 
-# Which of them an argument's name asks for.
+# The optimizer of each value of ``optim``.
 OF_NAME = {
     OptimizerNames.ADAMW_TORCH: "AdamW",
     OptimizerNames.ADAMW_TORCH_FUSED: "AdamW",
@@ -97,5 +97,5 @@ OF_NAME = {
     OptimizerNames.LAMB: "Lamb",
     OptimizerNames.MUON: "Muon",
 }
-# Built here, by their parameters; all others are built by DeepSpeed.
+# Built by this package. DeepSpeed builds all others.
 BUILT_HERE = frozenset({"AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "ASGD"})

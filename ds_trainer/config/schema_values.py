@@ -1,4 +1,4 @@
-"""Whether a value fits a key of DeepSpeed's configuration, and the sentence to say when it does not."""
+"""Checks whether a value fits a key of DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ds_trainer.config.schema import Field
 
 AUTO = "auto"
-_WORDS = {
+_KINDS = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "str": "a text",
+    "str": "a string",
     "list": "a list",
     "dict": "a mapping",
 }
@@ -29,15 +29,15 @@ _LIMITS = (("minimum", "at least"), ("maximum", "at most"), ("above", "above"), 
 
 
 def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
-    """The sentence about the value of the leaf ``path``, or nothing when it fits. ``"auto"`` fits everywhere."""
+    """The problems of the value at the leaf ``path``, one sentence each. ``"auto"`` fits every key."""
     value = entry.value
     if value == AUTO:
         return
     name = path.split(".")[-1]
     if is_secret(name) and value == masked(name):
         yield (
-            f"{entry.where}: {path}={value} is what ds_trainer writes in place of a secret, not the secret itself; "
-            "write the real one, or leave it out where the library finds it in the environment."
+            f"{entry.where}: {path}={value} is ds_trainer's mask for a secret, not the secret. Write the secret, or "
+            "leave it out if the library reads it from the environment."
         )
         return
     if value is None:
@@ -47,8 +47,8 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
         for item in value:
             yield from complaint(item, wanted, path)
     elif not _fits(value, wanted):
-        said = masked(name) if is_secret(path) else shown(entry)
-        yield f"{entry.where}: {path}={said} must be {_expected(wanted)}.{_remedy(value, wanted)}"
+        text = masked(name) if is_secret(path) else shown(entry)
+        yield f"{entry.where}: {path}={text} must be {_expected(wanted)}.{_remedy(value, wanted)}"
     elif isinstance(value, list) and wanted.items is not None:
         for item in value:
             if item.value is None or not _fits(item.value, wanted.items):
@@ -93,17 +93,17 @@ def _has_kind(value: Any, kind: str) -> bool:
 def _expected(wanted: Field) -> str:
     if wanted.choices:
         return f"one of {', '.join(json.dumps(choice) for choice in wanted.choices)}"
-    limits = [f"{words} {getattr(wanted, name):g}" for name, words in _LIMITS if getattr(wanted, name) is not None]
-    return " ".join([_WORDS.get(wanted.kind, "something else"), " and ".join(limits)]).strip()
+    limits = [f"{label} {getattr(wanted, name):g}" for name, label in _LIMITS if getattr(wanted, name) is not None]
+    return " ".join([_KINDS.get(wanted.kind, "something else"), " and ".join(limits)]).strip()
 
 
 def _remedy(value: Any, wanted: Field) -> str:
-    """How to write what was most likely meant; empty where nobody can know."""
-    word = str(value).strip().lower() if isinstance(value, str | int) else ""
-    if wanted.kind == "bool" and word in (*_TRUE, *_FALSE):
-        return f" Write {'true' if word in _TRUE else 'false'}, without quotes."
+    """How to write the value that was probably meant; empty if unknown."""
+    text = str(value).strip().lower() if isinstance(value, str | int) else ""
+    if wanted.kind == "bool" and text in (*_TRUE, *_FALSE):
+        return f" Write {'true' if text in _TRUE else 'false'}, without quotes."
     if wanted.choices:
-        return _nearest(word, wanted)
+        return _nearest(text, wanted)
     if wanted.kind in ("int", "float") and isinstance(value, str):
         return _as_number(value.strip())
     if wanted.kind == "str" and isinstance(value, int | float):
@@ -113,11 +113,11 @@ def _remedy(value: Any, wanted: Field) -> str:
     return ""
 
 
-def _nearest(word: str, wanted: Field) -> str:
-    numbers = [choice for choice in wanted.choices if not isinstance(choice, str) and str(choice) == word]
+def _nearest(text: str, wanted: Field) -> str:
+    numbers = [choice for choice in wanted.choices if not isinstance(choice, str) and str(choice) == text]
     if numbers:
-        return f" Write {word}, without quotes."
-    return did_you_mean(word, [str(choice) for choice in wanted.choices])
+        return f" Write {text}, without quotes."
+    return did_you_mean(text, [str(choice) for choice in wanted.choices])
 
 
 def _as_number(text: str) -> str:

@@ -1,1 +1,1 @@
-"""What goes in: sources, collators, the order of samples, loaders."""
+"""Input data: collators, columns, the order of samples, samplers, loaders and streams."""

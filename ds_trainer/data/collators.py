@@ -1,8 +1,9 @@
-"""From a list of samples to one batch."""
+"""Collators: from a list of samples to one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,57 +11,94 @@ import torch
 
 from ds_trainer.utils.errors import ConfigError
 
-_LABEL_NAMES = ("label", "label_ids")
+_FRAMEWORKS = ("pt", "np")
 
 
-def default_data_collator(features: Sequence[Any]) -> dict[str, torch.Tensor]:
+def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -> dict[str, Any]:
     """Stack samples of equal shapes: dicts of numbers, lists, arrays or tensors become a dict of tensors ``[B, ...]``.
 
-    As Hugging Face's collator of the same name: ``label`` and ``label_ids`` become ``labels``, strings and ``None``
-    are left out.
+    As transformers' collator of the same name: ``label`` (a number per sample) or else ``label_ids`` become ``labels``,
+    of 64-bit integers or 32-bit floats; strings and ``None`` are left out.
+
+    Args:
+        features: the samples.
+        return_tensors: ``"pt"`` for tensors of torch, which training needs, or ``"np"`` for arrays of numpy.
 
     Raises:
-        ConfigError: a sample is no mapping, or the samples of a key differ in shape.
+        ConfigError: another ``return_tensors``; a sample is not a mapping; the samples of a key differ in shape.
     """
-    rows = [feature if isinstance(feature, Mapping) else vars(feature) for feature in map(_checked, features)]
-    batch: dict[str, torch.Tensor] = {}
-    for key, example in rows[0].items():
-        if example is None or isinstance(example, str):
+    if return_tensors not in _FRAMEWORKS:
+        raise ConfigError(
+            f"default_data_collator: return_tensors={return_tensors!r} is not supported. Use 'pt' (tensors of torch, "
+            "which the Trainer needs) or 'np' (arrays of numpy)."
+        )
+    rows = [feature if isinstance(feature, Mapping) else _attributes(feature) for feature in features]
+    stack = _stack if return_tensors == "pt" else _array
+    first = rows[0]
+    label = next((name for name in ("label", "label_ids") if first.get(name) is not None), "label")
+    batch: dict[str, Any] = {}
+    for key, example in first.items():
+        if example is None or isinstance(example, str) or (key in ("label", "label_ids") and key != label):
             continue
         try:
-            stacked = _stack([row[key] for row in rows])
+            stacked = stack([row[key] for row in rows])
         except (ValueError, RuntimeError, TypeError) as error:
             shapes = sorted({str(np.shape(row[key])) for row in rows if row.get(key) is not None})
             raise ConfigError(
                 f"The samples of a batch differ in '{key}': shapes {', '.join(shapes)}. Pad them to one length in the "
-                "dataset, or pass a data_collator that does (transformers.DataCollatorForSeq2Seq, for instance)."
+                "dataset, or pass a data_collator that pads (transformers.DataCollatorForSeq2Seq, for example)."
             ) from error
         except KeyError as error:
-            raise ConfigError(f"Some samples of a batch have no '{key}', others do.") from error
-        batch["labels" if key in _LABEL_NAMES else key] = stacked
+            raise ConfigError(f"Only some samples of a batch have '{key}'. Give all samples the same keys.") from error
+        if key == "label" or (key == "label_ids" and not isinstance(example, (torch.Tensor, np.ndarray))):
+            stacked = _as_labels(stacked)
+        batch["labels" if key == label else key] = stacked
     return batch
 
 
-def _checked(feature: Any) -> Any:
-    if not isinstance(feature, Mapping) and not hasattr(feature, "__dict__"):
+@dataclass
+class DefaultDataCollator:
+    """:func:`default_data_collator` as an object.
+
+    Attributes:
+        return_tensors: ``"pt"`` or ``"np"``.
+    """
+
+    return_tensors: str = "pt"
+
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> dict[str, Any]:
+        """The batch of ``features``; ``return_tensors`` overrides the attribute.
+
+        Raises:
+            ConfigError: as :func:`default_data_collator`.
+        """
+        return default_data_collator(features, self.return_tensors if return_tensors is None else return_tensors)
+
+
+def _attributes(feature: Any) -> dict[str, Any]:
+    if not hasattr(feature, "__dict__"):
         raise ConfigError(
-            f"A sample of the dataset is a {type(feature).__name__}, but a model is called by keyword: samples must be "
-            "dicts like {'input_ids': ..., 'labels': ...}, or pass a data_collator that makes such batches."
+            f"A sample of the dataset is a {type(feature).__name__}, but models are called with keywords. Make samples "
+            "dicts like {'input_ids': ..., 'labels': ...}, or pass a data_collator that returns such batches."
         )
-    return feature
+    return vars(feature)
 
 
 def _stack(values: list[Any]) -> torch.Tensor:
-    first = values[0]
-    if isinstance(first, torch.Tensor):
+    if isinstance(values[0], torch.Tensor):
         return torch.stack(values)
-    return torch.from_numpy(_as_64_bit_integers(np.stack([np.asarray(value) for value in values])))
+    return torch.from_numpy(_as_64_bit_integers(_array(values)))
+
+
+def _array(values: list[Any]) -> np.ndarray:
+    array = np.stack([np.asarray(value) for value in values])
+    if array.dtype == object:
+        raise ValueError("no numbers")
+    return array
 
 
 def _as_64_bit_integers(array: np.ndarray) -> np.ndarray:
-    """Python integers become int64 and Python floats float32, as torch does it; booleans stay."""
-    if array.dtype == object:
-        raise ValueError("no numbers")
+    """Python integers become int64 and Python floats float32, as in torch; booleans stay."""
     if np.issubdtype(array.dtype, np.integer):
         return array.astype(np.int64, copy=False)
     if array.dtype == np.float64:
@@ -68,10 +106,17 @@ def _as_64_bit_integers(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def collator_for(processing_class: Any) -> Callable[[list[Any]], Any]:
-    """The collator of a run that names none: padding for a tokenizer or feature extractor, stacking otherwise.
+def _as_labels(stacked: Any) -> Any:
+    """Classes as 64-bit integers, regression targets as 32-bit floats."""
+    if isinstance(stacked, torch.Tensor):
+        return stacked.float() if stacked.is_floating_point() else stacked.long()
+    return stacked.astype(np.float32 if np.issubdtype(stacked.dtype, np.floating) else np.int64)
 
-    Only their classes are looked at, so nothing is imported that the user has not imported already.
+
+def collator_for(processing_class: Any) -> Callable[[list[Any]], Any]:
+    """The default collator: padding for a tokenizer or feature extractor, stacking otherwise.
+
+    Classes are compared by name, so that transformers is not imported unless the user has imported it.
     """
     kinds = {base.__name__ for base in type(processing_class).__mro__}
     if kinds & {"PreTrainedTokenizerBase", "SequenceFeatureExtractor"}:
@@ -87,12 +132,11 @@ _OF_TRANSFORMERS = (
     "DataCollatorForTokenClassification",
     "DataCollatorWithFlattening",
     "DataCollatorWithPadding",
-    "DefaultDataCollator",
 )
 
 
 def __getattr__(name: str) -> Any:
-    """Collators of transformers, under their names: they know every tokenizer, and scripts change one import only.
+    """Collators of transformers, under their names, so that scripts change one import only.
 
     Raises:
         ConfigError: transformers is not installed.

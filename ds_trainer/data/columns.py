@@ -1,4 +1,4 @@
-"""Which columns of a dataset a model can take, and which of them are labels."""
+"""Which columns of a dataset a model accepts, and which of them are labels."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-# The collators of Hugging Face turn the first two into the third.
+# The collators of transformers rename the first two to the third.
 _LABEL_COLUMNS = ("label", "label_ids", "labels")
 _SPAN_LABELS = ("start_positions", "end_positions")
 _NO_NAMES = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model that a user would know, inside of what wraps it: PEFT, torch.compile, an engine."""
+    """The user's model, without wrappers: PEFT, torch.compile, an engine."""
     while True:
         unwrap = getattr(model, "get_base_model", None)  # PEFT
         inner = unwrap() if callable(unwrap) else getattr(model, "_orig_mod", None)  # torch.compile
         if inner is None and not _has_own_names(model):
-            inner = getattr(model, "module", None)  # DeepSpeed, DataParallel: their forward takes anything
+            inner = getattr(model, "module", None)  # DeepSpeed, DataParallel: their forward accepts anything
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -37,7 +37,7 @@ def forward_names(model: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind not in _NO_NAMES]
 
 
-def takes_any_name(model: nn.Module) -> bool:
+def accepts_any_keyword(model: nn.Module) -> bool:
     """Whether ``forward`` has ``**kwargs``."""
     parameters = inspect.signature(base_model(model).forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -45,16 +45,15 @@ def takes_any_name(model: nn.Module) -> bool:
 
 def find_label_names(model: nn.Module) -> list[str]:
     """The arguments of ``model.forward`` that are labels: those with "label" in their name, without ``shift_labels``
-    (the same labels once more); of models for question answering the start and end positions too. Empty where there
-    are none.
+    (a copy of the labels); for question answering also the start and end positions. Empty if there are none.
     """
     core = base_model(model)
     spans = _SPAN_LABELS if any("QuestionAnswering" in base.__name__ for base in type(core).__mro__) else ()
     return [name for name in forward_names(core) if ("label" in name and name != "shift_labels") or name in spans]
 
 
-def wanted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] | None:
-    """Columns that ``model`` can use; None where its ``forward`` names nothing, so that nobody can tell."""
+def accepted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] | None:
+    """Columns that ``model`` can use; None if its ``forward`` names no arguments, so that they are unknown."""
     names = forward_names(model)
     from_data = [name for name in names if name != "num_items_in_batch"]  # that one comes from the Trainer
     return {*names, *label_names, *_LABEL_COLUMNS} if from_data else None
@@ -66,7 +65,7 @@ def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[st
     Raises:
         ConfigError: no column would remain.
     """
-    wanted = wanted_columns(model, label_names)
+    wanted = accepted_columns(model, label_names)
     if wanted is None or not has_columns(dataset):
         return dataset
     unused = [name for name in dataset.column_names if name not in wanted]
@@ -74,14 +73,14 @@ def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[st
         return dataset
     if len(unused) == len(dataset.column_names):
         core = base_model(model)
-        raise _nothing_left("The dataset's columns", unused, type(core).__name__, forward_names(core))
+        raise _nothing_left("the dataset's columns", unused, type(core).__name__, forward_names(core))
     name = type(base_model(model)).__name__
-    logger.info("Columns that %s.forward does not take are left out: %s.", name, ", ".join(unused))
+    logger.info("Removed the columns that %s.forward does not accept: %s.", name, ", ".join(unused))
     return dataset.remove_columns(unused)
 
 
 def has_columns(dataset: Any) -> bool:
-    """Whether this is a table like ``datasets.Dataset``: columns with names that can be removed, rows with numbers."""
+    """Whether this is a table like ``datasets.Dataset``: named columns that can be removed, and indexed rows."""
     return (
         hasattr(dataset, "remove_columns")
         and hasattr(dataset, "__getitem__")
@@ -89,29 +88,29 @@ def has_columns(dataset: Any) -> bool:
     )
 
 
-class CollatorOfWantedColumns:
-    """A collator that gets samples without the keys that the model does not take.
+class ColumnFilterCollator:
+    """A collator that removes the keys that the model does not accept from the samples.
 
-    For data that is no table with columns: the keys are only known when samples are read.
+    For datasets without columns, whose keys are only known when samples are read.
 
     Args:
-        collate: the collator proper; given the samples as they are where they are no dicts.
-        model: whose ``forward`` says what is wanted.
-        label_names: wanted besides.
+        collate: the wrapped collator. Samples that are not dicts are passed unchanged.
+        model: its ``forward`` defines the accepted keys.
+        label_names: further accepted keys.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, label_names: Sequence[str]) -> None:
         self.collate = collate
-        self._wanted = wanted_columns(model, label_names)
+        self._wanted = accepted_columns(model, label_names)
         self._model_name = type(base_model(model)).__name__
         self._names = forward_names(model)
-        self._told = False
+        self._logged = False
 
     def __call__(self, samples: list[Any]) -> Any:
         """The batch of ``samples``.
 
         Raises:
-            ConfigError: nothing of a sample is wanted, or the collator misses a key that was left out.
+            ConfigError: no key of a sample is accepted, or the collator needs a key that was removed.
         """
         wanted = self._wanted
         if wanted is None or not all(isinstance(sample, Mapping) for sample in samples):
@@ -119,26 +118,26 @@ class CollatorOfWantedColumns:
         unused = sorted({str(key) for sample in samples for key in sample if key not in wanted})
         kept = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
         if unused and not all(kept):
-            raise _nothing_left("A sample's keys", unused, self._model_name, self._names)
-        if unused and not self._told:
-            self._told = True
+            raise _nothing_left("a sample's keys", unused, self._model_name, self._names)
+        if unused and not self._logged:
+            self._logged = True
             names = ", ".join(unused)
-            logger.info("Keys of samples that %s.forward does not take are left out: %s.", self._model_name, names)
+            logger.info("Removed the keys that %s.forward does not accept: %s.", self._model_name, names)
         try:
             return self.collate(kept)
         except KeyError as error:
             if error.args and str(error.args[0]) in unused:
                 raise ConfigError(
-                    f"The data_collator asks for '{error.args[0]}', which was left out of the samples because "
-                    f"{self._model_name}.forward does not take it. Set remove_unused_columns=False."
+                    f"The data_collator needs '{error.args[0]}', which was removed from the samples because "
+                    f"{self._model_name}.forward does not accept it. Set remove_unused_columns=False."
                 ) from error
             raise
 
 
 def _nothing_left(what: str, names: Sequence[str], model_name: str, taken: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"{what} ({', '.join(names)}) are none that {model_name}.forward takes ({', '.join(taken)}). Tokenize the "
-        "dataset first, or set remove_unused_columns=False and pass a data_collator that makes the model's inputs."
+        f"{model_name}.forward accepts none of {what} ({', '.join(names)}), only {', '.join(taken)}. Tokenize the "
+        "dataset first, or set remove_unused_columns=False and pass a data_collator that returns the model's inputs."
     )
 
 

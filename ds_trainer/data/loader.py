@@ -1,4 +1,4 @@
-"""A DataLoader that knows its plan: epochs, any starting round, fillers marked."""
+"""A DataLoader with a batch plan: epochs, any start position, marked dummy batches."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ds_trainer.data.lengths import SortedShareSampler
+from ds_trainer.data.lengths import SortedBatchSampler
 from ds_trainer.data.replica import replica_batches, replica_groups
-from ds_trainer.data.sampler import Share, ShareSampler
+from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
+from ds_trainer.parallel.batch_plan import BatchPlan
 
 
-class FillerBatch(dict[str, Any]):
-    """A batch that keeps a replica in step with the others in a ragged last round and counts for nothing."""
+class DummyBatch(dict[str, Any]):
+    """A batch without effect, for a replica that has no samples in an incomplete last micro-step."""
 
 
 class PlannedLoader(DataLoader[Any]):
-    """Micro-batches of one replica, round by round.
+    """The micro-batches of one replica, one per micro-step.
 
-    Where a replica has several ranks, one of them reads and the others receive (:mod:`ds_trainer.data.replica`):
-    iterating is collective over them then, once there is a process group.
+    If a replica has several ranks, one of them reads and the others receive (:mod:`ds_trainer.data.replica`). Iterating
+    is then collective over them, once there is a process group.
 
     Args:
         dataset: map-style dataset.
-        sampler: the replica's share.
-        collate: makes a batch (a dict) of a list of samples.
-        num_workers: loading processes.
-        pin_memory: page-locked memory for copies to a GPU.
-        worker_options: further keywords of ``DataLoader`` that are about loading processes.
+        sampler: selects the replica's samples.
+        collate: returns a batch (a dict) for a list of samples.
+        num_workers: data loader workers.
+        pin_memory: use page-locked memory for copies to a GPU.
+        worker_options: further keywords of ``DataLoader`` for workers.
 
     Attributes:
-        during: a context entered with every batch for as long as the reader works on it, so that others can know
-            whether it is a filler.
+        dataset: the object given, also with workers.
+        batch_size: samples of a micro-batch on one replica.
+        batch_sampler: the dataset positions of this replica's micro-batches, a list for each, in the epoch's order.
+        sampler: the same positions one by one, without those of dummy batches.
+        drop_last: whether samples of an incomplete last micro-step are dropped.
+        during: a context manager entered with each batch while it is in use, so that other code can see whether it is a
+            dummy.
     """
 
     during: Callable[[Any], AbstractContextManager[Any]] = nullcontext
@@ -44,78 +50,111 @@ class PlannedLoader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Dataset[Any],
-        sampler: ShareSampler,
+        sampler: DistributedBatchSampler,
         collate: Callable[[list[Any]], Any],
         num_workers: int = 0,
         pin_memory: bool = False,
         **worker_options: Any,
     ) -> None:
-        # A generator of our own: the default would draw worker seeds from the global one, and dropout after resuming
-        # would differ from the run that was not stopped.
+        # A separate generator: the default would draw worker seeds from the global one, and dropout after resuming
+        # would differ from an uninterrupted run.
         self._worker_seeds = torch.Generator()
-        self._share = sampler
-        super().__init__(
-            SeededReading(dataset) if num_workers else dataset,
-            batch_sampler=sampler,
-            collate_fn=collate,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=self._worker_seeds,
+        self._batches = sampler
+        options: dict[str, Any] = {
+            "batch_sampler": sampler,
+            "collate_fn": collate,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "generator": self._worker_seeds,
             **worker_options,
-        )
+        }
+        super().__init__(dataset, **options)
+        self._reader = DataLoader(SeededReading(dataset), **options) if num_workers else None
+        # torch leaves these empty where there is a batch sampler.
+        show_as(self, sampler.plan, sampler=sampler.sampler)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a whole micro-step over all replicas: the micro-batch x data-parallel ranks."""
+        return self._batches.plan.samples_per_micro_step
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset; as accelerate's loaders, whose attributes these two are."""
+        return self.samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order the next iteration has; the loop of the Trainer does it itself."""
+        self._batches.set_epoch(epoch)
 
     @property
     def samples(self) -> int:
         """Samples of the dataset."""
-        return self._share.samples
+        return self._batches.samples
 
-    def places(self, round_index: int) -> np.ndarray | None:
-        """Positions in the dataset of the samples of a round, all replicas together; None where they are in order."""
-        if not isinstance(self._share, SortedShareSampler):
+    def result_positions(self, micro_step: int) -> np.ndarray | None:
+        """Dataset positions of the samples of a micro-step, over all replicas; None if they are in order."""
+        if not isinstance(self._batches, SortedBatchSampler):
             return None
-        size = self._share.plan.round_size
-        return self._share.sorted_positions[round_index * size : (round_index + 1) * size]
+        size = self._batches.plan.samples_per_micro_step
+        return self._batches.sorted_positions[micro_step * size : (micro_step + 1) * size]
 
-    def positions(self, rounds: range) -> list[list[int]]:
-        """Positions in the dataset of this replica's micro-batches, of rounds of the iteration under way."""
-        return [list(self._share.share_of(index)) for index in rounds]
+    def positions(self, micro_steps: range) -> list[list[int]]:
+        """Dataset positions of this replica's micro-batches, for micro-steps of the current iteration."""
+        return [list(self._batches.rank_batch_of(index)) for index in micro_steps]
 
-    def rounds_from(self, first_sample: int) -> int:
-        """Rounds of an epoch from its sample ``first_sample`` on."""
-        return self._share.plan.rounds(max(0, self.samples - first_sample))
+    def micro_steps_from(self, first_sample: int) -> int:
+        """Number of micro-steps of an epoch from its sample ``first_sample`` on."""
+        return self._batches.plan.micro_steps(max(0, self.samples - first_sample))
 
     def start(self, epoch: int, first_sample: int = 0, ordered_for: int | None = None) -> None:
-        """Choose what the next iteration gives: the order of ``epoch``, from sample ``first_sample`` on.
+        """Set what the next iteration reads: the order of ``epoch``, from sample ``first_sample`` on.
 
         Args:
             epoch: counted from 0.
-            first_sample: place in the order of that epoch; the rounds are cut from there on.
-            ordered_for: the global batch that the order is made for; default: the plan's.
+            first_sample: index in the order of that epoch; micro-steps are counted from there.
+            ordered_for: global batch size for which the order is made; default: the plan's.
         """
-        self._share.epoch = epoch
-        self._share.first_sample = first_sample
-        self._share.ordered_for = ordered_for
+        self._batches.epoch = epoch
+        self._batches.first_sample = first_sample
+        self._batches.ordered_for = ordered_for
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator serves as DataLoader's iterator
-        groups = replica_groups(self._share.plan.layout)
+        groups = replica_groups(self._batches.plan.layout)
         return replica_batches(self._read, groups, self.during, self.pin_memory)
 
     def _read(self) -> Iterator[Any]:
-        self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
-        for index, batch in enumerate(super().__iter__()):
-            given = FillerBatch(batch) if isinstance(batch, Mapping) and self._share.is_filler(index) else batch
-            with self.during(given):
-                yield given
+        self._worker_seeds.manual_seed(self._batches.seed + self._batches.epoch)
+        ragged = self._batches.first_ragged
+        batches = super().__iter__() if self._reader is None else iter(as_set(self._reader, self))
+        for index, batch in enumerate(batches):
+            dummy = index >= ragged and self._batches.is_dummy(index) and isinstance(batch, Mapping)
+            marked = DummyBatch(batch) if dummy else batch
+            with self.during(marked):
+                yield marked
+
+
+def show_as(loader: DataLoader[Any], plan: BatchPlan, **attributes: Any) -> None:
+    """Let the attributes of ``loader`` say what it reads; ``DataLoader`` refuses to set them after its construction."""
+    vars(loader).update(batch_size=plan.micro_batch, drop_last=plan.drop_last, **attributes)
+
+
+def as_set(reader: DataLoader[Any], loader: DataLoader[Any]) -> DataLoader[Any]:
+    """``reader``, with what a script may have set on ``loader``, behind which it reads."""
+    reader.timeout, reader.worker_init_fn = loader.timeout, loader.worker_init_fn
+    if reader.batch_sampler is not None:
+        reader.collate_fn = loader.collate_fn
+    return reader
 
 
 class SeededReading(Dataset[Any]):
-    """A dataset for loading processes: what it draws follows from the micro-batch, not from what they read before.
+    """A dataset for data loader workers: its random numbers depend on the micro-batch, not on what was read before.
 
-    So a run that goes on in the middle of an epoch, with any number of loading processes, reads the same. In the
-    training process the random state itself is in the checkpoint.
+    So a run that resumes in the middle of an epoch, with any number of workers, reads the same data. In the training
+    process the random state itself is in the checkpoint.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -127,15 +166,15 @@ class SeededReading(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, share: list[int]) -> list[Any]:
-        if isinstance(share, Share):
-            random.seed(share.seed)
-            np.random.seed(share.seed)
-            torch.manual_seed(share.seed)
-        together = getattr(self.dataset, "__getitems__", None)
-        return list(together(list(share))) if callable(together) else [self.dataset[index] for index in share]
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if isinstance(indices, RankBatch):
+            random.seed(indices.seed)
+            np.random.seed(indices.seed)
+            torch.manual_seed(indices.seed)
+        getitems = getattr(self.dataset, "__getitems__", None)
+        return list(getitems(list(indices))) if callable(getitems) else [self.dataset[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet, in a copy that is being made
+        if name == "dataset":  # not set yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.dataset, name)

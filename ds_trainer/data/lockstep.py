@@ -1,4 +1,4 @@
-"""Ranks that read data of unknown length make sure that they end together, and that they read the same."""
+"""Keeps ranks in lockstep that read data of unknown length: they end together and read the same data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ds_trainer.utils.errors import ConfigError
 
 
 class Lockstep(Iterator[Any]):
-    """An iterator that fetches ``window`` items at a time and compares notes with the other ranks after each window.
+    """An iterator that fetches ``window`` items at a time and compares them with the other ranks' items.
 
     Args:
-        source: pairs of an item and a mark that must be the same on all ranks (0 where nothing can be said).
-        window: items of one optimizer step, or any number.
+        source: pairs of an item and a checksum that must be equal on all ranks (0 if there is none).
+        window: items per comparison; usually those of one optimizer step.
 
     Raises:
-        ConfigError: on all ranks, where their sources end at different places or the marks differ.
+        ConfigError: on all ranks, if their sources have different lengths or the checksums differ.
     """
 
     def __init__(self, source: Iterator[tuple[Any, int]], window: int) -> None:
@@ -38,30 +38,31 @@ class Lockstep(Iterator[Any]):
         return self._fetched.pop(0)
 
     def ahead(self) -> int:
-        """Items that all ranks have at hand: 1 to ``window``, or 0 at the end. Collective when the last are used up."""
+        """Number of fetched items: 1 to ``window``, or 0 at the end. Collective when a new window is fetched."""
         if not self._fetched and not self._ended:
             pairs = list(itertools.islice(self._source, self._window))
-            mark = 0
-            for _, own in pairs:
-                mark = zlib.crc32(own.to_bytes(4, "little"), mark)
-            self._compare(len(pairs), mark)
+            checksum = 0
+            for _, item_checksum in pairs:
+                checksum = zlib.crc32(item_checksum.to_bytes(4, "little"), checksum)
+            self._compare(len(pairs), checksum)
             self._fetched = [item for item, _ in pairs]
             self._ended = len(pairs) < self._window
         return len(self._fetched)
 
-    def _compare(self, count: int, mark: int) -> None:
+    def _compare(self, count: int, checksum: int) -> None:
         if distributed.world_size() == 1:
             return
-        most, least, highest, lowest = distributed.agree(torch.tensor([count, -count, mark, -mark]))
+        most, least, highest, lowest = distributed.agree(torch.tensor([count, -count, checksum, -checksum]))
         if most != -least:
-            rounds = [self._taken + other for other in distributed.gather_objects(count)]
+            batches = [self._taken + other for other in distributed.gather_objects(count)]
             raise ConfigError(
-                f"The ranks' data ends at different places: batches read over the ranks are {rounds}. Every rank must "
-                "be given the same data in the same order, and takes its own share of it."
+                f"The ranks' data has different lengths: the ranks have read {batches} batches. Give every rank "
+                "the same data in the same order; each rank selects its own samples."
             )
         if highest != -lowest:
             raise ConfigError(
-                f"The ranks read different data after batch {self._taken}. Every rank reads the whole stream and keeps "
-                "its share, so do not split it by rank, and make what is random in it the same on all ranks: by a "
-                "torch.Generator in its attribute `generator`, which is seeded for every epoch, or by set_epoch()."
+                f"The ranks read different data after batch {self._taken}. Every rank reads the whole stream and "
+                "selects its samples, so do not split the stream by rank, and make its randomness equal on all ranks: "
+                "with a torch.Generator in its attribute `generator`, which is seeded for every epoch, or with "
+                "set_epoch()."
             )

@@ -1,7 +1,7 @@
-"""Orders of the samples of an epoch, with access to any place.
+"""Orders of the samples of an epoch, with random access.
 
-Up to :data:`STORED_UP_TO` samples an order is the permutation that torch draws, kept in memory. Above, it is computed
-place by place and needs no memory: a Feistel network over the two digits of a sample's number.
+Up to :data:`STORED_UP_TO` samples an order is a permutation drawn by torch and stored in memory. For more samples, each
+position is computed and no memory is needed: a Feistel network over the two digits of a sample's number.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 STORED_UP_TO = 2**20
-"""Samples up to which a permutation is drawn by torch and stored: 8 MiB and about 20 ms an epoch."""
+"""Largest number of samples whose permutation is drawn by torch and stored: 8 MiB and about 20 ms per epoch."""
 
 _ROUNDS = 8  # 4 are pseudo-random (Luby and Rackoff, 1988); the digits are short, so twice as many
 _MASK = 2**64 - 1
@@ -29,8 +29,8 @@ class Order(Protocol):
     def __len__(self) -> int:
         """Number of positions."""
 
-    def at(self, places: Places) -> Places:
-        """The positions at ``places``: int64, of the same shape."""
+    def at(self, indices: Positions) -> Positions:
+        """The dataset positions at ``indices``: int64, of the same shape."""
 
 
 class DatasetOrder:
@@ -46,46 +46,46 @@ class DatasetOrder:
     def __len__(self) -> int:
         return self._samples
 
-    def at(self, places: Places) -> Places:
-        """``places`` themselves."""
-        return places
+    def at(self, indices: Positions) -> Positions:
+        """``indices`` themselves."""
+        return indices
 
 
 class StoredOrder:
-    """An order that lies in memory.
+    """An order in memory.
 
     Args:
         positions: all of them, int64 ``[samples]``.
     """
 
-    def __init__(self, positions: Places) -> None:
+    def __init__(self, positions: Positions) -> None:
         self._positions = positions
 
     def __len__(self) -> int:
         return len(self._positions)
 
-    def at(self, places: Places) -> Places:
-        """The positions at ``places``."""
-        return self._positions[places]
+    def at(self, indices: Positions) -> Positions:
+        """The dataset positions at ``indices``."""
+        return self._positions[indices]
 
-    def where(self, positions: Places) -> Places:
-        """The places of ``positions``."""
-        places = np.empty_like(self._positions)
-        places[self._positions] = np.arange(len(places))
-        return places[positions]
+    def indices_of(self, positions: Positions) -> Positions:
+        """The indices of ``positions`` in this order."""
+        indices = np.empty_like(self._positions)
+        indices[self._positions] = np.arange(len(indices))
+        return indices[positions]
 
 
 class ComputedPermutation:
     """A pseudo-random permutation of ``range(samples)`` that is computed, not stored.
 
-    A number is written with two digits to the bases ``a`` and ``b``, ``a * b`` the least that holds all samples with
-    ``a`` about their square root. In every round a keyed hash of one digit is added to the other one, which can be
-    undone whatever the hash (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). What falls outside of
-    ``range(samples)``, less than one number in ``sqrt(samples)``, goes through the network again.
+    A number is written with two digits in the bases ``a`` and ``b``, where ``a`` is about the square root of the number
+    of samples and ``a * b`` is the smallest product that covers them. In every round a keyed hash of one digit is added
+    to the other one, which is invertible whatever the hash (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002). Results outside ``range(samples)``, less than one in ``sqrt(samples)``, go through the network again.
 
     Args:
-        samples: their number, less than ``2**60``.
-        seed, epoch: the permutation follows from these alone, in every process and on every machine.
+        samples: number of samples, less than ``2**60``.
+        seed, epoch: the permutation depends on these alone, in every process and on every machine.
     """
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
@@ -98,33 +98,33 @@ class ComputedPermutation:
     def __len__(self) -> int:
         return self._samples
 
-    def at(self, places: Places) -> Places:
-        """The positions at ``places``."""
-        return self._walk(places, self._forward)
+    def at(self, indices: Positions) -> Positions:
+        """The dataset positions at ``indices``."""
+        return self._walk(indices, self._forward)
 
-    def where(self, positions: Places) -> Places:
-        """The places of ``positions``."""
+    def indices_of(self, positions: Positions) -> Positions:
+        """The indices of ``positions`` in this order."""
         return self._walk(positions, self._backward)
 
-    def _walk(self, numbers: Places, step: Callable[[Places], Places]) -> Places:
+    def _walk(self, numbers: Positions, step: Callable[[Positions], Positions]) -> Positions:
         found = step(np.asarray(numbers, np.int64))
         while len(outside := np.flatnonzero(found >= self._samples)):
             found[outside] = step(found[outside])
         return found
 
-    def _forward(self, numbers: Places) -> Places:
+    def _forward(self, numbers: Positions) -> Positions:
         digits = [numbers // self._bases[1], numbers % self._bases[1]]
         for index in range(_ROUNDS):
             self._turn(digits, index, 1)
         return digits[0] * self._bases[1] + digits[1]
 
-    def _backward(self, numbers: Places) -> Places:
+    def _backward(self, numbers: Positions) -> Positions:
         digits = [numbers // self._bases[1], numbers % self._bases[1]]
         for index in reversed(range(_ROUNDS)):
             self._turn(digits, index, -1)
         return digits[0] * self._bases[1] + digits[1]
 
-    def _turn(self, digits: list[Places], index: int, sign: int) -> None:
+    def _turn(self, digits: list[Positions], index: int, sign: int) -> None:
         turned = index % 2
         base = self._bases[turned]
         # The upper 32 bits of the hash as a fraction of the base: both are below 2**32.
@@ -141,7 +141,7 @@ def _hashed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _mixed(value: int) -> int:
-    """The next output of SplitMix64 in the state ``value``, of whole numbers of Python."""
+    """The next output of SplitMix64 in the state ``value``, as a Python integer."""
     return int(_hashed(np.array([(value + 0x9E3779B97F4A7C15) & _MASK], np.uint64))[0])
 
 
@@ -149,7 +149,7 @@ def shuffled(samples: int, seed: int, epoch: int) -> StoredOrder | ComputedPermu
     """The random order of an epoch.
 
     Up to :data:`STORED_UP_TO` samples it is the permutation that accelerate's seedable sampler draws (a generator
-    seeded with ``seed + epoch``), so that a script moved here from transformers sees the same batches.
+    seeded with ``seed + epoch``), so that a script ported from transformers sees the same batches.
     """
     if samples > STORED_UP_TO:
         return ComputedPermutation(samples, seed, epoch)
@@ -157,5 +157,5 @@ def shuffled(samples: int, seed: int, epoch: int) -> StoredOrder | ComputedPermu
 
 
 def epoch_order(samples: int, seed: int, epoch: int, shuffle: bool) -> Order:
-    """Positions of the dataset in the order of ``epoch``: :func:`shuffled`, or the dataset's own."""
+    """The order of ``epoch``: :func:`shuffled`, or the dataset's own order."""
     return shuffled(samples, seed, epoch) if shuffle else DatasetOrder(samples)

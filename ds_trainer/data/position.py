@@ -1,4 +1,4 @@
-"""Where a run stands in its data, counted in samples: any layout and any global batch can go on from there."""
+"""The position of a run in its data, in samples, so that any layout and any global batch size can resume from it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataPosition:
-    """A place between two optimizer steps.
+    """A position between two optimizer steps.
 
     Attributes:
-        epoch: the epoch that is being read.
-        samples: of its order, how many have been trained on, by all replicas together.
+        epoch: the current epoch.
+        samples: samples of its order that all replicas together have trained on.
         steps: optimizer steps done in it.
-        rounds: micro-batches of each replica done in it.
-        round_size: samples of a round, all replicas together.
-        ordered_for: the global batch that its order was made for; orders that look at lengths depend on it, and stay
-            what they are to the end of the epoch.
-        ended: the epoch has been left, and only what is done at its end is missing.
+        micro_steps: micro-batches of each replica done in it.
+        samples_per_micro_step: samples of a micro-step, over all replicas.
+        ordered_for: global batch size for which its order was made. Orders by length depend on it, and do not change
+            before the end of the epoch.
+        ended: whether all its steps are done, and only the work at its end is missing.
     """
 
     epoch: int = 0
     samples: int = 0
     steps: int = 0
-    rounds: int = 0
-    round_size: int = 0
+    micro_steps: int = 0
+    samples_per_micro_step: int = 0
     ordered_for: int = 0
     ended: bool = False
 
@@ -36,6 +36,6 @@ class DataPosition:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataPosition:
-        """What :meth:`to_json` gave."""
+        """The position that :meth:`to_json` returned."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: entry for name, entry in value.items() if name in known})

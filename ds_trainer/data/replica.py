@@ -1,8 +1,8 @@
-"""The ranks of a replica work on the same samples: one of them reads, the others receive what it read.
+"""The ranks of a replica work on the same samples: one rank reads, the others receive its batches.
 
-Reading on each rank would be enough only for data that gives the same for the same position every time. A dataset that
-draws random numbers, a file that is being written, a loader of somebody else need not: tensor-parallel ranks would then
-multiply slices of different batches, and nothing would fail. DeepSpeed looks at the first forward pass only.
+Reading on every rank would require that the data is deterministic. A dataset that draws random numbers, a file that is
+being written or a user's loader may not be: tensor-parallel ranks would then multiply slices of different batches, and
+nothing would fail. DeepSpeed compares the batches of the first forward pass only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ds_trainer.data.sending import receive, send
-from ds_trainer.data.skipping import as_if_at, skip
+from ds_trainer.data.batch_transfer import receive, send
+from ds_trainer.data.skipping import skip, with_random_state
 from ds_trainer.utils import distributed
 from ds_trainer.utils.failures import PeerFailure
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ds_trainer.parallel.groups import ParallelGroups
     from ds_trainer.parallel.layout import ParallelLayout
 
-_SEEDS = 2**31  # numpy takes no larger ones
+_SEEDS = 2**31  # numpy allows no larger ones
 
 
 class _Batch(NamedTuple):
@@ -32,13 +32,13 @@ class _Batch(NamedTuple):
 
 
 class _End(NamedTuple):
-    """No more batches; ``failed`` says which error ended them."""
+    """The end of the batches; ``failed`` is the error that ended them, if any."""
 
     failed: str | None = None
 
 
 def replica_groups(layout: ParallelLayout) -> ParallelGroups | None:
-    """The groups over which batches are handed on; None where every replica is one rank, or no ranks have met yet.
+    """The groups over which batches are sent; None if every replica is one rank, or before the ranks are connected.
 
     Collective at the first call.
     """
@@ -59,18 +59,17 @@ def replica_batches(
     """Iterate over ``source()`` once in each replica; all its ranks get equal items. Collective over the replica.
 
     The global random states (torch on the CPU, numpy, Python) stay equal on the ranks of a replica whatever the data
-    draws: while it is read they are seeded with a number that every rank draws.
+    draws: during reading they are seeded with a number that every rank draws.
 
     Args:
-        source: makes what is iterated over; called on the reading rank only, so that only that one starts loading
-            processes.
-        groups: None, or groups of one rank for each replica: ``source()`` is iterated over as it is.
-        during: a context entered with each item that was received, for as long as it is worked on.
-        pin_memory: let received tensors lie in page-locked memory.
-        read_along: the other ranks read too, and leave out what they read: for loaders whose iteration is a collective.
+        source: returns the iterable; called on the reading rank only, so that only this rank starts workers.
+        groups: the process groups; None or replicas of one rank: iterate over ``source()`` directly.
+        during: a context manager entered with each received item while it is in use.
+        pin_memory: put received tensors in page-locked memory.
+        read_along: the other ranks read too, and drop what they read: for loaders whose iteration is collective.
 
     Raises:
-        PeerFailure: the reading rank failed; that one raises its own error.
+        PeerFailure: the reading rank failed; that rank raises its own error.
     """
     if groups is None or groups.layout.replica_size == 1:
         return iter(source())
@@ -83,27 +82,27 @@ def replica_batches(
 def batches_of(
     loader: Any,
     layout: ParallelLayout,
-    first_round: int = 0,
-    begun_with: dict[str, Any] | None = None,
+    first_micro_step: int = 0,
+    epoch_random_state: dict[str, Any] | None = None,
     show: bool = False,
 ) -> Iterator[Any]:
-    """The batches of a loader that is not ours; each replica has those of its first rank.
+    """The batches of a user's loader; each replica gets those of its first rank.
 
     Args:
         loader: any iterable.
-        layout: says who is a replica.
-        first_round: batches that are read and left out.
-        begun_with: state of the generators when the epoch was begun, for an epoch that is gone on with.
-        show: whether this process shows how far the reading is.
+        layout: defines the replicas.
+        first_micro_step: number of batches to read and drop first.
+        epoch_random_state: state of the generators at the beginning of the epoch, for an epoch that is resumed.
+        show: whether this process shows a progress bar while skipping.
     """
 
     def read() -> Iterator[Any]:
-        if begun_with is None and first_round == 0:
+        if epoch_random_state is None and first_micro_step == 0:
             batches = iter(loader)
         else:
-            with as_if_at(begun_with):
+            with with_random_state(epoch_random_state):
                 batches = iter(loader)
-                skip(batches, first_round, "batches", show)
+                skip(batches, first_micro_step, "batches", show)
         yield from batches
 
     return replica_batches(
@@ -141,10 +140,10 @@ def _listen(
         if isinstance(item, _End):
             if item.failed is None:
                 return
-            reader = groups.layout.rank_at(dp=groups.place.dp)
+            reader = groups.layout.rank_at(dp=groups.coordinates.dp)
             raise PeerFailure(
-                f"rank {reader}, which reads the data of replica {groups.place.dp}, failed with {item.failed}. Its "
-                "traceback is in that rank's output."
+                f"rank {reader}, which reads the data of replica {groups.coordinates.dp}, failed with {item.failed}. "
+                "See the traceback in that rank's output."
             )
         with during(item.value):
             yield item.value
@@ -169,7 +168,7 @@ def _seed_of_data() -> int:
 
 @contextmanager
 def _random_states_of_data() -> Iterator[None]:
-    """Inside, random numbers are the data's own; outside, every rank has drawn one number and no more."""
+    """Separate random numbers for the data inside; outside, every rank has drawn exactly one number."""
     seed = _seed_of_data()
     states = _states()
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices too

@@ -1,8 +1,7 @@
-"""The order of samples and each replica's share of it.
+"""The order of samples, and the batches of each replica.
 
-The order of an epoch follows from seed and epoch alone (rule 2 of the architecture), and any round can be reached in
-constant time, so resuming costs nothing. Positions are looked up for a few rounds at a time
-(:mod:`ds_trainer.data.order`).
+The order of an epoch depends on seed and epoch alone, and any micro-step can be reached in constant time, so resuming
+costs nothing. Positions are looked up for several micro-steps at a time (:mod:`ds_trainer.data.order`).
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from torch.utils.data import Sampler
 from ds_trainer.data.order import Order, epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 
-_ROUNDS_TOGETHER = 64  # whose positions are looked up at once: looking up one costs about as much
+_MICRO_STEPS_TOGETHER = 64  # looked up at once: a single one costs about as much
 
 
-class ShareSampler(Sampler[list[int]]):
-    """Batch sampler: the dataset positions that one replica holds, round by round.
+class DistributedBatchSampler(Sampler[list[int]]):
+    """Batch sampler: the dataset positions of one replica, one batch per micro-step.
 
-    A replica without a share in a ragged last round gets the first sample of the round as a filler, so that all ranks
-    run the same number of forward passes; :meth:`is_filler` tells which those are.
+    A replica without samples in an incomplete last micro-step gets the first sample of that micro-step as a dummy, so
+    that all ranks run the same number of forward passes; see :meth:`is_dummy`.
 
     Args:
         plan: the batch arithmetic.
         samples: length of the dataset.
-        dp_rank: the replica.
+        dp_rank: index of the replica.
         seed: seed of the order.
         shuffle: False keeps the dataset's order (evaluation).
-        order: the order of an epoch, given its number and the global batch that it is to be made for (None: the one
-            it knows); default: :func:`ds_trainer.data.order.epoch_order`.
+        order: returns the order of an epoch for its number and the global batch size (None: the default one); default:
+            :func:`ds_trainer.data.order.epoch_order`.
 
     Attributes:
-        epoch: whose order is given.
-        first_sample: of that order; the rounds of the iteration are counted from there.
-        ordered_for: the global batch that the order is made for; None: this plan's.
+        epoch: the epoch of the next iteration.
+        first_sample: index in its order at which the iteration begins; micro-steps are counted from there.
+        ordered_for: global batch size for which the order is made; None: this plan's.
     """
 
     def __init__(
@@ -58,71 +57,122 @@ class ShareSampler(Sampler[list[int]]):
         self.epoch = 0
         self.first_sample = 0
         self.ordered_for: int | None = None
-        self._known: tuple[tuple[int, int | None], Order] | None = None
+        self._cached: tuple[tuple[int, int | None], Order] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": None}  # a copy makes its own
+        return {**vars(self), "_cached": None}  # a copy computes its own
 
     def __len__(self) -> int:
-        return self.plan.rounds(self.samples)
+        return self.plan.micro_steps(self.samples)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a whole micro-batch of the replica."""
+        return self.plan.micro_batch
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the samples of an incomplete last micro-step are dropped."""
+        return self.plan.drop_last
+
+    @property
+    def sampler(self) -> ReplicaSampler:
+        """The positions one by one."""
+        return ReplicaSampler(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
 
     @property
     def rest(self) -> int:
-        """Samples from the first one on."""
+        """Number of samples from ``first_sample`` on."""
         return max(0, self.samples - self.first_sample)
 
-    def seed_of_round(self, round_index: int) -> int:
-        """For what the data draws in a round: it follows from seed, epoch, replica and place in the epoch alone."""
-        place = self.first_sample + round_index * self.plan.round_size
-        return hash((self.seed, self.epoch, place, self.dp_rank)) % 2**32  # of whole numbers: the same in every process
+    def seeds(self, micro_steps: range) -> list[int]:
+        """Seeds for random numbers of the data; they depend on seed, epoch, replica and position in the epoch alone."""
+        size = self.plan.samples_per_micro_step
+        positions = (self.first_sample + micro_step * size for micro_step in micro_steps)
+        # Hashes of integers are deterministic.
+        return [hash((self.seed, self.epoch, position, self.dp_rank)) % 2**32 for position in positions]
 
-    def is_filler(self, round_index: int) -> bool:
-        """Whether this replica has no sample of its own in the round."""
-        return not self.plan.share(round_index, self.dp_rank, self.rest)
+    @property
+    def first_ragged(self) -> int:
+        """The first micro-step in which a replica may have no samples."""
+        return max(0, self.plan.micro_steps(self.rest) - 1)
+
+    def is_dummy(self, micro_step: int) -> bool:
+        """Whether this replica has no samples in the micro-step."""
+        return not self.plan.rank_samples(micro_step, self.dp_rank, self.rest)
 
     def __iter__(self) -> Iterator[list[int]]:
-        rounds = self.plan.rounds(self.rest)
-        for first in range(0, rounds, _ROUNDS_TOGETHER):
-            yield from self._shares(range(first, min(first + _ROUNDS_TOGETHER, rounds)))
+        micro_steps = self.plan.micro_steps(self.rest)
+        for first in range(0, micro_steps, _MICRO_STEPS_TOGETHER):
+            yield from self.rank_batches(range(first, min(first + _MICRO_STEPS_TOGETHER, micro_steps)))
 
-    def share_of(self, round_index: int) -> list[int]:
-        """What this replica holds in one round."""
-        return next(self._shares(range(round_index, round_index + 1)))
+    def rank_batch_of(self, micro_step: int) -> list[int]:
+        """The batch of this replica in one micro-step."""
+        return self.rank_batches(range(micro_step, micro_step + 1))[0]
 
     def positions(self, start: int, stop: int) -> list[int]:
-        """Positions in the dataset of the samples ``start`` to ``stop`` of the epoch's order."""
+        """Dataset positions of the samples ``start`` to ``stop`` of the epoch's order."""
         return self._order().at(np.arange(start, stop)).tolist()
 
     def _order(self) -> Order:
-        asked = (self.epoch, self.ordered_for)
-        if self._known is None or self._known[0] != asked:
+        key = (self.epoch, self.ordered_for)
+        if self._cached is None or self._cached[0] != key:
             if self.order is None:
                 order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)
             else:
-                order = self.order(*asked)
-            self._known = (asked, order)
-        return self._known[1]
+                order = self.order(*key)
+            self._cached = (key, order)
+        return self._cached[1]
 
-    def _shares(self, rounds: range) -> Iterator[Share]:
-        places = [self._places(index) for index in rounds]
-        found = self._order().at(self.first_sample + np.concatenate([np.arange(p.start, p.stop) for p in places]))
-        end = 0
-        for index, own in zip(rounds, places, strict=True):
-            start, end = end, end + len(own)
-            yield Share(found[start:end].tolist(), self.seed_of_round(index))
+    def rank_batches(self, micro_steps: range) -> list[RankBatch]:
+        """The batches of this replica in some micro-steps."""
+        ranges = [self._samples_of(index) for index in micro_steps]
+        found = self._order().at(self.first_sample + np.concatenate([np.arange(r.start, r.stop) for r in ranges]))
+        end, batches = 0, []
+        for samples, seed in zip(ranges, self.seeds(micro_steps), strict=True):
+            start, end = end, end + len(samples)
+            batches.append(RankBatch(found[start:end].tolist(), seed))
+        return batches
 
-    def _places(self, index: int) -> range:
-        """Of a round, counted from the first sample on."""
-        first = index * self.plan.round_size
-        return self.plan.share(index, self.dp_rank, self.rest) or range(first, first + 1)
+    def _samples_of(self, index: int) -> range:
+        """Indices of a micro-step's samples, counted from ``first_sample``."""
+        first = index * self.plan.samples_per_micro_step
+        return self.plan.rank_samples(index, self.dp_rank, self.rest) or range(first, first + 1)
 
 
-class Share(list[int]):
-    """Positions of a micro-batch, with the seed of what reading it may draw (for loading processes)."""
+class ReplicaSampler(Sampler[int]):
+    """The dataset positions that one replica reads in an epoch, in order, without those of its dummy batches.
+
+    Args:
+        batches: the batches of the replica.
+    """
+
+    def __init__(self, batches: DistributedBatchSampler) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        for index, batch in enumerate(self.batches):
+            if not self.batches.is_dummy(index):
+                yield from batch
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.batches.set_epoch(epoch)
+
+
+class RankBatch(list[int]):
+    """Dataset positions of a micro-batch, with the seed for random numbers while it is read (in workers)."""
 
     def __init__(self, positions: list[int], seed: int) -> None:
         super().__init__(positions)
         self.seed = seed
 
-    def __reduce__(self) -> tuple[type[Share], tuple[list[int], int]]:
-        return Share, (list(self), self.seed)
+    def __reduce__(self) -> tuple[type[RankBatch], tuple[list[int], int]]:
+        return RankBatch, (list(self), self.seed)

@@ -1,4 +1,4 @@
-"""Reading over what a run has had already, where there is no quicker way to the place where it goes on."""
+"""Skips data that a run has already read, if there is no faster way to resume."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
-_SHOWN_FROM = 100  # less is done before a bar could be read
+_SHOWN_FROM = 100  # fewer items are read before a bar could be seen
 
 
 def skip(items: Iterator[Any], count: int, what: str, show: bool) -> int:
-    """Take up to ``count`` items and leave them; how many there were.
+    """Read and drop up to ``count`` items. Returns how many there were.
 
     Args:
-        items: what is read.
-        count: how many.
+        items: the items.
+        count: number of items to skip.
         what: their name on the progress bar.
-        show: whether this process shows one.
+        show: whether this process shows a progress bar.
     """
     from tqdm.auto import tqdm
 
     taken = itertools.islice(items, count)
     quiet = not show or count < _SHOWN_FROM
-    return sum(1 for _ in tqdm(taken, "Reading over what was trained on", count, unit=f" {what}", disable=quiet))
+    return sum(1 for _ in tqdm(taken, "Skipping data already trained on", count, unit=f" {what}", disable=quiet))
 
 
 @contextmanager
-def as_if_at(state: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, the generators begin with ``state`` (None leaves them); afterwards they are as before.
+def with_random_state(state: dict[str, Any] | None) -> Iterator[None]:
+    """Set the global generators to ``state`` inside (None leaves them unchanged), and restore them afterwards.
 
-    An order that is drawn from the global generators when reading begins comes out as it did the first time.
+    So an order that is drawn from the global generators when reading begins is the same as the first time.
     """
     outside = random_state()
     if state is not None:

@@ -1,9 +1,9 @@
-"""Data that is read from beginning to end: no length, no positions, only an order.
+"""Streams: data that is read from beginning to end, without length and positions.
 
-Every replica reads the whole stream and keeps its share, exactly as of data with positions: a global batch is a run of
-consecutive samples, rounds are dealt to the replicas in order, a ragged last round as evenly as possible. So every
-layout sees the same global batches. The price: every replica (and every loading process) reads everything. Loading
-processes share the collating, round by round, and read ahead; they do not read faster.
+Every replica reads the whole stream and selects its samples as for map-style datasets: a global batch is a run of
+consecutive samples, which the replicas divide in order, those of an incomplete last micro-step as evenly as possible.
+So every layout sees the same global batches. The price: every replica (and every worker) reads everything. Workers
+share the collating, one micro-step each, and read ahead; they do not read faster.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ds_trainer.data.loader import FillerBatch
+from ds_trainer.data.loader import DummyBatch, as_set, show_as
 from ds_trainer.data.lockstep import Lockstep
 from ds_trainer.data.replica import replica_batches, replica_groups
-from ds_trainer.data.skipping import as_if_at, skip
+from ds_trainer.data.skipping import skip, with_random_state
 from ds_trainer.parallel.batch_plan import BatchPlan
 
 
@@ -35,24 +35,25 @@ def is_stream(dataset: Any) -> bool:
 
 
 def length_of(dataset: Any) -> int | None:
-    """``len(dataset)``, None where it has none."""
+    """``len(dataset)``; None if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
 
 
-class ShareOfStream(IterableDataset[Any]):
-    """The micro-batches of one replica: ``(batch, is_filler, fingerprint of the round, state of the stream after it)``.
+class StreamShard(IterableDataset[Any]):
+    """The micro-batches of one replica: ``(batch, is_dummy, checksum of the micro-step, state of the stream after
+    it)``.
 
-    The state is None where a step does not end, and of streams that have none.
+    The state is None except at the end of a step, and for streams without a state.
 
     Args:
-        stream: read anew for every epoch. Its ``set_epoch(epoch)`` is called where it has one; a ``torch.Generator``
-            in its attribute ``generator`` is seeded with ``seed + epoch``.
+        stream: read again for every epoch. If it has ``set_epoch(epoch)``, that is called; a ``torch.Generator`` in its
+            attribute ``generator`` is seeded with ``seed + epoch``.
         plan: the batch arithmetic.
-        dp_rank: the replica.
-        collate: makes a batch of a list of samples.
+        dp_rank: index of the replica.
+        collate: returns a batch for a list of samples.
         seed: seed of the order.
     """
 
@@ -64,43 +65,48 @@ class ShareOfStream(IterableDataset[Any]):
         self.dp_rank = dp_rank
         self.collate = collate
         self.seed = seed
-        # Shared with loading processes that live on from epoch to epoch.
+        # Shared with workers that persist from epoch to epoch.
         self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
-        self._place: tuple[int, int] | None = None
-        self._loads = False  # whether this is a loading process
-        self._resumed: Resumed | None = None
+        self._worker: tuple[int, int] | None = None
+        self._is_worker = False  # whether this is a worker process
+        self._resumed: StreamResume | None = None
 
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration reads."""
         return int(self._start[0])
 
-    def start(self, epoch: int, first_sample: int, resumed: Resumed | None = None) -> None:
-        """Choose what the next iteration gives.
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next iteration reads."""
+        self._start[0] = epoch
+
+    def start(self, epoch: int, first_sample: int, resumed: StreamResume | None = None) -> None:
+        """Set what the next iteration reads.
 
         Args:
             epoch: counted from 0.
-            first_sample: those before it have been had.
-            resumed: how to get there; before the first iteration only, when there are no loading processes yet.
+            first_sample: index of the first sample to read.
+            resumed: how to get there; only before the first iteration, when there are no workers yet.
         """
         self._start[0], self._start[1] = epoch, first_sample
         self._resumed = resumed
 
     def __iter__(self) -> Iterator[tuple[Any, bool, int, Any]]:
         epoch, first = self._start.tolist()
-        worker, workers = self._place_among_workers()
+        worker, workers = self._worker_index()
         source = self._begin(epoch, first, show=worker == 0)
-        knows_place = has_state(self.stream)
+        stateful = has_state(self.stream)
         for index in itertools.count():
-            rows = list(itertools.islice(source, self.plan.round_size))
+            rows = list(itertools.islice(source, self.plan.samples_per_micro_step))
             if self.plan.samples_used(len(rows)) == 0:
                 return
-            whole = len(rows) == self.plan.round_size
+            whole = len(rows) == self.plan.samples_per_micro_step
             if index % workers == worker:
-                own = self.plan.share(0, self.dp_rank, len(rows))
-                # Steps end there, and only there a checkpoint can be written. What has ended may say that it begins.
-                asked = knows_place and whole and (index + 1) % self.plan.accumulation == 0
-                state = copy.deepcopy(self.stream.state_dict()) if asked else None
+                own = self.plan.rank_samples(0, self.dp_rank, len(rows))
+                # Checkpoints are only written at the end of a step. An exhausted stream may return its initial state,
+                # so the state after an incomplete micro-step is not used.
+                ends_step = whole and (index + 1) % self.plan.accumulation == 0
+                state = copy.deepcopy(self.stream.state_dict()) if stateful and ends_step else None
                 yield self.collate(rows[own.start : own.stop] or rows[:1]), not own, fingerprint(rows[0]), state
             if not whole:
                 return
@@ -116,103 +122,119 @@ class ShareOfStream(IterableDataset[Any]):
         if resumed.state is not None and has_state(self.stream):
             self.stream.load_state_dict(copy.deepcopy(resumed.state))
             return iter(self.stream)
-        # A loading process began with the same random state then, and goes on with what reading leaves.
-        with nullcontext() if self._loads else as_if_at(resumed.random):
+        # A worker began with the same random state at that time, and continues with the state after reading.
+        with nullcontext() if self._is_worker else with_random_state(resumed.random):
             source = iter(self.stream)
             skip(source, first, "samples", show and resumed.show)
         return source
 
-    def _place_among_workers(self) -> tuple[int, int]:
-        if self._place is None:
+    def _worker_index(self) -> tuple[int, int]:
+        """Index of this worker, and number of workers."""
+        if self._worker is None:
             info = get_worker_info()
-            self._loads = info is not None
-            self._place = (0, 1) if info is None else (info.id, info.num_workers)
-            # The stream must not see that it is read by a loading process, or it may keep to a part of the data.
+            self._is_worker = info is not None
+            self._worker = (0, 1) if info is None else (info.id, info.num_workers)
+            # The stream must not know that a worker reads it, or it may read only a part of the data.
             torch.utils.data._utils.worker._worker_info = None
-        return self._place
+        return self._worker
 
 
 class StreamLoader(DataLoader[Any]):
-    """Micro-batches of one replica from a stream, in step with the other ranks.
+    """The micro-batches of one replica from a stream, in lockstep with the other ranks.
 
     Args:
-        share: what this replica gets.
-        window: rounds after which the ranks make sure that they read the same (one small all-reduce).
-        num_workers: loading processes.
-        pin_memory: page-locked memory for copies to a GPU.
-        worker_options: further keywords of ``DataLoader`` that are about loading processes.
+        shard: the samples of this replica.
+        window: micro-steps between two comparisons of what the ranks read (one small all-reduce).
+        num_workers: data loader workers.
+        pin_memory: use page-locked memory for copies to a GPU.
+        worker_options: further keywords of ``DataLoader`` for workers.
 
-    ``len()`` is the number of rounds where the stream has a length, and a TypeError where it has none.
+    ``len()`` is the number of micro-steps, or a TypeError if the stream has no length.
 
     Attributes:
-        state: of the stream after the round that was read last (the rounds of a step are read together), where it has
-            one and a step ends there; on the ranks that read.
+        dataset: the stream.
+        batch_size: samples of a micro-batch on one replica.
+        collate_fn: returns a batch for a list of samples.
+        drop_last: whether samples of an incomplete last micro-step are dropped.
+        state: state of the stream after the last micro-step read (those of a step are read together), if the stream has
+            a state and a step ends there; on the reading ranks only.
     """
 
     state: Any = None
 
     def __init__(
         self,
-        share: ShareOfStream,
+        shard: StreamShard,
         window: int,
         num_workers: int = 0,
         pin_memory: bool = False,
         **worker_options: Any,
     ) -> None:
         self._window = window
-        self._share = share
-        self._worker_seeds = torch.Generator()  # the global generator is the model's
-        super().__init__(
-            share,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=self._worker_seeds,
+        self._shard = shard
+        self._worker_seeds = torch.Generator()  # the global generator is for the model
+        options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "generator": self._worker_seeds,
             **worker_options,
-        )
+        }
+        plan = shard.plan
+        super().__init__(shard, batch_size=plan.micro_batch, collate_fn=shard.collate, **options)
+        show_as(self, plan, dataset=shard.stream)
+        self._reader: DataLoader[Any] = DataLoader(shard, batch_size=None, collate_fn=_identity, **options)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a whole micro-step over all replicas: the micro-batch x data-parallel ranks."""
+        return self._shard.plan.samples_per_micro_step
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next iteration reads; the loop of the Trainer does it itself."""
+        self._shard.set_epoch(epoch)
 
     @property
     def stream(self) -> Any:
-        """What is read."""
-        return self._share.stream
+        """The stream that is read."""
+        return self._shard.stream
 
     def __len__(self) -> int:
-        return self._share.plan.rounds(len(self._share.stream))
+        return self._shard.plan.micro_steps(len(self._shard.stream))
 
     @property
-    def knows_place(self) -> bool:
-        """Whether the stream can go to a place by itself; else what was had before must be read again."""
-        return has_state(self._share.stream)
+    def is_stateful(self) -> bool:
+        """Whether the stream can restore a position; otherwise earlier data must be read again."""
+        return has_state(self._shard.stream)
 
-    def rounds_from(self, first_sample: int) -> int:
-        """Rounds of an epoch from its sample ``first_sample`` on; a TypeError where the stream has no length."""
-        return self._share.plan.rounds(max(0, len(self._share.stream) - first_sample))
+    def micro_steps_from(self, first_sample: int) -> int:
+        """Micro-steps of an epoch from its sample ``first_sample`` on; a TypeError if the stream has no length."""
+        return self._shard.plan.micro_steps(max(0, len(self._shard.stream) - first_sample))
 
-    def start(self, epoch: int, first_sample: int = 0, resumed: Resumed | None = None) -> None:
-        """Choose what the next iteration gives: ``epoch``, from its sample ``first_sample`` on."""
+    def start(self, epoch: int, first_sample: int = 0, resumed: StreamResume | None = None) -> None:
+        """Set what the next iteration reads: ``epoch``, from its sample ``first_sample`` on."""
         self.state = None
-        self._share.start(epoch, first_sample, resumed)
+        self._shard.start(epoch, first_sample, resumed)
 
     def __iter__(self) -> Lockstep:  # type: ignore[override]  # an iterator serves as DataLoader's
-        groups = replica_groups(self._share.plan.layout)
+        groups = replica_groups(self._shard.plan.layout)
         return Lockstep(replica_batches(self._read, groups, pin_memory=self.pin_memory), self._window)
 
     def _read(self) -> Iterator[tuple[Any, int]]:
-        self._worker_seeds.manual_seed(self._share.seed + self._share.epoch)
-        for batch, is_filler, mark, state in super().__iter__():
+        self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)
+        self._shard.collate = self.collate_fn  # a script may have set another one
+        for batch, is_dummy, mark, state in as_set(self._reader, self):
             self.state = state
-            yield (FillerBatch(batch) if is_filler and isinstance(batch, Mapping) else batch), mark
+            yield (DummyBatch(batch) if is_dummy and isinstance(batch, Mapping) else batch), mark
 
 
-class Resumed(NamedTuple):
-    """How a stream gets to the place in ``epoch`` where a run goes on.
+class StreamResume(NamedTuple):
+    """How a stream reaches the position in ``epoch`` from which a run resumes.
 
     Attributes:
-        epoch: for that one only.
-        state: of the stream there; None where it had none.
-        random: state of the generators when that epoch began, for a stream that is read again up to there.
-        show: whether this process shows how far it is.
+        epoch: the epoch.
+        state: state of the stream at that position; None if it has none.
+        random: state of the generators at the beginning of the epoch, for a stream that is read again up to there.
+        show: whether this process shows a progress bar.
     """
 
     epoch: int
@@ -222,9 +244,9 @@ class Resumed(NamedTuple):
 
 
 def has_state(stream: Any) -> bool:
-    """Whether ``stream`` can say where it stands (``state_dict``) and go there again (``load_state_dict``), exactly.
+    """Whether ``stream`` can save and restore its position exactly (``state_dict``, ``load_state_dict``).
 
-    An IterableDataset of ``datasets`` with a shuffle buffer cannot: its state leaves out the samples in the buffer.
+    An IterableDataset of ``datasets`` with a shuffle buffer cannot: its state does not include the buffered samples.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
@@ -238,12 +260,12 @@ def _shuffles_in_a_buffer(examples: Any) -> bool:
     )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def seed_stream(stream: Any, seed: int, epoch: int) -> None:
-    """Tell ``stream`` which epoch it is about to be read for: the same on all ranks."""
+    """Seed ``stream`` for an epoch, equally on all ranks."""
     set_epoch = getattr(stream, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -253,7 +275,7 @@ def seed_stream(stream: Any, seed: int, epoch: int) -> None:
 
 
 def fingerprint(sample: Any) -> int:
-    """A 32-bit checksum of a sample's numbers and strings; of what else is in it, only the types count."""
+    """A 32-bit checksum of a sample's numbers and strings, and of the types of its other contents."""
     return _checksum(sample, 0)
 
 

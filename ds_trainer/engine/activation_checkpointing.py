@@ -1,4 +1,4 @@
-"""Recomputation in DeepSpeed's way: kept activations on the host, or cut over tensor-parallel ranks."""
+"""DeepSpeed's activation checkpointing: checkpoints on the host, or partitioned over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.utils.errors import ConfigError
 
 SECTION = "activation_checkpointing"
-# Where transformers' layers keep the function that runs them and recomputes them later.
+# The attribute of transformers' layers that holds their checkpointing function.
 _FUNCTION = "_gradient_checkpointing_func"
 
 
 def checkpoint_with_deepspeed(model: nn.Module, config: CompiledConfig) -> None:
-    """Let the layers of ``model`` that recompute do it through DeepSpeed, as ``activation_checkpointing`` says.
+    """Makes the checkpointed layers of ``model`` use DeepSpeed, as configured in ``activation_checkpointing``.
 
-    Needs a process group. DeepSpeed's version is re-entrant: something that goes into a layer must need a gradient.
+    Needs a process group. DeepSpeed's version is re-entrant: an input of each layer must require a gradient.
 
     Raises:
-        ConfigError: no layer of the model recomputes in a way that can be replaced.
+        ConfigError: the model has no layer whose checkpointing function can be replaced.
     """
     from deepspeed import checkpointing
 
+    options = config.activation_checkpointing
+    assert options is not None  # the caller has looked
     layers: list[Any] = [module for module in model.modules() if callable(getattr(module, _FUNCTION, None))]
     if not layers:
         raise ConfigError(
-            f"{config.origin(next(p for p in config.paths() if p.startswith(SECTION))).place}: {type(model).__name__} "
-            f"has no layers that recompute through DeepSpeed. Remove {SECTION}, and let the model call "
-            "deepspeed.checkpointing.checkpoint itself."
+            f"{options.source}: {type(model).__name__} "
+            f"has no layers that can use DeepSpeed's activation checkpointing. Remove {SECTION}, and call "
+            "deepspeed.checkpointing.checkpoint in the model."
         )
     checkpointing.configure(
         None,
-        partition_activations=config.get(f"{SECTION}.partition_activations", False),
-        contiguous_checkpointing=config.get(f"{SECTION}.contiguous_memory_optimization", False),
-        num_checkpoints=config.get(f"{SECTION}.number_checkpoints"),
-        checkpoint_in_cpu=config.get(f"{SECTION}.cpu_checkpointing", False),
-        synchronize=config.get(f"{SECTION}.synchronize_checkpoint_boundary", False),
-        profile=config.get(f"{SECTION}.profile", False),
+        partition_activations=options.partition_activations,
+        contiguous_checkpointing=options.contiguous_memory_optimization,
+        num_checkpoints=options.number_checkpoints,
+        checkpoint_in_cpu=options.cpu_checkpointing,
+        synchronize=options.synchronize_checkpoint_boundary,
+        profile=options.profile,
     )
     for layer in layers:
         setattr(layer, _FUNCTION, checkpointing.checkpoint)

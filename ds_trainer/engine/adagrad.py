@@ -1,8 +1,9 @@
-"""Adagrad under ZeRO: its parameter groups stay, and so does the optimizer that schedules know.
+"""Adagrad under ZeRO: keeps its parameter groups and the optimizer object that schedules refer to.
 
-torch's Adagrad makes its states when it is built. So DeepSpeed 0.19.8 builds it anew over the flat partitions, with
-default values in one single group (``initialize_optimizer_states`` of ``stage_1_and_2.py`` and ``stage3.py``): weight
-decay and learning rates of the groups are lost, and a schedule changes those of an optimizer that nobody steps.
+torch's Adagrad creates its states in its constructor. So DeepSpeed 0.19.8 constructs a second one over the flat
+partitions, with default values in a single group (``initialize_optimizer_states`` of ``stage_1_and_2.py`` and
+``stage3.py``): the weight decay and learning rates of the groups are lost, and a schedule changes the learning rates of
+an optimizer that is never stepped.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 
 @contextmanager
-def groups_of_adagrad() -> Iterator[None]:
-    """While an engine is made: an optimizer that DeepSpeed builds anew lends its states to the one it replaces."""
+def keep_adagrad_groups() -> Iterator[None]:
+    """Inside, an optimizer that DeepSpeed constructs again passes its states to the original, which stays in use."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -32,11 +33,11 @@ def groups_of_adagrad() -> Iterator[None]:
 
 def _keeping(make_states: Callable[[Any], None]) -> Callable[[Any], None]:
     def initialize_optimizer_states(self: Any) -> None:
-        given = self.optimizer
+        original = self.optimizer
         make_states(self)
-        if self.optimizer is not given:
-            given.state.clear()  # of parameters that ZeRO does not step
-            given.state.update(self.optimizer.state)
-            self.optimizer = given
+        if self.optimizer is not original:
+            original.state.clear()  # states of parameters that ZeRO does not step
+            original.state.update(self.optimizer.state)
+            self.optimizer = original
 
     return initialize_optimizer_states

@@ -1,8 +1,8 @@
-"""``EvaluationEngine``: the layout without an optimizer, for a model that is evaluated before it is trained, or never.
+"""``EvaluationEngine``: an engine without an optimizer, for a model that is evaluated before training or never trained.
 
-With ZeRO-3 the weights are spread over all ranks and gathered layer by layer in the forward pass, which DeepSpeed calls
-ZeRO-Inference; with tensor parallelism every rank holds its slices. Either way a model that is larger than one device
-can be evaluated. The training engine that is built next takes the model as it is then.
+With ZeRO-3 the weights are sharded over all ranks and gathered layer by layer in the forward pass, which DeepSpeed
+calls ZeRO-Inference; with tensor parallelism every rank holds its slices. Both can evaluate a model that is larger than
+one device. A training engine can be built from the same model afterwards.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.loading.library_state import ShardsModels
-from ds_trainer.engine.loading.placement import weights_in_place
-from ds_trainer.engine.parallelism import forget_layout, take_over, tell_deepspeed
+from ds_trainer.engine.loading.placement import loading_weights
+from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.process_group import limit_collectives
-from ds_trainer.engine.tensor.cut import completed_cut
-from ds_trainer.engine.tensor.repairs import keep_empty_slices
-from ds_trainer.engine.training_engine import HALF_TYPES, precision_of
-from ds_trainer.engine.zero3.closing import forget_engine
-from ds_trainer.engine.zero3.leaf_modules import make_leaves
+from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
+from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices
+from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
+from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.engine.zero3.closing import release_engine
+from ds_trainer.engine.zero3.leaf_modules import mark_leaf_modules
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -29,22 +29,22 @@ from ds_trainer.utils.secrets import without_secrets
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-# Blocks about training; DeepSpeed would look for an optimizer.
-_OF_TRAINING = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps")
-_ZERO_OF_TRAINING = ("offload_optimizer", "zenflow")
+# Sections for training only; with them DeepSpeed would expect an optimizer.
+_TRAINING_SECTIONS = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps")
+_TRAINING_ZERO_SECTIONS = ("offload_optimizer", "zenflow")
 
 
 class EvaluationEngine:
     """A DeepSpeed engine that runs forward passes over sharded (ZeRO-3) or sliced (tensor parallelism) weights.
 
-    Below ZeRO-3 the weights keep their own number format.
+    Below ZeRO-3 the weights keep their dtype.
 
     Args:
-        model: the module, as of the engine that trains; it is sharded in place.
+        model: the module, as for the training engine; it is sharded in place.
         config: the compiled configuration.
-        layout: where every rank stands.
-        half: ``"bf16"`` or ``"fp16"`` to run in that precision with ZeRO-3; None for the configuration's.
-        whole_logits: as of the engine that trains: the model stays cut for it.
+        layout: the parallel layout.
+        half: ``"bf16"`` or ``"fp16"`` to run ZeRO-3 in that precision; None for the configuration's.
+        gather_logits: as for the training engine, which finds the model partitioned already.
 
     Needs a process group.
     """
@@ -55,20 +55,20 @@ class EvaluationEngine:
         config: CompiledConfig,
         layout: ParallelLayout,
         half: str | None = None,
-        whole_logits: bool = False,
+        gather_logits: bool = False,
     ) -> None:
         import deepspeed
 
         self.groups = parallel_groups(layout)
-        mpu = tell_deepspeed(self.groups, config)
+        mpu = set_deepspeed_groups(self.groups, config)
         settings = config.to_dict()
-        for name in _OF_TRAINING:
+        for name in _TRAINING_SECTIONS:
             settings.pop(name, None)
-        for name in _ZERO_OF_TRAINING:
+        for name in _TRAINING_ZERO_SECTIONS:
             settings["zero_optimization"].pop(name, None)
-        self.precision = half or precision_of(config)
-        if config.get("zero_optimization.stage") < 3:
-            # Lower stages shard what belongs to an optimizer, and half precision would round the weights for good.
+        self.precision = half or config.precision.dtype
+        if config.zero_stage < 3:
+            # Lower stages shard optimizer states only, and half precision would round the weights permanently.
             settings["zero_optimization"] = {"stage": 0}
             settings = {key: value for key, value in settings.items() if key not in HALF_TYPES}
             self.precision = "fp32"
@@ -76,23 +76,23 @@ class EvaluationEngine:
             settings = {key: value for key, value in settings.items() if key not in (*HALF_TYPES, "torch_autocast")}
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
-        sharded = config.get("zero_optimization.stage") == 3
+        sharded = config.zero_stage == 3
         if sharded:
-            make_leaves(model)
-        with completed_cut(self.groups, whole_logits), weights_in_place(model, self.groups, mpu):
+            mark_leaf_modules(model)
+        with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
-        self._library_state = ShardsModels(without_secrets(settings)) if sharded else None
-        take_over(self.deepspeed, mpu)
-        keep_empty_slices(self.deepspeed)
+        self._library_state = Zero3Registration(without_secrets(settings)) if sharded else None
+        install_mpu(self.deepspeed, mpu)
+        allow_empty_slices(self.deepspeed)
         limit_collectives()
         self._module_guard = guard_modules(self.deepspeed)
 
     def close(self) -> None:
-        """Give back memory and hooks; the weights stay sharded, as an engine that is built next expects them."""
+        """Frees memory and removes hooks; the weights stay sharded, as the next engine expects them."""
         if self._module_guard is not None:
             self._module_guard.close()
         if self._library_state is not None:
             self._library_state.close()
         self.deepspeed.destroy()
-        forget_engine(self.deepspeed.module)
-        forget_layout()
+        release_engine(self.deepspeed.module)
+        reset_deepspeed_groups()

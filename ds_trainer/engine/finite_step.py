@@ -1,15 +1,14 @@
-"""Updates that must not happen: noticed before the optimizer uses a gradient, and left out on all ranks alike.
+"""Skips updates with non-finite gradients, on all ranks together and before the optimizer uses the gradient.
 
-**What notices.** Every ZeRO stage computes the norm of the global gradient before the optimizer runs, and DeepSpeed
-leaves a step out whose norm is not finite. The norm is the same on all ranks, so they decide alike without another
-word. Two holes are closed here: bf16 with ``check_grad_overflow: false`` and ``compute_grad_norm: false``, where
-DeepSpeed 0.19.8 would go on. float32 without ZeRO, where it looks at nothing, is
-:class:`~ds_trainer.engine.training_engine.TrainingEngine`'s own part. A loss that is not finite makes such a gradient
-(:func:`factor_of`), also where the backward pass alone would not have.
+**Detection.** Every ZeRO stage computes the norm of the global gradient before the optimizer runs, and DeepSpeed skips
+a step whose norm is not finite. The norm is the same on all ranks, so they make the same decision without further
+communication. Two gaps are closed here: bf16 with ``check_grad_overflow: false`` and ``compute_grad_norm: false``,
+where DeepSpeed 0.19.8 would update the weights. :class:`~ds_trainer.engine.training_engine.TrainingEngine` covers
+float32 without ZeRO, where DeepSpeed checks nothing. A non-finite loss causes a non-finite gradient
+(:func:`ds_trainer.engine.training_engine.loss_factor`), even if the backward pass alone would not.
 
-**How a step is left out** that DeepSpeed itself finds nothing wrong with (:func:`left_out`): its optimizer is sent the
-way that it takes after an overflow, which clears gradients and touches neither weights nor states. The loss scale,
-which did nothing wrong, stays.
+**Skipping a step** that DeepSpeed considers valid (:func:`skipped_update`): its optimizer takes the path that it takes
+after an overflow, which clears gradients and changes neither weights nor states. The loss scale stays unchanged.
 """
 
 from __future__ import annotations
@@ -21,23 +20,14 @@ from typing import Any
 import torch
 
 
-def factor_of(loss: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``ranks``, or NaN where ``loss`` is not finite: a scalar of its type, without asking the device.
+def enable_overflow_checks(optimizer: Any) -> None:
+    """Makes ZeRO 1 and 2 check gradients that they would not check.
 
-    Times that factor, a loss that is not finite has a gradient that is not finite either: a clamp, a mask or a kernel
-    with a backward pass of its own may have made a finite one of it.
-    """
-    return loss.detach() * 0.0 + ranks
-
-
-def complete_checks(optimizer: Any) -> None:
-    """Let ZeRO 1 and 2 look at what they would let pass.
-
-    ``check_grad_overflow`` in bf16 is one more pass over all gradients, one more all-reduce and one more wait for the
-    device, although the norm says the same. Where there is a norm, it alone is looked at.
+    ``check_grad_overflow`` in bf16 costs one more pass over all gradients, one more all-reduce and one more device
+    synchronization, although the norm gives the same answer. If there is a norm, only the norm is checked.
 
     Args:
-        optimizer: as DeepSpeed wraps it.
+        optimizer: DeepSpeed's wrapper.
     """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -47,35 +37,35 @@ def complete_checks(optimizer: Any) -> None:
         optimizer.check_grad_overflow = True
     elif optimizer.dtype == torch.bfloat16:
         optimizer.check_grad_overflow = True
-        # With offload DeepSpeed keeps a flag while it copies, which costs nothing.
+        # With offload DeepSpeed keeps a flag while it copies gradients, at no cost.
         if type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.cpu_offload:
             optimizer.check_overflow = lambda partition_gradients=True: None
 
 
 def scales_loss(engine: Any) -> bool:
-    """Whether DeepSpeed's ``engine`` scales the loss, so that a gradient may overflow without anybody's fault."""
+    """Whether DeepSpeed's ``engine`` scales the loss, so that occasional overflows are normal."""
     return bool(engine.fp16_enabled())
 
 
 @contextmanager
-def left_out(optimizer: Any) -> Iterator[None]:
-    """Inside, a step of ``optimizer``, as DeepSpeed wraps it, clears the gradients and updates nothing."""
+def skipped_update(optimizer: Any) -> Iterator[None]:
+    """Inside, a step of ``optimizer``, DeepSpeed's wrapper, clears the gradients without an update."""
     missing = object()
-    replaced = _detour(optimizer)
-    before = {name: vars(optimizer).get(name, missing) for name in replaced}
-    vars(optimizer).update(replaced)
+    replacements = _overflow_path(optimizer)
+    originals = {name: vars(optimizer).get(name, missing) for name in replacements}
+    vars(optimizer).update(replacements)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in originals.items():
             if value is missing:
                 del vars(optimizer)[name]
             else:
                 vars(optimizer)[name] = value
 
 
-def _detour(optimizer: Any) -> dict[str, Any]:
-    """What to put in the place of which attributes of ``optimizer``."""
+def _overflow_path(optimizer: Any) -> dict[str, Any]:
+    """Replacements of attributes of ``optimizer`` that make its step behave as after an overflow."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -86,7 +76,7 @@ def _detour(optimizer: Any) -> dict[str, Any]:
         def overflows(partition_gradients: bool = True) -> None:
             optimizer.overflow = True
 
-        def norm() -> torch.Tensor:  # ZenFlow looks at nothing else
+        def norm() -> torch.Tensor:  # ZenFlow checks nothing else
             return torch.full((), float("inf"))
 
         return {
@@ -111,7 +101,7 @@ def _detour(optimizer: Any) -> dict[str, Any]:
             optimizer.clear_lp_grads()
 
         return {"step": cleared}
-    if hasattr(optimizer, "_skip_invalid_grad_norm"):  # what wraps 16 bits without ZeRO
+    if hasattr(optimizer, "_skip_invalid_grad_norm"):  # the 16-bit wrappers without ZeRO
 
         def skipped(closure: Any = None) -> Any:
             return optimizer._skip_invalid_grad_norm()

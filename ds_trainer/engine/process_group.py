@@ -1,8 +1,8 @@
-"""Starting and ending the process group, under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` alike.
+"""Starts and stops the process group, under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python``.
 
-Two things about DeepSpeed 0.19.8 on CPUs are worked around here. Its shared-memory op is compiled at first use (a
-minute or two, and a killed compile blocks every later start on a lock file) and leaves 66 MB a rank behind in
-``/dev/shm``: it is switched off, and buffers of this run are removed at the end in case somebody switched it on.
+Works around two problems of DeepSpeed 0.19.8 on CPUs. Its shared-memory op is compiled at first use (a minute or two,
+and a killed compilation blocks every later start on a lock file) and leaves 66 MB per rank in ``/dev/shm``. So the op
+is disabled, and this run's buffers are removed at the end in case it was enabled elsewhere.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from ds_trainer.engine.scalars import admit_scalars
+from ds_trainer.engine.scalar_parameters import allow_scalar_parameters
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
 from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
 from ds_trainer.utils.connections import end_connections
-from ds_trainer.utils.devices import announce_place, device_of
+from ds_trainer.utils.devices import device_of, export_rank
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
@@ -36,17 +36,17 @@ _started: RankInfo | None = None
 
 
 def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> RankInfo:
-    """Join (or make) the process group and choose this rank's device. Calling it again changes the limit only.
+    """Joins or creates the process group and selects this rank's device. A second call only changes the time limit.
 
     Args:
         device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
-        timeout: how long a collective may take before the job is ended; that of groups which exist follows.
+        timeout: time limit of a collective, after which the job ends; also applied to existing groups.
 
     Returns:
-        The place of this process.
+        The rank information of this process.
 
     Raises:
-        ConfigError: the launcher's variables contradict each other, or ranks do not have a GPU each.
+        ConfigError: the launcher's variables contradict each other, or there is not one GPU per rank.
     """
     global _started
     import torch.distributed as dist
@@ -54,12 +54,12 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     set_collective_limit(timeout)
     if dist.is_initialized() and _started is not None:
         limit_collectives()
-        announce_place(_started, device_of(_started, device_type))  # DeepSpeed reads it for every engine
+        export_rank(_started, device_of(_started, device_type))  # DeepSpeed reads it for every engine
         return _started
     info = resolve_ranks(os.environ)
     if info.master_port == 0:
         info = replace(info, master_port=free_port())
-    announce_place(info, device_of(info, device_type))
+    export_rank(info, device_of(info, device_type))
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
 
@@ -67,37 +67,37 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     from deepspeed.utils.logging import logger as deepspeed_logger
 
     hide_in_logs("DeepSpeed")
-    deepspeed_logger.setLevel("WARNING")  # its report of the configuration is ours to print
-    # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, at every step of ZeRO-3.
+    deepspeed_logger.setLevel("WARNING")  # we print the configuration
+    # DeepSpeed 0.19.8 calls functions that torch 2.13 deprecates, at every step of ZeRO-3.
     warnings.filterwarnings(
         "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning
     )
     deepspeed.ops.__compatible_ops__[_SHM_OP] = False
-    admit_scalars()
+    allow_scalar_parameters()
     if dist.is_initialized():
         prepare_process(info, device_type)
     else:
         start_torch_group(info, device_type, timeout)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)  # takes it over
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)  # uses our group
     if dist.get_world_size() != info.world_size:
         raise ConfigError(
-            f"There is a process group of {dist.get_world_size()} ranks, but the environment says {info.world_size} "
+            f"The process group has {dist.get_world_size()} ranks, but the environment sets {info.world_size} "
             f"({info.launcher}). Let this package start the group, or start the processes with a launcher."
         )
     _started = info
     atexit.register(stop_process_group)
-    atexit.register(failures.end_if_stuck)  # before the one above
+    atexit.register(failures.end_if_stuck)  # runs before the previous one
     return info
 
 
 def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Leave the process group, in which something may be half done, and join another one of the same ranks. Collective.
+    """Replaces the process group, which may have an incomplete collective, with one of the same ranks. Collective.
 
-    Engines must have been closed. The connections of the old group are ended, which wakes a rank that waits in gloo.
+    Engines must be closed. Ends the connections of the old group, which wakes ranks that wait in gloo.
 
     Raises:
-        PeerFailure: not all ranks came.
+        PeerFailure: not all ranks joined.
     """
     from deepspeed.utils import groups
 
@@ -108,16 +108,16 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     groups._release_process_group_references()
     gc.collect()
     end_connections(info.master_port, failures.store())
-    store = failures.meet_again()
+    store = failures.rendezvous_again()
     start_torch_group(info, device_type, timeout, store)
     failures.watch_peers()
 
 
 def limit_collectives() -> None:
-    """Give all process groups of this rank the time limit that the first one was started with.
+    """Applies the time limit of the first process group to all groups of this rank.
 
-    A group that is made without one, as DeepSpeed makes its own, gets torch's default otherwise: 10 minutes with NCCL,
-    30 with gloo. To be called when groups have been made.
+    Groups created without a limit, such as DeepSpeed's, otherwise have torch's default: 10 minutes with NCCL, 30 with
+    gloo. Call it after groups were created.
     """
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def limit_collectives() -> None:
 
 
 def stop_process_group() -> None:
-    """Leave the process group and remove what this run left in shared memory. Without a group: nothing to do."""
+    """Destroys the process group, if there is one, and removes this run's buffers from shared memory."""
     global _started
     import torch.distributed as dist
 
@@ -141,9 +141,9 @@ def stop_process_group() -> None:
 
 
 def remove_shared_buffers(info: RankInfo, directory: Path = _SHARED_MEMORY) -> list[Path]:
-    """Delete this rank's DeepSpeed all-reduce buffers from ``directory``; returns what was removed.
+    """Deletes this rank's DeepSpeed all-reduce buffers from ``directory`` and returns their paths.
 
-    DeepSpeed names them by user, rendezvous address, port and rank, so other jobs on the machine are left alone.
+    DeepSpeed names them by user, rendezvous address, port and rank, so buffers of other jobs are not touched.
     """
     pattern = f"{_SHM_BUFFER_PREFIX}*_{info.master_address}_{info.master_port}_{info.rank}"
     removed = [path for path in directory.glob(pattern) if path.is_file()] if directory.is_dir() else []

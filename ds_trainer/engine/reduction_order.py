@@ -1,13 +1,13 @@
-"""Gradients are reduced in one order on all ranks, and a gradient that a rank lacks counts as zero (ZeRO 1 and 2).
+"""Reduces gradients in the same order on all ranks, with zeros for a rank's missing gradients (ZeRO 1 and 2).
 
-DeepSpeed 0.19.8 puts gradients into buckets as they come out of the backward pass, and leaves out what has none. A rank
-whose micro-batch does not use a module (a vision tower without images, an expert without tokens) then reduces other
-buckets than the others: the ranks wait for ever, or add gradients of different parameters. Stage 0 fills in zeros by
-itself; stage 3 cannot be completed in this way (:mod:`ds_trainer.engine.zero3.module_guard`).
+DeepSpeed 0.19.8 puts gradients into buckets in the order of the backward pass, without parameters that have no
+gradient. A rank whose micro-batch does not use a module (a vision tower without images, an expert without tokens) then
+reduces different buckets than the other ranks: the ranks hang, or add gradients of different parameters. Stage 0 fills
+in zeros itself; at stage 3 this approach does not work (:mod:`ds_trainer.engine.zero3.module_guard`).
 
 The order is the reverse of the parameters' order in the model, which is roughly the order of the backward pass, as in
-PyTorch's ``DistributedDataParallel``. A gradient that comes early waits for those before it: in a transformer until its
-layer is done; where a module is left out, at most until the end of the backward pass.
+PyTorch's ``DistributedDataParallel``. An early gradient waits for those before it: in a transformer until its layer is
+done; if a module is unused, at most until the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 
 def reduce_in_fixed_order(engine: Any) -> None:
-    """Let DeepSpeed's ``engine`` reduce the gradient of every trainable parameter, in the same order on all ranks."""
+    """Makes DeepSpeed's ``engine`` reduce the gradients of all trainable parameters in the same order on all ranks."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -31,14 +31,14 @@ def reduce_in_fixed_order(engine: Any) -> None:
 
 
 class _FixedOrder:
-    """The queue of one optimizer: a parameter's turn comes when all before it have been reduced."""
+    """The reduction queue of one optimizer: a parameter is reduced after all parameters before it."""
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self._optimizer = optimizer
         groups = {id(p): index for index, group in enumerate(optimizer.bit16_groups) for p in group}
         ordered = [p for p in model.parameters() if id(p) in groups and p.requires_grad]
         self._queue = [(p, groups[id(p)]) for p in reversed(ordered)]
-        self._place = {id(p): place for place, (p, _) in enumerate(self._queue)}
+        self._index = {id(p): index for index, (p, _) in enumerate(self._queue)}
         self._arrived = bytearray(len(self._queue))
         self._next = 0
         self._reduce = optimizer.reduce_ready_partitions_and_remove_grads
@@ -50,26 +50,26 @@ class _FixedOrder:
 
     @property
     def _reduces_now(self) -> bool:
-        """Whether gradients of this micro-batch are reduced: stage 1 does so at the end of a step only."""
+        """Whether gradients of this micro-batch are reduced: stage 1 reduces at the end of a step only."""
         return bool(self._optimizer.partition_gradients or self._optimizer.is_gradient_accumulation_boundary())
 
     def _arrives(self, parameter: torch.Tensor, group: int) -> None:
-        """The gradient of ``parameter`` is there."""
-        if not self._reduces_now or not getattr(parameter, "ds_grad_is_ready", True):  # tiles of it are missing
+        """Called when the gradient of ``parameter`` is ready."""
+        if not self._reduces_now or not getattr(parameter, "ds_grad_is_ready", True):  # a tiled gradient is incomplete
             return
-        place = self._place[id(parameter)]
-        if place < self._next:  # computed twice in one backward pass: DeepSpeed knows what to say
+        index = self._index[id(parameter)]
+        if index < self._next:  # computed twice in one backward pass: DeepSpeed raises the error
             self._reduce(parameter, group)
             return
-        self._arrived[place] = 1
+        self._arrived[index] = 1
         while self._next < len(self._queue) and self._arrived[self._next]:
             self._next += 1
             self._reduce(*self._queue[self._next - 1])
 
     def _complete(self) -> None:
-        """The backward pass is over: what has no gradient has none on this rank."""
+        """Called after the backward pass: reduces zeros for the parameters without a gradient on this rank."""
         if self._reduces_now:
-            self._optimizer.setup_buckets()  # the first gradient does that, if there is one
+            self._optimizer.setup_buckets()  # otherwise done by the first gradient
             for parameter, group in self._queue[self._next :]:
                 self._fill(parameter)
                 self._reduce(parameter, group)
@@ -79,7 +79,7 @@ class _FixedOrder:
 
     def _fill(self, parameter: Any) -> None:
         optimizer = self._optimizer
-        if optimizer.get_gradient_for_reduction(parameter) is not None:  # of an earlier micro-batch
+        if optimizer.get_gradient_for_reduction(parameter) is not None:  # from an earlier micro-batch
             return
         if optimizer.use_grad_accum_attribute:
             parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
@@ -88,8 +88,11 @@ class _FixedOrder:
 
 
 def _count_all_gradients(optimizer: Any) -> None:
-    """bf16 weights with float32 gradients at stage 1: all buffers are reduced, but what had no gradient on this rank
-    would be left out of this rank's norm, and each rank would clip by another one."""
+    """For bf16 weights with float32 gradients at stage 1.
+
+    DeepSpeed reduces all buffers, but excludes parameters without a gradient on this rank from this rank's norm, so
+    ranks would clip by different norms. This includes them.
+    """
     backward_epilogue = optimizer.backward_epilogue
 
     def counted(*args: Any, **kwargs: Any) -> None:

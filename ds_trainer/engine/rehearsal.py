@@ -1,9 +1,9 @@
-"""A rehearsal: forward and backward passes of micro-batches that take the memory of the real ones and nothing else.
+"""A rehearsal: forward and backward passes without communication, which measure the memory of real micro-batches.
 
 Under ZeRO every rank takes part in collectives in the middle of both passes. A rank that runs out of memory there
-leaves the others waiting, and what it has missed cannot be made up. So nobody communicates in a rehearsal: buffers are
-allocated as always, but collectives leave in them what happens to be there. Losses and gradients are worthless; the
-engine is thrown away afterwards, and buffers and random numbers are put back.
+leaves the others waiting, and cannot rejoin. So there is no communication in a rehearsal: buffers are allocated as
+usual, but collectives leave them uninitialized. Losses and gradients are meaningless; the engine is discarded
+afterwards, and module buffers and random states are restored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _COLLECTIVES = frozenset(
         *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
     }
 )
-_BYTES_OF_STATES = 8  # of Adam, for each element that a rank updates: two float32 numbers
+_STATE_BYTES = 8  # Adam's states per element: two float32 numbers
 
 
 class _Done:
-    """The handle of a collective that has nothing to do."""
+    """The handle of a collective that does nothing."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -40,7 +40,7 @@ class _Done:
 
 
 class _Silent:
-    """DeepSpeed's backend without its collectives; all else (ranks, groups, sizes) is the real one's."""
+    """DeepSpeed's backend without its collectives; everything else (ranks, groups, sizes) is the real backend's."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -55,7 +55,7 @@ def _nothing(*args: Any, **kwargs: Any) -> _Done:
 
 @contextmanager
 def without_communication() -> Iterator[None]:
-    """DeepSpeed's collectives do nothing inside; those of torch do what they always do."""
+    """Inside, DeepSpeed's collectives do nothing; torch's own collectives work as usual."""
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
@@ -70,8 +70,8 @@ def without_communication() -> Iterator[None]:
 
 
 @contextmanager
-def _put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers (running means of norms) and random numbers are afterwards what they were."""
+def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores buffers (such as running means) and random states on exit."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -84,36 +84,36 @@ def _put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def rehearse(engine: TrainingEngine, passes: Sequence[Callable[[], Any]], device: torch.device) -> None:
-    """Run ``passes``, each forward and backward of one micro-batch, on ``engine``, which is of no use afterwards.
+    """Runs ``passes``, each the forward and backward pass of one micro-batch. ``engine`` is unusable afterwards.
 
-    Memory for the states of an Adam optimizer is taken meanwhile, since the first step will want it too.
+    Also allocates the memory of Adam's states, which the first step will need.
 
     Raises:
-        RuntimeError: what one of the passes raises; out of memory, for instance.
+        RuntimeError: from one of the passes, for example out of memory.
     """
     module: nn.Module = engine.deepspeed.module
     if engine.module_guard is not None:
-        engine.module_guard.close()  # it would ask the other ranks
-    with without_communication(), _put_back(module, device):
+        engine.module_guard.close()  # it would communicate
+    with without_communication(), _restored(module, device):
         try:
-            states = torch.empty(_size_of_states(engine, module), dtype=torch.uint8, device=device)
-            for index, one in enumerate(passes):
+            states = torch.empty(_state_bytes(engine, module), dtype=torch.uint8, device=device)
+            for index, run_pass in enumerate(passes):
                 engine.begin_micro_batch(last=index == len(passes) - 1)
-                one()
+                run_pass()
             del states
         finally:
             for parameter in module.parameters():
                 parameter.grad = None
             offload = getattr(engine.deepspeed.optimizer, "parameter_offload", None)
-            if offload is not None:  # stage 3: no parameter may stay gathered, none be gathered by a look at it
+            if offload is not None:  # stage 3: release all parameters; attribute access must not gather them again
                 for part in module.modules():
-                    part._parameters._in_forward = False  # type: ignore[attr-defined]  # of DeepSpeed's dictionary
+                    part._parameters._in_forward = False  # type: ignore[attr-defined]  # DeepSpeed's dict subclass
                 offload.partition_all_parameters()
 
 
-def _size_of_states(engine: TrainingEngine, module: nn.Module) -> int:
+def _state_bytes(engine: TrainingEngine, module: nn.Module) -> int:
     if engine.offloads_optimizer:
         return 0
     elements = sum(full_numel(p) for p in module.parameters() if p.requires_grad)
-    shards = engine.layout.gradient_ranks if engine.stage > 0 else 1
-    return elements * _BYTES_OF_STATES // shards
+    shards = engine.layout.seq_data_parallel_size if engine.stage > 0 else 1
+    return elements * _STATE_BYTES // shards

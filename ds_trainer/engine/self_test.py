@@ -1,22 +1,21 @@
-"""The gradient self-test: on this installation, with these ranks, does the engine compute what plain PyTorch computes?
+"""The gradient self-test: compares the gradient of the engine, on this installation and ranks, with plain PyTorch.
 
-Some versions of DeepSpeed did not, silently: ZeRO-2 in 0.17.6 to 0.18.2 lost micro-batches in accumulation (this test
-finds it: docs/doctor.md), and ZeRO-2 with bf16 was wrong on GPUs in 0.18.3 to 0.19.3 where a module is used more than
-once. So a tiny model is trained for two steps through the same engine as a real run:
+Some versions of DeepSpeed computed wrong gradients without an error. ZeRO-2 in 0.17.6 to 0.18.2 lost micro-batches in
+accumulation (this test detects it: docs/how-to/doctor.md). ZeRO-2 with bf16 in 0.18.3 to 0.19.3 was wrong on GPUs if a
+module was used more than once. So the test trains a tiny model for two steps through the same engine as a real run:
 
-* A layer is used twice. Another one is below reentrant checkpointing, which runs a backward pass inside the outer one.
-* A step has two micro-batches. Each micro-batch of a rank has a token of its own, and with it a row of the embedding
-  whose gradient nobody else adds to: what is lost or counted twice is named.
-* Of many ranks, 64 that are spread over nodes and places in a node add to the gradient; the others add zero. So a sum
-  in bf16 has no more terms than such a sum can take, the tolerance is the same for any number of ranks, and neither the
-  model nor the reference grows with them.
+* One layer is used twice. Another one uses reentrant checkpointing, which runs a backward pass inside the outer one.
+* A step has two micro-batches. Each micro-batch of a rank has a unique token, and no other micro-batch contributes to
+  the gradient of its embedding row. So the report can name a contribution that is lost or counted twice.
+* At most 64 ranks, spread over nodes and over places in a node, contribute to the gradient; the others contribute zero.
+  This limits the number of terms in a bf16 sum, and the tolerance, the model and the reference do not depend on the
+  number of ranks.
 * Buckets are so small that the gradient needs several.
-* The first step has a learning rate of zero: gradients left over from it would show in the second one.
-* The learning rate of the second is so large that little of the old weights is left in the digits of the new ones:
-  these are minus the gradient, read in the same way at all stages and precisions.
+* The first step has a learning rate of zero: gradients left over from it would show in the second step.
+* The learning rate of the second step is so large that the new weights are almost equal to minus the gradient times
+  this rate. The gradient is read from them in the same way for all stages and precisions.
 
-The reference is computed in float64 from the samples of all ranks, which every rank can make for itself: nothing is
-communicated besides what the engine communicates.
+Every rank generates the samples of all ranks and computes the reference in float64. Only the engine communicates.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.training_engine import TrainingEngine, precision_of
+from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import gathered
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -46,23 +45,23 @@ MICRO_BATCH = 2
 TOKENS = 3
 STEPS = 2
 CONTRIBUTORS = 64
-"""Ranks that add to the gradient: the most whose sum in bf16 is right to a few per cent, whatever its order."""
+"""Largest number of contributing ranks. A bf16 sum of so many terms is correct to a few percent in any order."""
 COMMON_TOKENS = 4
-LEARNING_RATE = 2.0**12  # with float16 in mind, which ends at 65504
+LEARNING_RATE = 2.0**12  # the largest float16 is 65504
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.08}
 """Largest relative difference (2-norm) of a row or tensor; a lost or doubled contribution is a difference of 1."""
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What the self-test found.
+    """The result of the self-test.
 
     Attributes:
-        stage, precision: what was tested: ZeRO stage, and fp32, bf16, fp16 or the type of autocast.
-        ranks: how many took part; :data:`CONTRIBUTORS` of them added to the gradient.
+        stage, precision: the tested ZeRO stage, and fp32, bf16, fp16 or the dtype of autocast.
+        ranks: number of ranks; at most :data:`CONTRIBUTORS` of them contributed to the gradient.
         error: the largest relative difference between the engine and plain PyTorch.
-        tolerance: how large it may be.
-        wrong: a sentence for each difference that is larger, the largest first.
+        tolerance: the largest allowed difference.
+        wrong: a sentence for each larger difference, the largest first.
     """
 
     stage: int
@@ -74,7 +73,7 @@ class GradientReport:
 
     @property
     def good(self) -> bool:
-        """Whether the engine's gradient is right."""
+        """Whether the gradient of the engine is correct."""
         return not self.wrong
 
     @property
@@ -84,7 +83,7 @@ class GradientReport:
 
 
 class TinyModel(nn.Module):
-    """An embedding, a layer that is used twice, one that is recomputed, a head. The same weights on all ranks."""
+    """An embedding, a layer that is used twice, a recomputed layer, and a head. The same weights on all ranks."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -96,11 +95,13 @@ class TinyModel(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         with torch.no_grad():
             for parameter in self.parameters():
-                values = torch.randn(parameter.shape, generator=generator) / 4  # rounded: the same in 16 bits
+                values = (
+                    torch.randn(parameter.shape, generator=generator) / 4
+                )  # rounded to bf16, so they are exact in all formats
                 parameter.copy_(values.bfloat16())
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Summed squared error. ``tokens`` (batch, length) to ``targets`` (batch,)."""
+        """Summed squared error of ``tokens`` (batch, length) and ``targets`` (batch,)."""
         hidden = torch.tanh(self.first(self.embedding(tokens)))
         hidden = torch.tanh(self.shared(hidden))
         hidden = hidden + checkpoint(self._block, hidden, use_reentrant=True)
@@ -112,27 +113,27 @@ class TinyModel(nn.Module):
 
 
 def contributors(ranks: int) -> list[int]:
-    """The ranks that add to the gradient: one of each block of consecutive ranks, at another place in every block."""
+    """The ranks that contribute to the gradient: one of each block of consecutive ranks, at varying offsets."""
     blocks = min(ranks, CONTRIBUTORS)
     starts = [block * ranks // blocks for block in range(blocks + 1)]
     return [start + block % (end - start) for block, (start, end) in enumerate(pairwise(starts))]
 
 
-def own_token(contributor: int, micro_batch: int) -> int:
-    """The token that only this micro-batch of this contributor, counted from zero, has."""
+def unique_token(contributor: int, micro_batch: int) -> int:
+    """The token that occurs only in this micro-batch of this contributor (both counted from zero)."""
     return COMMON_TOKENS + contributor * ACCUMULATION + micro_batch
 
 
 def samples(contributor: int, micro_batch: int, step: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of a contributor: its own token and common ones."""
+    """A micro-batch of a contributor, with its unique token and common tokens."""
     generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * contributor + micro_batch)
     tokens = torch.randint(0, COMMON_TOKENS, (MICRO_BATCH, TOKENS), generator=generator)
-    tokens[:, 0] = own_token(contributor, micro_batch)
+    tokens[:, 0] = unique_token(contributor, micro_batch)
     return {"tokens": tokens, "targets": torch.randn(MICRO_BATCH, generator=generator) + 2}
 
 
 def expected_gradient(ranks: int, step: int) -> dict[str, torch.Tensor]:
-    """By plain PyTorch in float64: the gradient of the mean over all contributors' samples, by parameter name."""
+    """Plain PyTorch in float64: the gradient of the mean over the samples of all contributors, by parameter name."""
     number = len(contributors(ranks))
     model = TinyModel(COMMON_TOKENS + number * ACCUMULATION).double()
     batches = [samples(one, micro_batch, step) for one in range(number) for micro_batch in range(ACCUMULATION)]
@@ -146,15 +147,15 @@ def check_gradient(config: CompiledConfig, layout: ParallelLayout, device: torch
     """Run the test. Collective; needs a process group.
 
     Args:
-        config: of :func:`ds_trainer.monitor.doctor.gradients.self_test_config`: two micro-batches of two samples, no
-            clipping, no optimizer.
-        layout: without tensor parallelism; every rank has samples of its own, also where sequences are cut.
-        device: where the model goes.
+        config: the result of :func:`ds_trainer.monitor.doctor.gradients.self_test_config`: two micro-batches of two
+            samples, no clipping, no optimizer.
+        layout: a layout without tensor parallelism. Every rank has different samples, even with sequence sharding.
+        device: the device of the model.
 
-    Random numbers are afterwards what they were, the engine's memory and what DeepSpeed noted of its layout are
-    given back.
+    Afterward the random state is restored, and the memory of the engine and DeepSpeed's record of its layout are
+    released.
     """
-    with _undisturbed(device):  # also what is computed without an engine: a new layer draws random numbers
+    with _restored_state(device):  # includes model creation: new layers draw random numbers
         return _checked(config, layout, device)
 
 
@@ -175,9 +176,8 @@ def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.devic
     finally:
         engine.close()
     found = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
-    kind = str(config.get("torch_autocast.dtype", "")).removeprefix("torch.") or precision_of(config)
-    low = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, kind)
-    precision = f"autocast {low}" if kind != low else low
+    low = config.precision.compute
+    precision = f"autocast {low}" if config.precision.autocast else low
     return _compare(found, norms, ranks, engine.stage, precision, TOLERANCE[low])
 
 
@@ -200,28 +200,28 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def _compare(
     found: dict[str, torch.Tensor], norms: list[float], ranks: int, stage: int, precision: str, tolerance: float
 ) -> GradientReport:
-    """Rows of the embedding one by one, other tensors as wholes, the norm of each step."""
+    """Compare each row of the embedding, each other tensor, and the gradient norm of each step."""
     parts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for step, norm in enumerate(norms):
         wanted = expected_gradient(ranks, step)
         total = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-        if norm == norm:  # an engine that computes none says nan
+        if norm == norm:  # nan if the engine computes no norm
             parts.append((f"the norm of the gradient of step {step}", torch.tensor(norm).double(), total))
-    for name, gradient in wanted.items():  # of the last step, whose gradient was measured
+    for name, gradient in wanted.items():  # only the gradient of the last step was measured
         if name != "embedding.weight":
             parts.append((f"the gradient of {name}", found[name], gradient))
             continue
         parts.append((f"the gradient of {name}, common rows", found[name][:COMMON_TOKENS], gradient[:COMMON_TOKENS]))
         for contributor, rank in enumerate(contributors(ranks)):
             for micro_batch in range(ACCUMULATION):
-                row = own_token(contributor, micro_batch)
-                title = f"what micro-batch {micro_batch} of rank {rank} adds to the gradient"
+                row = unique_token(contributor, micro_batch)
+                title = f"the gradient contribution of micro-batch {micro_batch} of rank {rank}"
                 parts.append((title, found[name][row], gradient[row]))
     differences = [(_difference(value, wanted), title, value, wanted) for title, value, wanted in parts]
-    # A number that is none is the worst of all.
+    # nan comes first.
     differences.sort(key=lambda part: part[0] if part[0] == part[0] else float("inf"), reverse=True)
     wrong = tuple(
-        f"{title} is {_ratio(value, wanted)} what it should be (relative difference {error:.2g})"
+        f"{title} is {_ratio(value, wanted)} the correct value (relative difference {error:.2g})"
         for error, title, value, wanted in differences
         if not error <= tolerance
     )
@@ -233,14 +233,14 @@ def _difference(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _ratio(value: torch.Tensor, wanted: torch.Tensor) -> str:
-    """How long the found gradient is along the right one."""
-    along = float((value * wanted).sum() / wanted.square().sum())
-    return "lost: 0 times" if abs(along) < 1e-3 else f"{along:.3g} times"
+    """The ratio of the projection of ``value`` on ``wanted`` to ``wanted``."""
+    ratio = float((value * wanted).sum() / wanted.square().sum())
+    return "lost: 0 times" if abs(ratio) < 1e-3 else f"{ratio:.3g} times"
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Random numbers and torch's caches are afterwards what they were; DeepSpeed says nothing of plain SGD."""
+def _restored_state(device: torch.device) -> Iterator[None]:
+    """Restore random state and grad mode, free memory, and suppress DeepSpeed's messages about plain SGD."""
     from deepspeed.utils.logging import logger as deepspeed_logger
 
     level = deepspeed_logger.level
@@ -256,6 +256,6 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_grad_enabled(gradients)
-        gc.collect()  # an engine is full of cycles, and each holds buffers
+        gc.collect()  # the engine has reference cycles that keep buffers alive
         if device.type == "cuda":
             torch.cuda.empty_cache()

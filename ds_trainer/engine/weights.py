@@ -1,8 +1,8 @@
-"""Reading whole weights out of a (possibly sharded) model, a bounded number of bytes at a time.
+"""Gathers full weights from a (possibly sharded) model, a bounded number of bytes at a time.
 
-Under ZeRO-3 every parameter is spread over a group of ranks; under tensor parallelism a rank holds a slice of it. A
-shard's parameters are gathered together, copied to host memory on the main process and let go again, so that no rank
-ever holds more than one shard of the model on top of its own part.
+Under ZeRO-3 every parameter is sharded over a group of ranks; under tensor parallelism a rank holds a slice of it. The
+parameters of one weight file are gathered together, copied to host memory on the main process and released, so that no
+rank ever holds more than one file's weights in addition to its own shard.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.tensor.repairs import present_if_empty
-from ds_trainer.engine.tensor.slices import is_sliced, sliced_layers, whole_shape
+from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
+from ds_trainer.engine.tensor_parallel.slices import is_sliced, sliced_layers, whole_shape
 
 
 def full_numel(parameter: torch.Tensor) -> int:
-    """Elements of the whole tensor, also where only a shard is here."""
+    """Number of elements of the full tensor, even if this rank holds only a shard."""
     if is_sliced(parameter):
         return math.prod(whole_shape(parameter))
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor, also where only a shard is here."""
+    """Shape of the full tensor, even if this rank holds only a shard."""
     if is_sliced(parameter):
         return whole_shape(parameter)
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -35,21 +35,21 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Whole tensors of ``parameters`` inside the context, to be read; nothing to do where they are not sharded.
+    """Inside, ``parameters`` are full tensors, for reading. Does nothing for parameters that are not sharded.
 
-    Collective over the ranks that hold parts of them.
+    Collective over the ranks that hold their shards.
     """
     layers = sliced_layers(parameters)
-    owned = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
-    held = {id(p): p for p in [*parameters, *owned]}
-    sharded = [p for p in held.values() if hasattr(p, "ds_id") and not present_if_empty(p)]
+    of_layers = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
+    involved = {id(p): p for p in [*parameters, *of_layers]}
+    sharded = [p for p in involved.values() if hasattr(p, "ds_id") and not materialize_if_empty(p)]
     zero: Any = nullcontext()
     if sharded:
         import deepspeed
 
         zero = deepspeed.zero.GatheredParameters(sharded)
     with zero:
-        slices = [(p, p.data) for p in held.values() if is_sliced(p)]
+        slices = [(p, p.data) for p in involved.values() if is_sliced(p)]
         for layer in layers:
             layer.gather_params([layer.weight, layer.bias])
         try:
@@ -60,30 +60,30 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What belongs into a weight file: parameters and persistent buffers by name, each tensor once.
+    """The contents of a weight file: parameters and persistent buffers by name, each tensor once.
 
-    A tied weight has several names. A name that the model itself declares as the tied one
-    (``_tied_weights_keys`` of Hugging Face models) is left out; else the first name stays.
+    A tied weight has several names. Names that the model declares as tied (``_tied_weights_keys`` of Hugging Face
+    models) are omitted; otherwise the first name is used.
     """
     declared = getattr(model, "_tied_weights_keys", None) or ()
     tied = set(declared)
-    kept: dict[int, str] = {}
+    names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
-            continue  # extra state of a module is no weight
-        earlier = kept.get(id(tensor))
+            continue  # a module's extra state
+        earlier = names.get(id(tensor))
         if earlier is not None:
             if earlier not in tied or name in tied:
                 continue
             del tensors[earlier]
-        kept[id(tensor)] = name
+        names[id(tensor)] = name
         tensors[name] = tensor
     return tensors
 
 
 def plan_shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> list[list[str]]:
-    """Names grouped in order so that each group holds at most ``max_bytes`` (a larger tensor stands alone)."""
+    """Groups the names, in order, so that each group has at most ``max_bytes`` (a larger tensor gets its own group)."""
     shards: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():
@@ -99,12 +99,12 @@ def plan_shards(tensors: dict[str, torch.Tensor], max_bytes: int) -> list[list[s
 def whole_tensors(
     tensors: dict[str, torch.Tensor], names: list[str], max_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of ``names`` with its whole tensor, which is valid until the next one is asked for. Collective.
+    """Yields each of ``names`` with its full tensor, which is valid until the next iteration. Collective.
 
     Args:
-        tensors: what :func:`saved_tensors` gave.
-        names: which of them, in this order; the same on all ranks.
-        max_bytes: how much is gathered at a time (a larger tensor alone).
+        tensors: the result of :func:`saved_tensors`.
+        names: the names to yield, in this order; the same on all ranks.
+        max_bytes: how many bytes are gathered at a time (a larger tensor is gathered alone).
     """
     for group in plan_shards({name: tensors[name] for name in names}, max_bytes):
         with gathered([t for name in group if isinstance(t := tensors[name], nn.Parameter)]), torch.no_grad():
@@ -115,7 +115,7 @@ def whole_tensors(
 def host_copies(
     tensors: dict[str, torch.Tensor], shards: list[list[str]], keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """For each group of names the whole tensors in host memory; empty dicts where ``keep`` is false. Collective."""
+    """Yields copies of each group's full tensors in host memory; empty dicts if ``keep`` is false. Collective."""
     for names in shards:
         parameters = [t for name in names if isinstance(t := tensors[name], nn.Parameter)]
         with gathered(parameters), torch.no_grad():

@@ -1,10 +1,10 @@
-"""All weights of a ZeRO-3 model on every rank for a while, so that forward passes need no other rank.
+"""Gathers all weights of a ZeRO-3 model on every rank, so that forward passes need no communication.
 
-DeepSpeed gathers weights before a module's forward pass and lets them go after it, by hooks on every module. Those
-hooks also let go what ``GatheredParameters`` has gathered (0.19.8: ``release_sub_module`` asks only which modules use a
-parameter now), so that around ``generate`` the context alone would hold for one forward pass. Besides, while DeepSpeed
-records the order of modules, each forward pass compares it over the ranks. So the hooks are taken off too, and
-afterwards put back where they were.
+DeepSpeed gathers weights before a module's forward pass and releases them after it, with hooks on every module. Those
+hooks also release weights that ``GatheredParameters`` has gathered (0.19.8: ``release_sub_module`` only checks which
+modules currently use a parameter), so the context alone would last for one forward pass of ``generate``. In addition,
+while DeepSpeed records the order of modules, each forward pass compares it across ranks. So the hooks are removed as
+well, and restored at their old positions afterwards.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_trainer.engine.tensor.repairs import present_if_empty
+from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-SHARE_OF_FREE_MEMORY = 0.5
-"""Gathered weights may take this much of what is free; the rest is for caches, activations and outputs."""
+MEMORY_FRACTION = 0.5
+"""Gathered weights may use this fraction of free memory; the rest is for caches, activations and outputs."""
 
 
 def sharded_parameters(engine: DeepSpeedEngine) -> list[Any]:
-    """The parameters that ZeRO-3 spreads over ranks; empty on lower stages."""
-    return [p for p in engine.module.parameters() if hasattr(p, "ds_id") and not present_if_empty(p)]
+    """The parameters that ZeRO-3 shards; empty at lower stages."""
+    return [p for p in engine.module.parameters() if hasattr(p, "ds_id") and not materialize_if_empty(p)]
 
 
 def whole_weights_fit(engine: DeepSpeedEngine) -> bool:
-    """Whether all gathered weights would take at most half of the memory that is free on every rank's device.
+    """Whether all gathered weights would use at most half of the free memory of every rank's device.
 
-    In host memory, the ranks of a machine share what is free. Weights that are kept on NVMe do not fit, whatever their
-    size: they are there because they did not. Collective: all ranks get the same answer.
+    The ranks of a machine share its free host memory. Weights that are offloaded to NVMe never fit: they are there
+    because they did not fit into memory. Collective: all ranks get the same result.
     """
     parameters = sharded_parameters(engine)
     device = engine.device
     on_disk = any(_is_on_disk(parameter) for parameter in parameters)
-    place = f"{socket.gethostname()} cpu" if device.type == "cpu" else f"rank {distributed.rank()}"
+    memory = f"{socket.gethostname()} cpu" if device.type == "cpu" else f"rank {distributed.rank()}"
     needed = sum(int(p.ds_numel) * p.element_size() for p in parameters)
-    found = distributed.gather_to_main((place, free_memory(device), needed, on_disk)) or ()  # rank 0 decides
-    taken: dict[str, int] = {}
-    for where, _, size, _ in found:
-        taken[where] = taken.get(where, 0) + size
-    fits = all(taken[where] <= free * SHARE_OF_FREE_MEMORY and not disk for where, free, _, disk in found)
+    reports = distributed.gather_to_main((memory, free_memory(device), needed, on_disk)) or ()  # rank 0 decides
+    totals: dict[str, int] = {}
+    for name, _, size, _ in reports:
+        totals[name] = totals.get(name, 0) + size
+    fits = all(totals[name] <= free * MEMORY_FRACTION and not disk for name, free, _, disk in reports)
     return bool(distributed.broadcast_object(fits))
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``: what is free, and what torch's allocator keeps unused."""
+    """Bytes that can still be allocated on ``device``: free memory, plus unused memory in torch's allocator."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -62,9 +62,9 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
-    """All weights on every rank inside, to be read; forward passes are no collectives there.
+    """Inside, every rank holds all weights, for reading, and forward passes do not communicate.
 
-    Nothing to do where they are not sharded. Entering is collective, leaving is not.
+    Does nothing if the weights are not sharded. Entering is collective, leaving is not.
     """
     parameters = sharded_parameters(engine)
     if not parameters:
@@ -72,20 +72,20 @@ def whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
         return
     import deepspeed
 
-    # What a forward pass has prefetched, or an optimizer step has gathered, is let go: nothing is in flight.
-    offload: Any = engine.optimizer  # an engine without optimizer has what shards the weights in its place
+    # Release prefetched and gathered parameters, so that nothing is in flight.
+    offload: Any = engine.optimizer  # without an optimizer, the engine has its parameter-sharding object here
     offload.empty_partition_cache()
     hooks = getattr(offload, "parameter_offload", offload)
     with (
         deepspeed.zero.GatheredParameters(parameters),
-        _without([*hooks.forward_hooks, *hooks.backward_hooks, hooks.fwd_pre_hook]),
+        _removed([*hooks.forward_hooks, *hooks.backward_hooks, hooks.fwd_pre_hook]),
     ):
         yield
 
 
 @contextmanager
-def _without(handles: list[Any]) -> Iterator[None]:
-    """Hooks of modules taken off inside; afterwards in their old places, before those that were added meanwhile."""
+def _removed(handles: list[Any]) -> Iterator[None]:
+    """Removes module hooks inside; afterwards restores their positions, before hooks that were added inside."""
     ids = {handle.id for handle in handles}
     registries = {id(hooks): hooks for handle in handles if (hooks := handle.hooks_dict_ref()) is not None}
     before = [(hooks, OrderedDict(hooks)) for hooks in registries.values()]
@@ -97,9 +97,9 @@ def _without(handles: list[Any]) -> Iterator[None]:
     finally:
         for hooks, old in before:
             added = {key: hook for key, hook in hooks.items() if key not in old}
-            kept = {key: hook for key, hook in old.items() if key in hooks or key in ids}
+            restored = {key: hook for key, hook in old.items() if key in hooks or key in ids}
             hooks.clear()
-            hooks.update({**kept, **added})
+            hooks.update({**restored, **added})
 
 
 def _is_on_disk(parameter: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Starting a training: which launcher, with which words, and what became of it. Imports no torch."""
+"""Launches jobs: selects a launcher, builds its command, supervises it, and restarts it. Does not import torch."""

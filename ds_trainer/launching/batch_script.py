@@ -1,7 +1,7 @@
-"""The batch script of a job, for ``sbatch``: one of ``launch/*.sbatch`` with the values of this job in it.
+"""Batch scripts for ``sbatch``: one of ``launch/*.sbatch``, filled in with the values of a job.
 
-Those scripts and their shared part lie in ``slurm/`` beside this file; a script that is written here holds all it
-needs, so that it runs where only the package is installed. What cannot work is refused before anything is in a queue.
+The templates and their shared part are in ``slurm/`` next to this file. A generated script is self-contained, so it
+runs where only the package is installed. Jobs that cannot work are rejected before they enter a queue.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_trainer.arguments.recipe import load_recipe
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.launching.request import LaunchRequest
+from ds_trainer.launching.launch_request import LaunchRequest
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
-EARLY_SECONDS = 60
-"""SLURM looks at time limits now and then: its signal may come so much earlier than asked for."""
-MOST_SIGNAL_SECONDS = 65535
+SIGNAL_EARLY_SECONDS = 60
+"""SLURM checks time limits periodically, so its signal may arrive this much earlier than requested."""
+MAX_SIGNAL_SECONDS = 65535
 _SHARED = re.compile(r'^# shellcheck source=launch/_slurm\.sh\nsource "[^"\n]*"\n', re.MULTILINE)
 _WRITTEN = """\
 #
-# Written by `ds-trainer launch --slurm`; start it with sbatch.
-# shellcheck disable=SC2034,SC2317 # each script uses a part of what they share, some of it in a trap
+# Written by `ds-trainer launch --slurm`; submit it with sbatch.
+# shellcheck disable=SC2034,SC2317,SC2329 # the shared functions are used in part, some of them in a trap
 """
 _USAGE = re.compile(r"^#\n(?:#   sbatch .*\n)+#\n# Submit it from the clone\..*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a batch script is written for, beside what ``launch`` is asked for anyway.
+    """Options of a batch script, in addition to a :class:`LaunchRequest`.
 
     Attributes:
-        time: time limit of one start of the job, as sbatch takes it (``12:00:00``, ``2-00``, ``90``).
-        signal_seconds: how long before its end the ranks are asked to stop at a checkpoint.
+        time: time limit of one run of the job, in the format of sbatch (``12:00:00``, ``2-00``, ``90``).
+        signal_seconds: how long before the time limit the ranks are asked to stop at a checkpoint.
         cpus_per_rank: cores for each rank.
-        requeue: whether the job may start again: after such a stop, a preemption, the loss of a node.
-        folder: where it runs; None for the folder in which sbatch is called.
-        sbatch_words: further words of sbatch, as ``--qos=long``; they count more than all others.
+        requeue: whether the job may be requeued: after such a stop, a preemption, or the loss of a node.
+        folder: working directory; None: the directory in which sbatch is called.
+        sbatch_args: extra sbatch options such as ``--qos=long``; they override all others.
     """
 
     time: str = "24:00:00"
@@ -52,29 +52,31 @@ class BatchRequest:
     requeue: bool = True
     max_restarts: int = 50
     folder: str | None = None
-    sbatch_words: tuple[str, ...] = ()
+    sbatch_args: tuple[str, ...] = ()
 
 
 def batch_script(request: LaunchRequest, batch: BatchRequest) -> str:
     """The text of the script.
 
     Raises:
-        ConfigError: the job cannot work; all problems at once.
+        ConfigError: the job cannot work; lists all problems.
     """
     problems: list[str] = []
     nodes, ranks = request.nodes or 1, request.nproc_per_node or 0
     if request.launcher not in ("auto", "srun", "torchrun"):
         problems.append(
-            f"launch --slurm: --launcher {request.launcher} has no batch script; srun starts each rank (auto), or "
-            "torchrun those of a node."
+            f"launch --slurm: there is no batch script for --launcher {request.launcher}; use auto (srun starts each "
+            "rank) or torchrun (one torchrun per node)."
         )
     if ranks < 1:
-        problems.append("launch --slurm: give --nproc-per-node, the GPUs of a node: this machine need not be like it.")
+        problems.append(
+            "launch --slurm: set --nproc-per-node to the GPUs of a node; this machine may differ from the nodes."
+        )
     args = None
     if request.target.is_recipe:
-        args = load_recipe(request.target.path, request.target.words).training_arguments()
-        problems += _problems_of_recipe(args, nodes * ranks, batch)
-    problems += _problems_of_times(batch, args)
+        args = load_recipe(request.target.path, request.target.args).training_arguments()
+        problems += _recipe_problems(args, nodes * ranks, batch)
+    problems += _time_problems(batch, args)
     if problems:
         raise ConfigError(problems)
 
@@ -95,44 +97,44 @@ def batch_script(request: LaunchRequest, batch: BatchRequest) -> str:
         "account": batch.account,
     }
     settings = {"MAX_RESTARTS": str(batch.max_restarts), "NPROC": str(ranks), **request.environment}
-    text = with_values(template(name), values, batch.sbatch_words)
+    text = set_sbatch_options(template(name), values, batch.sbatch_args)
     text = _USAGE.sub(_WRITTEN, text)
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in settings.items())
-    shared = template("_slurm").split("\n", 2)[2]  # without its own lines for shellcheck
+    shared = template("_slurm").split("\n", 2)[2]  # without its shellcheck directives
     text = _SHARED.sub(lambda _: f"{exports}\n{shared}\n", text)
-    words = " \\\n    ".join(shlex.quote(word) for word in (request.target.path, *request.target.words))
-    return text.replace('prepare "$@"\n', f'prepare {words} "$@"\n')
+    arguments = " \\\n    ".join(shlex.quote(arg) for arg in (request.target.path, *request.target.args))
+    return text.replace('prepare "$@"\n', f'prepare {arguments} "$@"\n')
 
 
 def template(name: str) -> str:
-    """The text of a script of ``launch/``, or of their shared part, ``_slurm``."""
+    """The text of a script of ``launch/``, or of the part that they share, ``_slurm``."""
     return (TEMPLATES / (f"{name}.sh" if name.startswith("_") else f"{name}.sbatch")).read_text(encoding="utf-8")
 
 
-def with_values(text: str, values: dict[str, object], further: tuple[str, ...] = ()) -> str:
-    """``text`` with these options of sbatch: None and False leave one out, True gives one without a value."""
+def set_sbatch_options(text: str, values: dict[str, object], further: tuple[str, ...] = ()) -> str:
+    """``text`` with these sbatch options. None and False omit an option, True sets it without a value."""
     lines = text.splitlines(keepends=True)
-    places = [place for place, line in enumerate(lines) if line.startswith("#SBATCH ")]
-    old = [lines[place].removeprefix("#SBATCH --").strip().partition("=")[0] for place in places]
+    directives = [index for index, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    old = [lines[index].removeprefix("#SBATCH --").strip().partition("=")[0] for index in directives]
     written = []
-    for key, line in zip(old, (lines[place] for place in places), strict=True):
+    for key, line in zip(old, (lines[index] for index in directives), strict=True):
         written.append(_option(key, values[key]) if key in values else line)
     written += [_option(key, value) for key, value in values.items() if key not in old]
-    written += [f"#SBATCH {word}\n" for word in further]
-    return "".join([*lines[: places[0]], *written, *lines[places[-1] + 1 :]])
+    written += [f"#SBATCH {option}\n" for option in further]
+    return "".join([*lines[: directives[0]], *written, *lines[directives[-1] + 1 :]])
 
 
-def seconds_of(time: str) -> float:
-    """Seconds of a time limit as sbatch takes it; infinity for none.
+def parse_time_limit(time: str) -> float:
+    """Seconds of a time limit in the format of sbatch; infinity for no limit.
 
     Raises:
-        ValueError: sbatch would not take it.
+        ValueError: sbatch would not accept it.
     """
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not found:
-        raise ValueError(f"{time!r} is no time limit")
+        raise ValueError(f"{time!r} is not a time limit")
     days, *parts = found.groups()
     first, second, third = (int(part) if part else 0 for part in parts)
     if days is not None:  # days-hours[:minutes[:seconds]]
@@ -148,7 +150,7 @@ def _option(key: str, value: object) -> str:
     return f"#SBATCH --{key}\n" if value is True else f"#SBATCH --{key}={value}\n"
 
 
-def _problems_of_recipe(args: TrainingArguments, world_size: int, batch: BatchRequest) -> list[str]:
+def _recipe_problems(args: TrainingArguments, world_size: int, batch: BatchRequest) -> list[str]:
     problems = []
     if world_size > 0:
         try:
@@ -157,31 +159,31 @@ def _problems_of_recipe(args: TrainingArguments, world_size: int, batch: BatchRe
             problems += error.problems
     if batch.requeue and args.save_strategy == "no" and not args.enable_jit_checkpoint:
         problems.append(
-            f"launch --slurm: save_strategy is 'no' ({args.where('save_strategy')}), so a job that is started again "
-            "begins anew. Set arguments.enable_jit_checkpoint or arguments.save_strategy, or give --no-requeue."
+            f"launch --slurm: save_strategy is 'no' ({args.where('save_strategy')}), so a requeued job starts "
+            "over. Set arguments.enable_jit_checkpoint or arguments.save_strategy, or pass --no-requeue."
         )
     return problems
 
 
-def _problems_of_times(batch: BatchRequest, args: TrainingArguments | None) -> list[str]:
+def _time_problems(batch: BatchRequest, args: TrainingArguments | None) -> list[str]:
     try:
-        limit = seconds_of(batch.time)
+        limit = parse_time_limit(batch.time)
     except ValueError as error:
-        return [f"launch --slurm: {error}; sbatch takes 90 (minutes), 12:00:00 and 2-00:00:00 (days-hours)."]
-    if not 0 < batch.signal_seconds <= MOST_SIGNAL_SECONDS:
+        return [f"launch --slurm: {error}; valid formats: 90 (minutes), 12:00:00, 2-00:00:00 (days-hours)."]
+    if not 0 < batch.signal_seconds <= MAX_SIGNAL_SECONDS:
         return [
-            f"launch --slurm: --signal-before {batch.signal_seconds} must be from 1 to {MOST_SIGNAL_SECONDS} seconds."
+            f"launch --slurm: --signal-before {batch.signal_seconds} must be from 1 to {MAX_SIGNAL_SECONDS} seconds."
         ]
     problems = []
-    if limit <= batch.signal_seconds + EARLY_SECONDS:
+    if limit <= batch.signal_seconds + SIGNAL_EARLY_SECONDS:
         problems.append(
-            f"launch --slurm: with --time {batch.time} ({limit:.0f} s) nothing is trained: the ranks are asked to "
-            f"stop {batch.signal_seconds} s before the end (--signal-before), and SLURM may do so {EARLY_SECONDS} s "
-            "earlier. Give more time, or a later signal."
+            f"launch --slurm: --time {batch.time} ({limit:.0f} s) leaves no time for training: the ranks are asked to "
+            f"stop {batch.signal_seconds} s before the end (--signal-before), and SLURM may signal up to "
+            f"{SIGNAL_EARLY_SECONDS} s earlier. Increase --time or reduce --signal-before."
         )
     if args is not None and limit <= args.time_limit_margin:
         problems.append(
-            f"launch --slurm: with --time {batch.time} ({limit:.0f} s) nothing is trained: time_limit_margin is "
+            f"launch --slurm: --time {batch.time} ({limit:.0f} s) leaves no time for training: time_limit_margin is "
             f"{args.time_limit_margin:g} s ({args.where('time_limit_margin')})."
         )
     return problems

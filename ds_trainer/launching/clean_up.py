@@ -1,4 +1,4 @@
-"""``python -m ds_trainer.launching.clean_up VARIABLE VALUE``: end all processes that have this in their environment."""
+"""``python -m ds_trainer.launching.clean_up VARIABLE VALUE``: ends all processes with this environment variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of each launcher, and the files that it reads.
+"""The command line of each launcher, and the files that the launcher reads.
 
 Every rank is started through :mod:`ds_trainer.launching.rank`. Sources: ``deepspeed/launcher/runner.py`` and
 ``multinode_runner.py`` of DeepSpeed 0.19.8, srun(1), mpirun(1) of Open MPI 4, ``torch.distributed.run``.
@@ -15,58 +15,60 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_trainer.launching.choosing import Plan, count_gpus
-from ds_trainer.launching.exports import ENV_FILE_VARIABLE, env_file_text, users_env_files, usual_exports
+from ds_trainer.launching.exports import ENV_FILE_VARIABLE, default_exports, env_file_text, read_env_files
 from ds_trainer.launching.hosts import write_hostfile
 from ds_trainer.launching.job import CONNECTION
-from ds_trainer.launching.rank import encoded
+from ds_trainer.launching.launch_plan import LaunchPlan, count_gpus
+from ds_trainer.launching.rank import encode_args
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.ranks import free_port
 
 _RANK_MODULE = "ds_trainer.launching.rank"
 _RANK_FILE = str(Path(__file__).with_name("start_rank.py"))
 _RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
-_PLAIN = r"[\w@+=:,./-]+"  # what the remote shell and pdsh leave as it is
-_REMOTE_PORTS = (20000, 32000)  # below those that Linux gives to outgoing connections
-_USUAL_PORT = 29500
+_PLAIN = r"[\w@+=:,./-]+"  # characters that the remote shell and pdsh do not change
+_REMOTE_PORTS = (20000, 32000)  # below the range that Linux uses for outgoing connections
+_DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """What is run: ``words``, with ``environment`` added to ours."""
+    """A command: ``argv``, and variables to add to the environment of this process."""
 
-    words: list[str]
+    argv: list[str]
     environment: dict[str, str]
 
     def text(self) -> str:
-        """For a shell."""
+        """The command as text for a shell."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return shlex.join([*(["env", *variables] if variables else []), *self.words])
+        return shlex.join([*(["env", *variables] if variables else []), *self.argv])
 
 
-def build(plan: Plan, directory: Path, told: Mapping[str, str], environment: Mapping[str, str]) -> LaunchCommand:
+def build(
+    plan: LaunchPlan, directory: Path, job_variables: Mapping[str, str], environment: Mapping[str, str]
+) -> LaunchCommand:
     """The command for ``plan``.
 
     Args:
         plan: the launcher and the machines.
-        directory: where files for the launcher are written, if it needs any.
-        told: variables for all ranks.
-        environment: that of this process.
+        directory: for files that the launcher reads, if it needs any.
+        job_variables: environment variables for all ranks.
+        environment: of this process.
     """
-    address, port = _meeting_place(plan)
-    ranks = {**told, **plan.request.environment}
+    address, port = _rendezvous(plan)
+    ranks = {**job_variables, **plan.request.environment}
     if plan.launcher == "torchrun":
         return _torchrun(plan, address, port, _changed(ranks, environment), environment)
     if plan.launcher == "srun":
-        words = [*_srun(plan, plan.hosts[0].slots, environment), sys.executable, "-u", "-m", _RANK_MODULE]
-        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        return LaunchCommand([*words, *plan.request.target.command()], _changed(meeting | ranks, environment))
+        argv = [*_srun(plan, plan.hosts[0].slots, environment), sys.executable, "-u", "-m", _RANK_MODULE]
+        rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        return LaunchCommand([*argv, *plan.request.target.command()], _changed(rendezvous | ranks, environment))
     if plan.launcher == "deepspeed":
         return _deepspeed(plan, directory, address, port, _changed(ranks, environment), environment)
-    return _deepspeed_on_many(plan, directory, address, port, ranks, environment)
+    return _deepspeed_multi_node(plan, directory, address, port, ranks, environment)
 
 
-def _meeting_place(plan: Plan) -> tuple[str, int]:
+def _rendezvous(plan: LaunchPlan) -> tuple[str, int]:
     request = plan.request
     by_hand = request.node_rank is not None
     one = len(plan.hosts) == 1 and plan.is_local
@@ -74,7 +76,7 @@ def _meeting_place(plan: Plan) -> tuple[str, int]:
     if request.master_port:
         return address, request.master_port
     if by_hand:
-        return address, _USUAL_PORT
+        return address, _DEFAULT_PORT
     return address, free_port() if one else random.SystemRandom().randrange(*_REMOTE_PORTS)
 
 
@@ -83,7 +85,7 @@ def _changed(variables: Mapping[str, str], environment: Mapping[str, str]) -> di
 
 
 def _torchrun(
-    plan: Plan, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
+    plan: LaunchPlan, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
 ) -> LaunchCommand:
     request = plan.request
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(plan.hosts))]
@@ -91,90 +93,90 @@ def _torchrun(
     if len(plan.hosts) == 1 or request.node_rank is not None:
         start += ["--node-rank", str(request.node_rank or 0), "--master-addr", address, "--master-port", str(port)]
     else:
-        # Agents find out by themselves who is the first: no shell is needed to give each its number.
+        # With c10d the agents agree on their node ranks, so no shell is needed to number them.
         start = [*_srun(plan, 1, environment), *start, "--rdzv-backend", "c10d"]
         start += ["--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", environment["SLURM_JOB_ID"]]
     return LaunchCommand([*start, "-m", _RANK_MODULE, *request.target.command()], ranks)
 
 
-def _srun(plan: Plan, tasks: int, environment: Mapping[str, str]) -> list[str]:
-    """``srun`` with ``tasks`` a machine, up to the program."""
-    words = ["srun", "--nodes", str(len(plan.hosts)), "--ntasks", str(tasks * len(plan.hosts))]
-    words += ["--ntasks-per-node", str(tasks), *_srun_options(tasks, environment)]
-    return [*words, *plan.request.launcher_args]
+def _srun(plan: LaunchPlan, tasks: int, environment: Mapping[str, str]) -> list[str]:
+    """The ``srun`` command with ``tasks`` per machine, without the program."""
+    argv = ["srun", "--nodes", str(len(plan.hosts)), "--ntasks", str(tasks * len(plan.hosts))]
+    argv += ["--ntasks-per-node", str(tasks), *_srun_options(tasks, environment)]
+    return [*argv, *plan.request.launcher_args]
 
 
 def _srun_options(tasks: int, environment: Mapping[str, str]) -> list[str]:
-    words = ["--kill-on-bad-exit=1", "--mpi=none", "--export=ALL"]
-    # srun gives a task one core if it is not told otherwise, whatever the job has.
+    argv = ["--kill-on-bad-exit=1", "--mpi=none", "--export=ALL"]
+    # By default srun gives a task one core, whatever the job has.
     cores = re.match(r"\d+", environment.get("SLURM_CPUS_ON_NODE") or "")
     if cores:
-        words += ["--cpus-per-task", str(max(1, int(cores.group()) // tasks))]
+        argv += ["--cpus-per-task", str(max(1, int(cores.group()) // tasks))]
         if tasks > int(cores.group()):
-            words.append("--overcommit")
+            argv.append("--overcommit")
     if environment.get("SLURM_STEP_ID"):
-        words.append("--overlap")  # an interactive shell holds the resources that it waits with
-    return words
+        argv.append("--overlap")  # the step of an interactive shell holds its resources
+    return argv
 
 
 def _deepspeed(
-    plan: Plan, directory: Path, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
+    plan: LaunchPlan, directory: Path, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
 ) -> LaunchCommand:
-    """DeepSpeed's launcher of one machine, which may be one of several that are started by hand."""
+    """DeepSpeed's launcher on one machine, which may be one of several with ``--node-rank``."""
     request = plan.request
-    words = list(_RUNNER)
+    argv = list(_RUNNER)
     if request.node_rank is not None:
         hostfile = write_hostfile(directory / "hostfile", plan.hosts)
-        words += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(request.node_rank)]
-        words += ["--master_addr", address]
+        argv += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(request.node_rank)]
+        argv += ["--master_addr", address]
     else:
         slots = plan.hosts[0].slots
         visible = [device.strip() for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-        words += ["--hostfile", ""]
+        argv += ["--hostfile", ""]
         if 0 < slots <= count_gpus(environment) and all(device.isdigit() for device in visible):
-            words += ["--include", f"localhost:{','.join(visible[:slots])}"]
+            argv += ["--include", f"localhost:{','.join(visible[:slots])}"]
         else:
-            words += ["--num_gpus", str(slots)]
-    words += ["--master_port", str(port), "--no_local_rank", "--module", _RANK_MODULE]
-    return LaunchCommand([*words, *request.target.command()], ranks)
+            argv += ["--num_gpus", str(slots)]
+    argv += ["--master_port", str(port), "--no_local_rank", "--module", _RANK_MODULE]
+    return LaunchCommand([*argv, *request.target.command()], ranks)
 
 
-def _deepspeed_on_many(
-    plan: Plan, directory: Path, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
+def _deepspeed_multi_node(
+    plan: LaunchPlan, directory: Path, address: str, port: int, ranks: dict[str, str], environment: Mapping[str, str]
 ) -> LaunchCommand:
     """``deepspeed --launcher pdsh|slurm|openmpi``."""
     request = plan.request
-    exports = {**users_env_files(environment, [Path("~"), Path()]), **ranks}
+    exports = {**read_env_files(environment, [Path("~"), Path()]), **ranks}
     env_file = directory / "deepspeed_env"
     changes = {ENV_FILE_VARIABLE: str(env_file)}
     options = list(request.launcher_args)
     program = request.target.command()
     module = ["--module", _RANK_MODULE]
     if plan.launcher == "pdsh":
-        exports = {**usual_exports(environment), **exports, CONNECTION: "1"}
+        exports = {**default_exports(environment), **exports, CONNECTION: "1"}
         write_text_atomic(env_file, env_file_text(exports))
-        # Nobody is behind us to type a password, and nobody reads a question about a new host key.
+        # ssh must not prompt: there is no user to type a password or to accept a host key.
         changes.setdefault(
             "PDSH_SSH_ARGS_APPEND", f"{environment.get('PDSH_SSH_ARGS_APPEND', '')} -o BatchMode=yes".strip()
         )
-        if not all(re.fullmatch(_PLAIN, word) for word in program):
-            program = [encoded(program)]
-    else:  # these hand on what is in their own environment, without a shell in between that would misread it
+        if not all(re.fullmatch(_PLAIN, arg) for arg in program):
+            program = [encode_args(program)]
+    else:  # these pass on their own environment, without a shell in between that would interpret it
         write_text_atomic(env_file, "")
         changes |= _changed({"MASTER_ADDR": address, "MASTER_PORT": str(port), **exports}, environment)
         if plan.launcher == "slurm":
             tasks = plan.hosts[0].slots
             options = ["--nodes", str(len(plan.hosts)), "--ntasks-per-node", str(tasks), *options]
-            options += [word for word in _srun_options(tasks, environment) if word != "--export=ALL"]
+            options += [arg for arg in _srun_options(tasks, environment) if arg != "--export=ALL"]
             module = [_RANK_FILE]
         else:
-            names = ["MASTER_ADDR", "MASTER_PORT", *usual_exports(environment), *exports]
+            names = ["MASTER_ADDR", "MASTER_PORT", *default_exports(environment), *exports]
             options = ["--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), *options]
-            options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
+            options += [arg for name in dict.fromkeys(names) for arg in ("-x", name)]
     hostfile = request.hostfile
     if hostfile is None or request.nodes is not None or request.nproc_per_node is not None:
         hostfile = str(write_hostfile(directory / "hostfile", plan.hosts))
-    words = [*_RUNNER, "--hostfile", hostfile, "--launcher", plan.launcher, "--force_multi", "--no_ssh_check"]
-    words += ["--master_addr", address, "--master_port", str(port), "--no_local_rank"]
-    words += [f"--launcher_args={shlex.join(options)}"] if options else []
-    return LaunchCommand([*words, *module, *program], changes)
+    argv = [*_RUNNER, "--hostfile", hostfile, "--launcher", plan.launcher, "--force_multi", "--no_ssh_check"]
+    argv += ["--master_addr", address, "--master_port", str(port), "--no_local_rank"]
+    argv += [f"--launcher_args={shlex.join(options)}"] if options else []
+    return LaunchCommand([*argv, *module, *program], changes)

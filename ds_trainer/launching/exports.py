@@ -1,8 +1,8 @@
-"""Variables for ranks on other machines, and the ``.deepspeed_env`` that carries them there.
+"""Environment variables for ranks on other machines, and the ``.deepspeed_env`` file that exports them.
 
-ssh hands nothing on, so DeepSpeed's pdsh runner writes ``export KEY=VALUE`` before its command. It takes variables that
-begin with PYTHON (on GPUs NCCL as well, never PATH), and those of the file: a blank line or a comment in it ends the
-launch with a traceback, and values are neither escaped for the remote shell nor for pdsh.
+ssh passes no variables, so DeepSpeed's pdsh runner prefixes its command with ``export KEY=VALUE``. It exports variables
+that begin with PYTHON (on GPUs also NCCL, never PATH) and those of the file. A blank line or a comment in the file ends
+the launch with a traceback, and values are escaped neither for the remote shell nor for pdsh.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from ds_trainer.utils.errors import ConfigError
 
 ENV_FILE_VARIABLE = "DS_ENV_FILE"
-USUAL_ENV_FILE = ".deepspeed_env"
-# What a training reads that is set beside the launch, as far as it is no secret: it is seen in lists of processes.
+DEFAULT_ENV_FILE = ".deepspeed_env"
+# What a training run reads from the environment. Secrets are excluded, since process lists show the values.
 _PREFIXES = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_")
 _SECRETS = ("KEY", "PASSWORD", "SECRET", "TOKEN")
-_PLAIN = r"[\w@%+=:,./-]*"  # what DeepSpeed leaves without quotes
+_PLAIN = r"[\w@%+=:,./-]*"  # values that DeepSpeed does not quote
 
 
-def usual_exports(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of ``environment`` that ranks elsewhere should see, secrets excepted."""
+def default_exports(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of ``environment`` to export to ranks on other machines; without secrets."""
     return {
         name: value
         for name, value in environment.items()
@@ -34,16 +34,16 @@ def usual_exports(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def users_env_files(environment: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
-    """What the user's own ``.deepspeed_env`` in ``folders`` (or the file named by DS_ENV_FILE) sets, the last one first
-    in rank. Blank lines and comments are left out.
+def read_env_files(environment: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
+    """The variables of ``.deepspeed_env`` (or of the file named by DS_ENV_FILE) in ``folders``; later folders take
+    precedence. Blank lines and comments are ignored.
 
     Raises:
-        ConfigError: a line is no ``KEY=VALUE``.
+        ConfigError: a line is not ``KEY=VALUE``.
     """
     exports: dict[str, str] = {}
     problems = []
-    name = environment.get(ENV_FILE_VARIABLE, USUAL_ENV_FILE)
+    name = environment.get(ENV_FILE_VARIABLE, DEFAULT_ENV_FILE)
     for path in dict.fromkeys(folder.expanduser() / name for folder in folders):
         if not path.is_file():
             continue
@@ -60,23 +60,24 @@ def users_env_files(environment: Mapping[str, str], folders: Sequence[Path]) -> 
 
 
 def env_file_text(exports: Mapping[str, str]) -> str:
-    """A ``.deepspeed_env`` from which the remote shell of pdsh gets exactly ``exports``.
+    """A ``.deepspeed_env`` that sets exactly ``exports`` in the remote shell of pdsh.
 
     Raises:
-        ConfigError: a value has several lines, or blanks at its ends, which DeepSpeed cuts off.
+        ConfigError: a value has several lines, or leading or trailing whitespace, which DeepSpeed strips.
     """
     wrong = [name for name, value in exports.items() if value != value.strip() or "\n" in value]
     if wrong:
         raise ConfigError(
-            f"launch: {', '.join(wrong)}: a value with blanks at its ends or of several lines does not reach other "
-            "machines over pdsh. Set it in the script."
+            f"launch: {', '.join(wrong)}: pdsh cannot pass a value with leading or trailing whitespace or several "
+            "lines to other machines. Set it in the script."
         )
-    return "".join(f"{name}={escaped(value)}\n" for name, value in exports.items())
+    return "".join(f"{name}={escape_env_value(value)}\n" for name, value in exports.items())
 
 
-def escaped(value: str) -> str:
-    """``value`` as it must stand in the file. DeepSpeed puts double quotes around what is not plain; pdsh replaces
-    ``%h``, ``%u`` and ``%n``."""
+def escape_env_value(value: str) -> str:
+    """``value`` escaped for the file. DeepSpeed double-quotes values with special characters; pdsh replaces ``%h``,
+    ``%u`` and ``%n``.
+    """
     if re.fullmatch(_PLAIN, value) is None:
         value = re.sub(r'([\\"$`])', r"\\\1", value)
     return value.replace("%", "%%")

@@ -1,4 +1,4 @@
-"""The machines of a job: from a hostfile, from SLURM's compact list, or this one."""
+"""The machines of a job: from a hostfile, or from a SLURM node list."""
 
 from __future__ import annotations
 
@@ -8,75 +8,75 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_users_text, write_text_atomic
+from ds_trainer.utils.files import read_user_file, write_text_atomic
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it takes."""
+    """A machine and its number of ranks."""
 
     name: str
     slots: int
 
 
 def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
-    """Machines of a hostfile: a line each, ``NAME slots=N`` (``slots`` stands in for a missing number), ``#`` comments.
+    """Machines of a hostfile: one line each, ``NAME slots=N``; ``#`` starts a comment. ``slots`` is the default of N.
 
     Raises:
-        ConfigError: a line is something else, a machine is there twice, or there is none.
+        ConfigError: a line is malformed, a machine is listed twice, or none is listed.
     """
     hosts: dict[str, Host] = {}
     problems = []
-    for number, line in enumerate(read_users_text(path, f"hostfile={path}", "hostfile").splitlines(), 1):
+    for number, line in enumerate(read_user_file(path, f"hostfile={path}", "hostfile").splitlines(), 1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
         match = re.fullmatch(r"(\S+)(?:\s+slots=(\d+))?(?:\s+max[_-]slots=\d+)?", line)
         if not match:
-            problems.append(f"{path}:{number}: {line!r} is not of the form: NAME slots=N.")
+            problems.append(f"{path}:{number}: {line!r} is not of the form NAME slots=N.")
             continue
         name, given = match.groups()
         if name in hosts:
-            problems.append(f"{path}:{number}: {name} is there twice; add up its slots in one line.")
+            problems.append(f"{path}:{number}: {name} is listed twice; combine its slots in one line.")
         elif given is None and slots is None:
             problems.append(f"{path}:{number}: {name} has no slots=N, and --nproc-per-node is not given.")
         elif given is not None and int(given) == 0:
-            problems.append(f"{path}:{number}: {name} has slots=0; leave it out.")
+            problems.append(f"{path}:{number}: {name} has slots=0; remove the line.")
         else:
             hosts[name] = Host(name, int(given) if given is not None else slots or 0)
     if not hosts and not problems:
-        problems.append(f"hostfile={path}: there is no machine in it.")
+        problems.append(f"hostfile={path}: it lists no machine.")
     if problems:
         raise ConfigError(problems)
     return list(hosts.values())
 
 
 def hostfile_text(hosts: Sequence[Host]) -> str:
-    """The form that DeepSpeed and Open MPI both read."""
+    """A hostfile that DeepSpeed and Open MPI can both read."""
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> Path:
-    """Write ``hosts`` to ``path``; gives ``path``."""
+    """Write ``hosts`` to ``path``; returns ``path``."""
     write_text_atomic(path, hostfile_text(hosts))
     return path
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Names in a list as SLURM writes it: ``gpu[007-009,12],login`` gives gpu007, gpu008, gpu009, gpu12, login.
+    """Host names of a SLURM node list: ``gpu[007-009,12],login`` gives gpu007, gpu008, gpu009, gpu12, login.
 
     Raises:
-        ConfigError: brackets that do not match, or a range that runs backwards.
+        ConfigError: unbalanced brackets, or a descending range.
     """
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        names += _expanded(part, text)
+        names += _expand_part(part, text)
     if not names or text.count("[") != text.count("]"):
-        raise ConfigError(f"The node list {text!r} cannot be read; it should look like gpu[007-010,12],login.")
+        raise ConfigError(f"The node list {text!r} cannot be read; the expected form is gpu[007-010,12],login.")
     return names
 
 
-def _expanded(part: str, whole: str) -> list[str]:
+def _expand_part(part: str, whole: str) -> list[str]:
     match = re.search(r"\[([^\]]*)\]", part)
     if not match:
         return [part]
@@ -85,18 +85,18 @@ def _expanded(part: str, whole: str) -> list[str]:
         limits = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
         first, last = (limits.group(1), limits.group(2) or limits.group(1)) if limits else ("1", "0")
         if int(last) < int(first):
-            raise ConfigError(f"The node list {whole!r} cannot be read: {item!r} is no range of numbers.")
+            raise ConfigError(f"The node list {whole!r} cannot be read: {item!r} is not a range of numbers.")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    rest = _expanded(part[match.end() :], whole)
+    rest = _expand_part(part[match.end() :], whole)
     return [part[: match.start()] + number + tail for number in numbers for tail in rest]
 
 
 def slurm_hosts(environment: Mapping[str, str], slots: int | None = None) -> list[Host]:
-    """The machines of the SLURM allocation that this process is in, with ``slots`` ranks each (default: their GPUs,
-    without GPUs the tasks that the job asked for).
+    """The machines of the current SLURM allocation, with ``slots`` ranks each (default: their GPUs, or without GPUs the
+    tasks that the job requested).
 
     Raises:
-        ConfigError: SLURM does not say.
+        ConfigError: SLURM's variables name no machines.
     """
     names = expand_node_list(environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST") or "")
     if slots is not None:

@@ -1,4 +1,4 @@
-"""What ``ds-trainer launch`` and its ranks tell each other: environment variables, and files in a shared directory."""
+"""How ``ds-trainer launch`` and its ranks communicate: environment variables, and files in a shared directory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SHARED_NAME = ".ds_trainer_launch"
 
 @dataclass(frozen=True)
 class Job:
-    """One job: its identity, its directory, which :meth:`remove` removes, and the file that asks its ranks to stop."""
+    """One job: its id, its directory, and the stop file, whose existence asks the ranks to stop."""
 
     directory: Path
     stop_file: Path
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def attempt(self, number: int) -> Attempt:
-        """Attempt ``number`` to run it; makes its directory."""
+        """Create attempt ``number`` and its directory."""
         attempt = Attempt(self, number)
         attempt.outcome_dir.mkdir(parents=True)
         return attempt
 
     def remove(self) -> None:
-        """Remove the directory, and the folder around it if it is ours and empty."""
+        """Remove the directory, and its parent if :mod:`ds_trainer.launching` created it and it is empty."""
         shutil.rmtree(self.directory)
         if self.directory.parent.name == SHARED_NAME and not any(self.directory.parent.iterdir()):
             self.directory.parent.rmdir()
@@ -51,44 +51,44 @@ class Attempt:
 
     @property
     def directory(self) -> Path:
-        """What belongs to this attempt."""
+        """Files of this attempt."""
         return self.job.directory / f"attempt-{self.number}"
 
     @property
     def outcome_dir(self) -> Path:
-        """Where the ranks write how they ended."""
+        """Where the ranks record their outcomes."""
         return self.directory / "outcomes"
 
     def abort(self) -> None:
-        """Make the file at which ranks end, wherever they are."""
+        """Create the abort file: ranks on all machines end when they see it."""
         (self.directory / ABORT_NAME).touch()
 
     def environment(self) -> dict[str, str]:
-        """Variables for the ranks."""
+        """Environment variables for the ranks."""
         return {
             JOB_ID: self.job.id,
             ATTEMPT_DIR: str(self.directory),
-            LAUNCHED_BY: identity(),
+            LAUNCHED_BY: process_identity(),
             STOP_FILE: str(self.job.stop_file),
             outcomes.VARIABLE: str(self.outcome_dir),
             **({AUTO_RESUME: "1"} if self.number > 0 else {}),
         }
 
 
-def identity() -> str:
-    """This process among all on all machines: host name, boot and namespace, process id, its start."""
-    return f"{_place()}/{os.getpid()}/{_start(os.getpid())}"
+def process_identity() -> str:
+    """A unique name of this process on all machines: host name, boot id, PID namespace, process id, start time."""
+    return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}"
 
 
-def is_alive(said: str) -> bool:
-    """Whether the process of an :func:`identity` lives; True where that cannot be told: none, or elsewhere."""
-    if not said:
+def is_alive(identity: str) -> bool:
+    """Whether the process of a :func:`process_identity` is alive; True if unknown (empty, or on another machine)."""
+    if not identity:
         return True
-    place, number, start = said.rsplit("/", 2)
-    return place != _place() or _start(int(number)) == start
+    machine, number, start = identity.rsplit("/", 2)
+    return machine != _machine() or _start_time(int(number)) == start
 
 
-def _place() -> str:
+def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
@@ -97,8 +97,8 @@ def _place() -> str:
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
-def _start(process: int) -> str:
-    """When ``process`` began, in ticks since boot; empty if it is not there (or a zombie)."""
+def _start_time(process: int) -> str:
+    """Start time of ``process`` in ticks since boot; empty if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Families of processes: who dies with whom, and how to leave nobody behind. Not all of it works outside of Linux."""
+"""Process trees: parent-death signals, and ending all descendants. Some of it works on Linux only."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Let the kernel send signal ``number`` to this process when its parent dies. For the moment before an exec."""
+    """Have the kernel send signal ``number`` to this process when its parent dies. To be called just before an exec."""
     if _libc is not None:
         _libc.prctl(_SET_DEATH_SIGNAL, int(number))
 
 
-def keep_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be found and waited for."""
+def adopt_orphans() -> None:
+    """Become the parent of orphaned descendants, so that they can be found and waited for."""
     if _libc is not None:
         _libc.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def ignore_user_signal() -> None:
-    """Ignore SIGUSR1 from now on, also after an exec: launchers and young Pythons would die of it."""
+def ignore_sigusr1() -> None:
+    """Ignore SIGUSR1, even after an exec: it would kill launchers, and Python processes that are still starting."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_descendants(grace: float = GRACE_SECONDS) -> int:
-    """End all descendants of this process; gives how many had to be ended."""
+    """End all descendants of this process; returns how many were running."""
     return end_processes(psutil.Process().children(recursive=True), grace)
 
 
 def processes_of_job(variable: str, job: str) -> list[psutil.Process]:
-    """Processes of this user on this machine, but this one, with ``variable`` = ``job`` in their environment."""
+    """Other processes of this user on this machine with ``variable`` = ``job`` in their environment."""
     found = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
@@ -46,13 +46,13 @@ def processes_of_job(variable: str, job: str) -> list[psutil.Process]:
         try:
             if process.environ().get(variable) == job:
                 found.append(process)
-        except (psutil.Error, OSError):  # it has ended, or is not ours
+        except (psutil.Error, OSError):  # it has ended, or belongs to another user
             continue
     return found
 
 
 def end_processes(processes: Iterable[psutil.Process], grace: float = GRACE_SECONDS) -> int:
-    """SIGTERM, after ``grace`` seconds SIGKILL; returns when they are gone. Gives how many were alive."""
+    """Send SIGTERM, and SIGKILL after ``grace`` seconds; wait until all have ended. Returns how many were running."""
     alive = [process for process in processes if _is_running(process)]
     for process in alive:
         _send(process, signal.SIGTERM)

@@ -1,15 +1,15 @@
-"""``python -m ds_trainer.launching.rank [-m] PROGRAM ...``: stands between a launcher and one rank.
+"""``python -m ds_trainer.launching.rank [-m] PROGRAM ...``: the wrapper process between a launcher and one rank.
 
-Launchers flatten exit codes, leave ranks behind when they are killed, and do not all say in the same words which rank a
-process is. This small process starts ``python PROGRAM ...`` as its child and
+Launchers lose exit codes, leave ranks running when they are killed, and use different variables for the rank. This
+small process starts ``python PROGRAM ...`` as its child and
 
-* gives it RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, whichever launcher it was
+* sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, whatever the launcher
   (:mod:`ds_trainer.utils.ranks`);
-* writes down how it ended (:mod:`ds_trainer.utils.outcomes`), also where it was killed;
-* ends it when the job is gone: the launcher or ``ds-trainer launch`` has died, the job was given up (a file), or the
-  connection to another machine has closed;
-* hands SIGTERM and SIGUSR1 on. SIGUSR1 also makes the stop file, so that it counts before the child can hear it;
-* leaves no process of the child behind.
+* records how the child ended (:mod:`ds_trainer.utils.outcomes`), even if it was killed;
+* ends the child when the job has ended: the launcher or ``ds-trainer launch`` has died, the job was aborted (a file),
+  or the connection to another machine has closed;
+* forwards SIGTERM and SIGUSR1. SIGUSR1 also creates the stop file, so it takes effect before the child has a handler;
+* leaves no descendant of the child running.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pathlib import Path
 from types import FrameType
 
 from ds_trainer.launching.job import ABORT_NAME, ATTEMPT_DIR, CONNECTION, LAUNCHED_BY, STOP_FILE, is_alive
-from ds_trainer.launching.processes import die_with_parent, end_descendants, ignore_user_signal, keep_orphans
+from ds_trainer.launching.processes import adopt_orphans, die_with_parent, end_descendants, ignore_sigusr1
 from ds_trainer.utils import outcomes
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, REQUEUE, STOPPED
 from ds_trainer.utils.ranks import RankInfo, likely_rank, resolve_ranks
 
 ENCODED = "--encoded="
-LOOK_SECONDS = 1.0
-END_SECONDS = 10.0  # between SIGTERM and SIGKILL
-TOGETHER_SECONDS = 30.0
+POLL_SECONDS = 1.0
+KILL_AFTER_SECONDS = 10.0  # between SIGTERM and SIGKILL
+PEER_WAIT_SECONDS = 30.0
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the program of ``words`` as this rank; gives its exit code, 128 + N where signal N killed it."""
+def main(argv: Sequence[str]) -> int:
+    """Run the program in ``argv`` as this rank; returns its exit code, or 128 + N if signal N killed it."""
     try:
         info = resolve_ranks(os.environ)
     except ConfigError as error:
@@ -49,10 +49,10 @@ def main(words: Sequence[str]) -> int:
         return CANNOT_WORK
     if info.master_port:
         os.environ.update(info.environment())
-    keep_orphans()
+    adopt_orphans()
     parent = os.getppid()
-    child = subprocess.Popen([sys.executable, "-u", *decoded(words)], preexec_fn=_prepare_child)
-    _hand_signals_on(child)
+    child = subprocess.Popen([sys.executable, "-u", *decode_args(argv)], preexec_fn=_prepare_child)
+    _forward_signals(child)
     _watch(child, parent)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     end_descendants()
@@ -62,25 +62,25 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def encoded(words: Sequence[str]) -> str:
-    """One word for many, which no shell on the way can misread; :func:`decoded` gives them back."""
-    return ENCODED + base64.urlsafe_b64encode(json.dumps(list(words)).encode()).decode()
+def encode_args(args: Sequence[str]) -> str:
+    """``args`` as one argument that no shell can misinterpret; :func:`decode_args` reverses it."""
+    return ENCODED + base64.urlsafe_b64encode(json.dumps(list(args)).encode()).decode()
 
 
-def decoded(words: Sequence[str]) -> list[str]:
-    """The words that were given, or those that :func:`encoded` made one of."""
-    if len(words) == 1 and words[0].startswith(ENCODED):
-        return [str(word) for word in json.loads(base64.urlsafe_b64decode(words[0].removeprefix(ENCODED)))]
-    return list(words)
+def decode_args(args: Sequence[str]) -> list[str]:
+    """``args``, decoded if :func:`encode_args` has encoded them."""
+    if len(args) == 1 and args[0].startswith(ENCODED):
+        return [str(arg) for arg in json.loads(base64.urlsafe_b64decode(args[0].removeprefix(ENCODED)))]
+    return list(args)
 
 
 def _prepare_child() -> None:
-    ignore_user_signal()  # until the program has a handler, which replaces this; it would kill it
+    ignore_sigusr1()  # until the program installs a handler: by default SIGUSR1 kills a process
     die_with_parent(signal.SIGKILL)
 
 
-def _hand_signals_on(child: subprocess.Popen[bytes]) -> None:
-    def hand_on(number: int, frame: FrameType | None) -> None:
+def _forward_signals(child: subprocess.Popen[bytes]) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         stop_file = os.environ.get(STOP_FILE)
         if number == signal.SIGUSR1 and stop_file:
             Path(stop_file).touch()
@@ -88,31 +88,31 @@ def _hand_signals_on(child: subprocess.Popen[bytes]) -> None:
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, hand_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal gives it to the child too
+        signal.signal(number, forward)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
 
 
 def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
-    """Return when the child has ended; end it when nobody waits for it any more."""
+    """Return when the child has ended; end it if the job has ended."""
     poll = select.poll()
     if hasattr(os, "pidfd_open"):
         poll.register(os.pidfd_open(child.pid), select.POLLIN)
     if os.environ.get(CONNECTION):
         for stream in (sys.stdout, sys.stderr):
-            poll.register(stream.fileno(), 0)  # nothing but that the other end is gone
-    gone = ""
+            poll.register(stream.fileno(), 0)  # reports only that the other end has closed
+    reason = ""
     while child.poll() is None:
-        events = poll.poll(LOOK_SECONDS * 1000)
+        events = poll.poll(POLL_SECONDS * 1000)
         lost = any(event & (select.POLLHUP | select.POLLERR) for _, event in events)
-        gone = "the connection has closed" if lost and child.poll() is None else _reason_to_end(parent)
-        if gone:
+        reason = "the connection has closed" if lost and child.poll() is None else _reason_to_end(parent)
+        if reason:
             break
     if child.poll() is None:
-        if "connection" not in gone:  # else nobody would hear it
-            print(f"ds-trainer: rank {likely_rank(os.environ)} is ended: {gone}.", file=sys.stderr, flush=True)
+        if "connection" not in reason:  # otherwise there is no output to write to
+            print(f"ds-trainer: rank {likely_rank(os.environ)} is terminated: {reason}.", file=sys.stderr, flush=True)
         child.terminate()
         try:
-            child.wait(END_SECONDS)
+            child.wait(KILL_AFTER_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -124,10 +124,10 @@ def _reason_to_end(parent: int) -> str:
         return "its launcher has died"
     if not is_alive(os.environ.get(LAUNCHED_BY, "")):
         if directory and os.path.isdir(directory):
-            Path(directory, ABORT_NAME).touch()  # ranks on other machines cannot see it
+            Path(directory, ABORT_NAME).touch()  # for ranks on other machines, which cannot see that
         return "ds-trainer launch has died"
     if directory and os.path.exists(os.path.join(directory, ABORT_NAME)):
-        return "the job was given up"
+        return "the job was aborted"
     return ""
 
 
@@ -135,16 +135,16 @@ def _record(code: int) -> None:
     if not outcomes.record_outcome(code):
         print(
             f"ds-trainer (rank {likely_rank(os.environ)}): {os.environ[outcomes.VARIABLE]} does not exist on this "
-            "machine. Name a folder that all machines see: ds-trainer launch --job-dir DIR.",
+            "machine. Use a directory that all machines share: ds-trainer launch --job-dir DIR.",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _wait_for_others(info: RankInfo) -> None:
-    """A launcher ends all other ranks when one of them ends with such a code: let them come to their own end first."""
+    """Wait for the outcomes of the other ranks: a launcher ends them as soon as one rank exits with such a code."""
     directory = os.environ.get(outcomes.VARIABLE)
-    deadline = time.monotonic() + TOGETHER_SECONDS
+    deadline = time.monotonic() + PEER_WAIT_SECONDS
     while directory and time.monotonic() < deadline:
         if not os.path.isdir(directory) or len(outcomes.read_outcomes(Path(directory))) >= info.world_size:
             return

@@ -1,4 +1,4 @@
-"""Running a launcher and its ranks: signals on their way in, exit codes on their way out, and nobody left behind."""
+"""Supervises a launcher and its ranks: passes on signals, derives the exit code, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from types import FrameType
 from ds_trainer.launching.commands import LaunchCommand
 from ds_trainer.launching.job import JOB_ID, Attempt
 from ds_trainer.launching.processes import (
+    adopt_orphans,
     die_with_parent,
     end_descendants,
     end_processes,
-    ignore_user_signal,
-    keep_orphans,
+    ignore_sigusr1,
     processes_of_job,
 )
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, HUNG, REQUEUE, STOPPED
-from ds_trainer.utils.outcomes import Outcome, read_outcomes
+from ds_trainer.utils.outcomes import RankOutcome, read_outcomes
 
-LOOK_SECONDS = 0.2
-# A rank has failed and the launcher goes on: how long its other ranks may take to notice.
+POLL_SECONDS = 0.2
+# How long the launcher may continue after a rank has failed.
 FAILURE_SECONDS = 30.0
-TERMINATION_SECONDS = 45.0  # torchrun and deepspeed give their ranks 30
+TERMINATION_SECONDS = 45.0  # torchrun and deepspeed wait 30 s for their ranks
 REMOTE_SECONDS = 15.0
-# A rank gives one of these when all ranks have agreed on it (2: when nothing can be done about it), so one will do; the
-# launcher may have killed the others for it.
-_SAID_FOR_ALL = (CANNOT_WORK, STOPPED, REQUEUE, HUNG)
+# Codes that apply to the whole job as soon as one rank exits with them: all ranks have agreed on them (2: the request
+# cannot work), and the launcher may have killed the other ranks because of them.
+_AGREED_CODES = (CANNOT_WORK, STOPPED, REQUEUE, HUNG)
 
 
-def say(message: str) -> None:
-    """One line of our own among those of the job."""
+def print_message(message: str) -> None:
+    """Print one line of ``ds-trainer launch`` itself."""
     print(f"ds-trainer launch: {message}", file=sys.stderr, flush=True)
 
 
 class Requests:
-    """Signals that ``ds-trainer launch`` has got: how often it was asked to end, and whether to stop."""
+    """Signals that ``ds-trainer launch`` has received: requests to end the job, or to stop it at a checkpoint."""
 
     def __init__(self) -> None:
         self.to_end: list[signal.Signals] = []
         self.to_stop = 0
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Listen during a block. Main thread only."""
+    def handled(self) -> Iterator[None]:
+        """Install the signal handlers during a block. Main thread only."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
         try:
             yield
         finally:
@@ -60,10 +60,10 @@ class Requests:
 
     @property
     def any(self) -> bool:
-        """Whether somebody wants the job to stop."""
+        """Whether the job was asked to stop or to end."""
         return bool(self.to_end) or self.to_stop > 0
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.to_stop += 1
         else:
@@ -74,15 +74,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Supervisor:
-    """One attempt: runs ``command``, watches over ``expected`` ranks.
+    """Runs one attempt of a job and supervises its ranks.
 
     Args:
-        command: the launcher.
-        attempt: where the ranks write their ends.
-        expected: the ranks that are started from here.
-        requests: signals, which count on from one attempt to the next.
-        elsewhere: whether some of the ranks are on other machines.
-        clean_up: ends what this job may have left on other machines; called when not all ranks came to an end.
+        command: starts the launcher.
+        attempt: has the directory in which the ranks record their outcomes.
+        expected: the ranks that this launcher starts.
+        requests: the signals received; shared by all attempts of the job.
+        remote: whether some ranks are on other machines.
+        clean_up: ends processes of this job on other machines; called unless all ranks have recorded an outcome.
     """
 
     def __init__(
@@ -91,100 +91,104 @@ class Supervisor:
         attempt: Attempt,
         expected: Sequence[int],
         requests: Requests,
-        elsewhere: bool = False,
+        remote: bool = False,
         clean_up: Callable[[], None] | None = None,
     ) -> None:
         self.command, self.attempt, self.expected = command, attempt, expected
-        self.requests, self.elsewhere, self.clean_up = requests, elsewhere, clean_up
-        self._answered_end = 0
-        self._asked_to_stop = False
+        self.requests, self.remote, self.clean_up = requests, remote, clean_up
+        self._handled_end = 0
+        self._stop_requested = False
         self._deadline: float | None = None
 
     def run(self) -> int:
-        """Run it to its end; gives the exit code of the job, in the words of :mod:`ds_trainer.utils.exit_codes`."""
-        keep_orphans()
+        """Run the launcher until it ends; returns the exit code of the job (:mod:`ds_trainer.utils.exit_codes`)."""
+        adopt_orphans()
         environment = os.environ | self.command.environment
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # of a world of one, in which we were started
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # of the world of one in which this process runs
             environment.pop(name, None)
         launcher = subprocess.Popen(
-            self.command.words,
+            self.command.argv,
             env=environment,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C is for us to pass on
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches this process only
             preexec_fn=_prepare_launcher,
         )
         try:
             while launcher.poll() is None:
-                self._answer(launcher)
-                self._end_what_hangs(launcher)
-                time.sleep(LOOK_SECONDS)
+                self._handle_requests(launcher)
+                self._end_stalled(launcher)
+                time.sleep(POLL_SECONDS)
         finally:
-            self._clear(launcher)
+            self._clean_up_processes(launcher)
         return self._code(launcher.returncode)
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
-    def _answer(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Do what signals ask for: stop at a checkpoint, then end the launcher, then kill."""
-        if self.requests.any and not self._asked_to_stop:
-            self._asked_to_stop = True
+    def _handle_requests(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Act on signals: first stop at a checkpoint, then end the launcher, then kill."""
+        if self.requests.any and not self._stop_requested:
+            self._stop_requested = True
             self.attempt.job.stop_file.touch()
-            say("the ranks are asked to stop at a checkpoint. A second signal ends the launcher, a third one kills.")
-        while self._answered_end < len(self.requests.to_end):
-            self._answered_end += 1
-            if self._answered_end == 2:
-                say("the launcher is told to end.")
-                self._tell(launcher, signal.SIGTERM)
-            elif self._answered_end >= 3:
-                say("everything is killed.")
+            print_message(
+                "stopping at a checkpoint. A second signal ends the launcher, a third one kills all processes."
+            )
+        while self._handled_end < len(self.requests.to_end):
+            self._handled_end += 1
+            if self._handled_end == 2:
+                print_message("ending the launcher.")
+                self._signal(launcher, signal.SIGTERM)
+            elif self._handled_end >= 3:
+                print_message("killing all processes.")
                 self._kill(launcher)
 
-    def _end_what_hangs(self, launcher: subprocess.Popen[bytes]) -> None:
-        """A launcher may wait for ranks that wait for one that has failed: on another machine, under pdsh."""
+    def _end_stalled(self, launcher: subprocess.Popen[bytes]) -> None:
+        """End a launcher that keeps waiting for ranks which wait for a failed rank, such as pdsh."""
         if self._deadline is None:
             failed = [outcome for outcome in self._outcomes().values() if outcome.code != DONE]
             if failed:
                 self._deadline = time.monotonic() + FAILURE_SECONDS
         elif time.monotonic() > self._deadline:
-            say(f"a rank has failed {FAILURE_SECONDS:.0f} s ago and others go on: the launcher is told to end.")
-            self._tell(launcher, signal.SIGTERM)
+            print_message(
+                f"a rank failed {FAILURE_SECONDS:.0f} s ago and others are still running; ending the launcher."
+            )
+            self._signal(launcher, signal.SIGTERM)
             self._deadline = float("inf")
             if _wait(lambda: launcher.poll() is not None, TERMINATION_SECONDS):
                 return
             self._kill(launcher)
 
-    def _tell(self, launcher: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    def _signal(self, launcher: subprocess.Popen[bytes], number: signal.Signals) -> None:
         try:
-            os.killpg(launcher.pid, number)  # deepspeed's runner does not pass it on to what it started
+            os.killpg(launcher.pid, number)  # deepspeed's runner does not forward signals to its children
         except ProcessLookupError:
             return
 
     def _kill(self, launcher: subprocess.Popen[bytes]) -> None:
         self.attempt.abort()
-        self._tell(launcher, signal.SIGTERM)  # ends what a launcher has on other machines, as nothing else can
+        self._signal(launcher, signal.SIGTERM)  # the only way to end what a launcher runs on other machines
         _wait(lambda: launcher.poll() is not None, 2.0)
-        self._tell(launcher, signal.SIGKILL)
+        self._signal(launcher, signal.SIGKILL)
 
     # -- after it -------------------------------------------------------------------------------------------------
 
-    def _clear(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Leave no process behind, here or elsewhere, once the launcher has ended (or an error ends us)."""
+    def _clean_up_processes(self, launcher: subprocess.Popen[bytes]) -> None:
+        """End all processes of the job on all machines, once the launcher has ended or an error was raised."""
         complete = launcher.poll() is not None and self._is_complete()
         if not complete:
             self.attempt.abort()
-            self._tell(launcher, signal.SIGTERM)
+            self._signal(launcher, signal.SIGTERM)
             if self.clean_up is not None:
                 self.clean_up()
-            if self.elsewhere and self._someone_began():
+            if self.remote and self._any_rank_started():
                 _wait(self._is_complete, REMOTE_SECONDS)
         end_processes(processes_of_job(JOB_ID, self.attempt.job.id))
         end_descendants()
         launcher.wait()
 
-    def _someone_began(self) -> bool:
+    def _any_rank_started(self) -> bool:
         return bool(self._outcomes()) or bool(processes_of_job(JOB_ID, self.attempt.job.id))
 
-    def _outcomes(self) -> dict[int, Outcome]:
+    def _outcomes(self) -> dict[int, RankOutcome]:
         return read_outcomes(self.attempt.outcome_dir)
 
     def _is_complete(self) -> bool:
@@ -194,37 +198,38 @@ class Supervisor:
         outcomes = self._outcomes()
         for outcome in sorted(outcomes.values(), key=lambda outcome: outcome.time)[:8]:
             if outcome.code != DONE:
-                say(f"{outcome}.")
+                print_message(f"{outcome}.")
         missing = sorted(set(self.expected) - set(outcomes))
         if missing:
             listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            say(
-                f"the launcher ended with {_shown(launcher_code)}, and of {len(missing)} of {len(self.expected)} ranks "
-                f"nothing is known ({listed})."
+            print_message(
+                f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of {len(self.expected)} ranks "
+                f"recorded no outcome ({listed})."
             )
         return job_code(launcher_code, outcomes, self.expected)
 
 
-def job_code(launcher_code: int, outcomes: dict[int, Outcome], expected: Sequence[int]) -> int:
-    """The truth about a job, from what its launcher gave (negative: killed by that signal) and how its ranks ended.
+def job_code(launcher_code: int, outcomes: dict[int, RankOutcome], expected: Sequence[int]) -> int:
+    """The exit code of a job, from that of its launcher (negative: killed by that signal) and those of its ranks.
 
-    Success is only where every rank says so. What ranks agree on counts before the end of the first that failed.
+    The job succeeded only if every rank did. Codes that the ranks agreed on take precedence over that of the rank that
+    failed first.
     """
     codes = {outcome.code for outcome in outcomes.values()}
-    for code in _SAID_FOR_ALL:
+    for code in _AGREED_CODES:
         if code in codes:
             return code
     failed = [outcome for outcome in outcomes.values() if outcome.code != DONE]
     if failed:
         return min(failed, key=lambda outcome: outcome.time).code
-    own = launcher_code if launcher_code >= 0 else 128 - launcher_code
-    if own == DONE and not set(expected) <= set(outcomes):
+    code = launcher_code if launcher_code >= 0 else 128 - launcher_code
+    if code == DONE and not set(expected) <= set(outcomes):
         return FAILED
-    return own
+    return code
 
 
 def _prepare_launcher() -> None:
-    ignore_user_signal()  # torchrun and deepspeed would die of it
+    ignore_sigusr1()  # it would kill torchrun and deepspeed
     die_with_parent(signal.SIGTERM)
 
 

@@ -1,1 +1,1 @@
-"""What is seen: throughput, memory, the metrics file, the loss curve, the header and the step line."""
+"""Observability: throughput, memory, the metrics file, the loss curve, the header and the step line."""

@@ -1,16 +1,16 @@
-"""What is about to run, in a dozen lines printed before the first step. Pure formatting."""
+"""The header of a run: a dozen lines printed before the first step. Pure formatting."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_trainer.engine.loading.report import LoadReport
+from ds_trainer.engine.loading.load_report import LoadReport
 from ds_trainer.monitor.units import human_bytes, human_count, human_operations
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the header says. The trainer fills it; nothing here is computed from anything else."""
+    """The contents of the header. The trainer fills it in; nothing here is computed."""
 
     model_name: str
     """Class or architecture of the model."""
@@ -31,7 +31,7 @@ class RunSummary:
 
     zero_stage: int
     precision: str
-    """``fp32``, ``bf16``, ``fp16`` or what else the engine computes in."""
+    """Number format that the engine computes in: ``fp32``, ``bf16``, ``fp16`` ..."""
     optimizer: str
 
     max_steps: int
@@ -39,37 +39,39 @@ class RunSummary:
     """Passes over the data that ``max_steps`` makes."""
 
     device: str
-    """``cpu`` or the name of the GPU, of one rank."""
+    """``cpu`` or the name of the GPU of one rank."""
     output_dir: str
 
     num_train_samples: int | None = None
-    """None if the data set does not know its length."""
+    """None if the dataset has no length."""
     num_eval_samples: int | None = None
-    """None if there is no evaluation, or it does not know its length."""
+    """None if there is no evaluation dataset, or it has no length."""
     offload_optimizer: str | None = None
-    """Where the optimizer states are kept (``cpu``, ``nvme``) if not on the device."""
+    """Device of the optimizer states (``cpu``, ``nvme``) if they are offloaded."""
     offload_parameters: str | None = None
     run_name: str | None = None
-    """What a person calls the run."""
+    """The run's name."""
     resumed_from: str | None = None
-    """The checkpoint that the run goes on from."""
+    """The checkpoint that the run resumes from."""
     resumed_step: int = 0
+    overrides: str | None = None
+    """Values that took the place of the script's, and where they are from; None if there are none."""
     flops_per_token: float | None = None
-    """Operations of forward and backward pass for one token, without attention; None where they are not counted."""
+    """Operations of a forward and backward pass per token, without attention; None if they are not counted."""
     flops_source: str = ""
     """How they are counted."""
     peak_flops: float | None = None
-    """Operations a second that one device reaches at best; None where nobody knows."""
+    """Peak operations per second of one device; None if unknown."""
     weights: str | None = None
-    """Whether they are what the model's files hold; None where they are of no files."""
+    """Result of the comparison of the weights with the model's files; None if there are no files."""
     number_format: str = ""
-    """Format that the peak belongs to."""
+    """Number format of the peak."""
     load: LoadReport | None = None
-    """What the load of the weights from files took; None where the model came with its weights."""
+    """Time and memory of the load from files; None if the model already had its weights."""
 
 
 def header_lines(summary: RunSummary) -> list[str]:
-    """The lines of the header, without line ends: a title, then a name and a value a line."""
+    """The lines of the header, without line breaks: a title, then one name and value per line."""
     rows = [
         ("model", _model(summary)),
         ("layout", _layout(summary)),
@@ -80,12 +82,14 @@ def header_lines(summary: RunSummary) -> list[str]:
         ("device", f"{summary.world_size} x {summary.device}"),
         ("output", summary.output_dir),
     ]
-    about_weights = [summary.weights] if summary.weights is not None else []
-    about_weights += [load_text(summary.load)] if summary.load is not None else []
-    if about_weights:
-        rows.insert(1, ("weights", "; ".join(about_weights)))
+    weights = [summary.weights] if summary.weights is not None else []
+    weights += [load_text(summary.load)] if summary.load is not None else []
+    if weights:
+        rows.insert(1, ("weights", "; ".join(weights)))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
+    if summary.overrides is not None:
+        rows.append(("overrides", summary.overrides))
     if summary.resumed_from is not None:
         rows.append(("resumed", f"from {summary.resumed_from}, step {summary.resumed_step:,}"))
     width = max(len(name) for name, _ in rows)
@@ -99,7 +103,7 @@ def header_text(summary: RunSummary) -> str:
 
 
 def load_text(load: LoadReport) -> str:
-    """A load of weights in one line, as the header has it."""
+    """One line about a load of weights."""
     tensors = f"{load.tensors:,} tensors"
     if load.bytes_read:
         text = f"loaded from {load.source}: {tensors}, {human_bytes(load.bytes_read)} read in {load.seconds:.3g} s"
@@ -112,10 +116,10 @@ def load_text(load: LoadReport) -> str:
 
 
 def _compute(summary: RunSummary) -> str:
-    assert summary.flops_per_token is not None  # the line is left out
-    text = f"{human_operations(summary.flops_per_token)} a token, attention aside ({summary.flops_source})"
+    assert summary.flops_per_token is not None  # otherwise the line is left out
+    text = f"{human_operations(summary.flops_per_token)} per token without attention ({summary.flops_source})"
     if summary.peak_flops is None:
-        return f"{text}; peak of the device unknown, so no MFU"
+        return f"{text}; no MFU, because the device's peak is unknown"
     return f"{text}; peak {human_operations(summary.peak_flops)}/s in {summary.number_format}"
 
 
@@ -124,8 +128,8 @@ def _model(summary: RunSummary) -> str:
     text = f"{summary.model_name}, {human_count(total)} parameters"
     if trainable == total:
         return f"{text}, all trainable"
-    share = f" ({100 * trainable / total:.3g} %)" if total else ""
-    return f"{text}, {human_count(trainable)} trainable{share}"
+    percentage = f" ({100 * trainable / total:.3g} %)" if total else ""
+    return f"{text}, {human_count(trainable)} trainable{percentage}"
 
 
 def _layout(summary: RunSummary) -> str:

@@ -1,4 +1,4 @@
-"""How much memory this process uses on the device that it computes on."""
+"""Memory that this process uses on its device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-BYTES_PER_GB = 2**30  # the unit in which GPU memory is sold: an "80 GB" card holds about 80 of these
+BYTES_PER_GB = 2**30  # the unit of GPU sizes: an "80 GB" card has about 80 of these
 
 
 def memory_in_use_gb(device: str | torch.device) -> float:
     """Memory of this process in units of 2**30 bytes.
 
-    On a CUDA device the *peak* that torch has allocated on it since the start (or since
-    ``torch.cuda.reset_peak_memory_stats``): that number decides whether a run fits, and reading it does not wait for
-    the device. On any other device the resident set of this process, now.
+    On a CUDA device: the *peak* that torch has allocated since the start (or since
+    ``torch.cuda.reset_peak_memory_stats``). This number decides whether a run fits, and reading it does not synchronize
+    the device. On any other device: the current resident set size of this process.
     """
     if str(device).split(":")[0] == "cuda":
         import torch

@@ -1,15 +1,15 @@
-"""``MemoryTracker``: how much memory each stage of a Trainer's life took and kept.
+"""``MemoryTracker``: memory use of the Trainer's stages.
 
 For a stage (``init``, ``train``, ``eval``, ``test``) the report has, in bytes,
 
-- ``<stage>_mem_cpu_alloc_delta``: resident memory at the end less that at the beginning; negative where memory was
-  given back;
-- ``<stage>_mem_cpu_peaked_delta``: by how much the peak was above the end. The sum of both is what the stage needed.
-- the same with ``gpu`` on a CUDA device, from torch's allocator. Kernels and other libraries' memory are not in it.
+- ``<stage>_mem_cpu_alloc_delta``: resident memory at the end minus that at the beginning; negative if memory was
+  freed;
+- ``<stage>_mem_cpu_peaked_delta``: the peak minus the memory at the end. The sum of both is what the stage needed.
+- the same with ``gpu`` on a CUDA device, from torch's allocator, without the memory of kernels and other libraries.
 
-The CPU's peak is sampled by a thread, so that short peaks can be missed. The allocator has one peak counter, which a
-stage resets; therefore a stage within another one (an evaluation during training) is not measured and counts to the
-outer one. What ``init`` took is reported with the first stage that ends after it, together with what was in use before
+A thread samples the CPU's peak, so short peaks can be missed. The allocator has one peak counter, which a stage resets.
+Therefore a stage within another one (an evaluation during training) is not measured and counts toward the outer one.
+The memory of ``init`` is reported with the first stage that ends after it, together with the memory in use before
 (``before_init_mem_cpu``, ``before_init_mem_gpu``).
 
 Source of names and meanings: transformers 5, ``skip_memory_metrics``.
@@ -28,7 +28,7 @@ import torch
 
 from ds_trainer.utils.threads import new_thread
 
-SAMPLING_SECONDS = 0.002  # often enough for tensors that are used, and no load on the interpreter's lock
+SAMPLING_SECONDS = 0.002  # often enough to see tensors in use, and no load on the GIL
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MemoryTracker:
     """Measures stages, one at a time.
 
     Args:
-        device: where the model is.
+        device: the model's device.
         enabled: whether to measure; otherwise stages are empty and cost nothing.
     """
 
@@ -61,9 +61,9 @@ class MemoryTracker:
         self._unreported: dict[str, int] = {}
 
     def stage(self, name: str) -> Stage:
-        """Begin a stage; a context manager, or something to :meth:`Stage.end` by hand.
+        """Begin a stage: a context manager, or an object whose :meth:`Stage.end` you call.
 
-        Not measured where the tracker is off, or where another stage is under way.
+        It is not measured if the tracker is disabled or another stage is in progress.
         """
         outer = None if self._running is None else self._running()
         measured = self.enabled and (outer is None or outer.ended)
@@ -73,7 +73,7 @@ class MemoryTracker:
         return stage
 
     def _report(self, name: str, usages: dict[str, _Usage]) -> dict[str, int]:
-        """The metrics of a stage that has ended; those of ``init`` are kept for the next one."""
+        """The metrics of a finished stage; those of ``init`` are held back until the next one."""
         metrics: dict[str, int] = {}
         for kind, usage in usages.items():
             metrics.update(usage.metrics(name, kind))
@@ -81,13 +81,14 @@ class MemoryTracker:
             before = {f"before_init_mem_{kind}": usage.before for kind, usage in usages.items()}
             self._unreported = {**metrics, **before}
             return {}
-        kept, self._unreported = self._unreported, {}
-        return {**kept, **metrics}
+        earlier, self._unreported = self._unreported, {}
+        return {**earlier, **metrics}
 
 
 class Stage:
-    """A stretch of work that is being measured. It ends when the block ends, when :meth:`end` is called, or when nobody
-    holds it any more (a constructor that raised)."""
+    """A stage being measured. It ends with its block, with :meth:`end`, or when it is no longer referenced (after a
+    constructor raised).
+    """
 
     def __init__(self, tracker: MemoryTracker, name: str, measured: bool) -> None:
         self._tracker = tracker
@@ -110,7 +111,7 @@ class Stage:
         weakref.finalize(self, self._stop.set)
 
     def end(self) -> dict[str, int]:
-        """End the measurement; the stage's metrics, the first time it is called. Empty where nothing is measured."""
+        """End the stage. The first call returns its metrics; empty if it is not measured."""
         if self.ended:
             return {}
         self.ended = True
@@ -128,7 +129,7 @@ class Stage:
         return self._tracker._report(self._name, usages)
 
     def sample(self) -> None:
-        """Look at the resident memory now."""
+        """Sample the resident memory."""
         self._cpu_peak = max(self._cpu_peak, self._resident())
 
     def _resident(self) -> int:
@@ -149,4 +150,4 @@ def _sample(stage: weakref.ref[Stage], stop: threading.Event) -> None:
         if alive is None:
             return
         alive.sample()
-        del alive  # else this thread would keep the stage that it waits for
+        del alive  # otherwise this thread would keep the stage alive while it waits

@@ -1,4 +1,4 @@
-"""The metrics of a run as a table for people. Names and formats are those that users of transformers know."""
+"""The metrics of a run as a readable table, with the names and formats of transformers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """``metrics`` with readable values.
 
     Bytes (``_mem_`` in the name) become whole MB of 2**20 bytes, rounded down; seconds (``_runtime``) become
-    ``h:mm:ss.hundredths``; ``total_flos`` becomes whole GF of 2**30 operations; other floats have four decimals. What
-    transformers does not have: ``load_seconds`` is formatted as a runtime, and ``load_..._bytes`` and
+    ``h:mm:ss.hundredths``; ``total_flos`` becomes whole GF of 2**30 operations; other floats have four decimals.
+    Metrics that transformers does not have: ``load_seconds`` is formatted as a runtime, and ``load_..._bytes`` and
     ``load_bytes_read`` as in the header, with decimal prefixes.
     """
     return {name: _formatted(name, value) for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""The loss curve as a picture, drawn from the metrics file alone, so that it can be drawn again at any time."""
+"""The loss curve as an image, drawn from the metrics file alone, so that it can be redrawn at any time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.monitor.records import read_records
+from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = get_logger("monitor.plots")
 
-# Blue and orange stay apart for colour-blind readers and in grey print; more for further evaluation sets.
-_TRAIN_COLOUR = "#2563a8"
-_EVAL_COLOURS = ("#d95f0e", "#1b7f5c", "#8e4fb0", "#b0892a")
-_BASELINE_COLOUR = "#5f6670"
-_TEXT_COLOUR = "#2b2f36"
+# Blue and orange are distinct for color-blind readers and in grayscale; the others are for more evaluation sets.
+_TRAIN_COLOR = "#2563a8"
+_EVAL_COLORS = ("#d95f0e", "#1b7f5c", "#8e4fb0", "#b0892a")
+_BASELINE_COLOR = "#5f6670"
+_TEXT_COLOR = "#2b2f36"
 
-_SMOOTH_FROM = 40  # with fewer points the raw line reads better than an average of it
+_SMOOTH_FROM = 40  # with fewer points, the raw line is clearer than an average of it
 _EVAL_LOSS = re.compile(r"eval(?:_(?P<set>\w+))?_loss")
 
 
@@ -38,7 +38,7 @@ class Curve:
 
 
 def read_curves(records: Sequence[Mapping[str, Any]]) -> tuple[Curve, dict[str, Curve], list[float]]:
-    """What there is to draw: the training loss, each evaluation loss by name, the steps whose loss was not finite."""
+    """The training loss, each evaluation loss by name, and the steps with a non-finite loss."""
     train = Curve()
     evaluations: dict[str, Curve] = {}
     broken: list[float] = []
@@ -64,10 +64,10 @@ def read_curves(records: Sequence[Mapping[str, Any]]) -> tuple[Curve, dict[str, 
 
 
 def smooth(values: Sequence[float], half: int) -> list[float]:
-    """The trend of ``values``: at each one the median, then the mean, of it and up to ``half`` neighbours on each side.
+    """The trend of ``values``: at each one the median, then the mean, of it and up to ``half`` neighbors on each side.
 
-    The median keeps one spike from becoming a hill; the window is centred, and shrinks towards the ends, so that the
-    trend of a falling loss does not lie above the loss, as a running average of the past would.
+    The median removes single spikes. The window is centered and shrinks toward the ends, so that the trend of a falling
+    loss does not lag above it, as a running average would.
     """
     trend = list(values)
     for middle in (median, fmean):
@@ -82,30 +82,34 @@ def plot_losses(
     png_path: str | os.PathLike[str],
     baselines: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draw training and evaluation loss of ``metrics_path`` into ``png_path``; whether a picture was written.
+    """Draw the training and evaluation losses of ``metrics_path`` to ``png_path``. Returns whether it was written.
 
     ``baselines`` are losses to compare with (name to value, in the unit of the curve), drawn as horizontal lines.
-    There is no picture if matplotlib is not installed or no loss was recorded; one log line says which.
+    Nothing is written if matplotlib is not installed or no loss was recorded; a log line gives the reason.
     """
     train, evaluations, broken = read_curves(read_records(metrics_path))
     if not train.steps and not evaluations:
-        logger.info("no %s: %s holds no loss", Path(png_path).name, metrics_path)
+        logger.info(
+            "%s was not drawn: %s has no loss; a smaller logging_steps records one", Path(png_path).name, metrics_path
+        )
         return False
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        logger.info("no %s: matplotlib is not installed (pip install 'ds-trainer[plot]')", Path(png_path).name)
+        logger.info(
+            "%s was not drawn: matplotlib is not installed (pip install 'ds-trainer[plot]')", Path(png_path).name
+        )
         return False
 
-    # Figure and canvas by hand, not pyplot: the user's own figures and backend stay untouched.
+    # Figure and canvas without pyplot, which would change the user's own figures and backend.
     figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_train(axes, train)
     for index, (label, curve) in enumerate(evaluations.items()):
-        _draw_evaluation(axes, label, curve, _EVAL_COLOURS[index % len(_EVAL_COLOURS)])
+        _draw_evaluation(axes, label, curve, _EVAL_COLORS[index % len(_EVAL_COLORS)])
     for label, value in (baselines or {}).items():
         _draw_baseline(axes, label, value)
     if broken:
@@ -132,18 +136,18 @@ def _draw_train(axes: Axes, curve: Curve) -> None:
         return
     if len(curve.steps) < _SMOOTH_FROM:
         marker = "o" if len(curve.steps) < 3 else None  # a line through one point cannot be seen
-        axes.plot(curve.steps, curve.losses, color=_TRAIN_COLOUR, linewidth=1.8, marker=marker, label="training")
+        axes.plot(curve.steps, curve.losses, color=_TRAIN_COLOR, linewidth=1.8, marker=marker, label="training")
         return
-    axes.plot(curve.steps, curve.losses, color=_TRAIN_COLOUR, linewidth=0.8, alpha=0.28)
+    axes.plot(curve.steps, curve.losses, color=_TRAIN_COLOR, linewidth=0.8, alpha=0.28)
     half = min(25, max(2, len(curve.losses) // 50))
-    axes.plot(curve.steps, smooth(curve.losses, half), color=_TRAIN_COLOUR, linewidth=1.9, label="training (smoothed)")
+    axes.plot(curve.steps, smooth(curve.losses, half), color=_TRAIN_COLOR, linewidth=1.9, label="training (smoothed)")
 
 
-def _draw_evaluation(axes: Axes, label: str, curve: Curve, colour: str) -> None:
+def _draw_evaluation(axes: Axes, label: str, curve: Curve, color: str) -> None:
     axes.plot(
         curve.steps,
         curve.losses,
-        color=colour,
+        color=color,
         linewidth=1.3,
         marker="o",
         markersize=5 if len(curve.steps) <= _SMOOTH_FROM else 3,
@@ -157,36 +161,36 @@ def _draw_evaluation(axes: Axes, label: str, curve: Curve, colour: str) -> None:
         (curve.steps[-1], curve.losses[-1]),
         xytext=(5, 5),
         textcoords="offset points",
-        color=colour,
+        color=color,
         fontsize=9,
     )
 
 
 def _draw_baseline(axes: Axes, label: str, value: float) -> None:
-    axes.axhline(value, color=_BASELINE_COLOUR, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+    axes.axhline(value, color=_BASELINE_COLOR, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         f"{label}  {value:.3f}",
         (0.01, value),  # on the left: a falling loss leaves that corner empty
         xycoords=axes.get_yaxis_transform(),
         xytext=(0, 3),
         textcoords="offset points",
-        color=_BASELINE_COLOUR,
+        color=_BASELINE_COLOR,
         fontsize=9,
     )
 
 
 def _dress(axes: Axes, losses: Sequence[float]) -> None:
-    """Labels, grid, legend. A loss that leaps far above its usual height would flatten the rest: then a log scale."""
+    """Labels, grid, legend; a log scale if a large outlier would flatten the rest of the curve."""
     if min(losses) > 0 and max(losses) > 10 * median(losses):
         axes.set_yscale("log")
-    axes.set_xlabel("optimizer step", color=_TEXT_COLOUR)
-    axes.set_ylabel("loss", color=_TEXT_COLOUR)
+    axes.set_xlabel("optimizer step", color=_TEXT_COLOR)
+    axes.set_ylabel("loss", color=_TEXT_COLOR)
     axes.grid(True, color="#d9dde3", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_TEXT_COLOUR, labelsize=9)
+    axes.tick_params(colors=_TEXT_COLOR, labelsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#9aa1ab")
     axes.margins(x=0.02, y=0.08)
-    axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT_COLOUR)
+    axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT_COLOR)

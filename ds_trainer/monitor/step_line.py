@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_trainer.monitor.records import plain
+from ds_trainer.monitor.metrics_file import plain
 from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 
-_HIDDEN = ("step", "epoch", "total_flos")  # the first two open the line; nobody reads the third
+_HIDDEN = ("step", "epoch", "total_flos")  # the first two start the line; the third is not for the console
 
-# How the known quantities look, by the end of their name: "tokens_per_second", "eval_tokens_per_second", ...
+# Formats by the end of the name: "tokens_per_second", "eval_tokens_per_second", ...
 _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("tokens_per_second", lambda rate: f"{human_count(rate)} tok/s"),
     ("samples_per_second", lambda rate: f"{human_count(rate)} samples/s"),
     ("steps_per_second", lambda rate: f"{human_count(rate)} steps/s"),
     ("tflops_per_device", lambda speed: f"{_significant(speed)} TFLOP/s"),
-    ("mfu", lambda share: f"MFU {_percent(share)}"),
-    ("data_wait", lambda share: f"data wait {_percent(share)}"),
+    ("mfu", lambda fraction: f"MFU {_percent(fraction)}"),
+    ("data_wait", lambda fraction: f"data wait {_percent(fraction)}"),
     ("num_input_tokens_seen", lambda count: f"{human_count(count)} tokens seen"),
     ("memory_gb", lambda size: f"{size:.2f} GB"),
     ("alloc_delta", lambda size: f"alloc delta {size / 2**20:.0f} MB"),
@@ -34,7 +34,7 @@ _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int, max_str_len: int = 100) -> str:
-    """The whole line: where the run stands, then every value of ``logs``. ``max_steps`` of 0 means unknown."""
+    """The whole line: step and epoch, then every value of ``logs``. A ``max_steps`` of 0 means unknown."""
     parts = [f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"]
     epoch = plain(logs.get("epoch"))
     if isinstance(epoch, (int, float)):
@@ -43,9 +43,9 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int, max_str_len: i
 
 
 def phrases(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
-    """Every value of ``logs`` with its name or unit, in their order; step and epoch are left out.
+    """Every value of ``logs`` with its name or unit, in order; step and epoch are left out.
 
-    Strings longer than ``max_str_len`` characters are cut.
+    Strings longer than ``max_str_len`` characters are truncated.
     """
     return [_phrase(name, plain(value), max_str_len) for name, value in logs.items() if name not in _HIDDEN]
 
@@ -65,9 +65,9 @@ def _phrase(name: str, value: Any, max_str_len: int) -> str:
     return f"{label} {text}"
 
 
-def _percent(share: float) -> str:
-    """One decimal below 10 %; finer is noise."""
-    return f"{100 * share:.{1 if abs(share) < 0.0995 else 0}f} %"
+def _percent(fraction: float) -> str:
+    """A percentage: one decimal below 10 %, since more would be noise."""
+    return f"{100 * fraction:.{1 if abs(fraction) < 0.0995 else 0}f} %"
 
 
 def _significant(value: float) -> str:
@@ -76,7 +76,7 @@ def _significant(value: float) -> str:
 
 
 def _decimal(value: float, digits: int) -> str:
-    """``digits`` decimals, or three significant ones where that would show nothing but zeros."""
+    """``digits`` decimals, or three significant digits if those would all be zeros."""
     if value != 0 and abs(value) < 10.0**-digits:
         return f"{value:.2e}"
     return f"{value:.{digits}f}"

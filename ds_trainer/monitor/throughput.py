@@ -1,4 +1,4 @@
-"""How fast the run is: tokens, samples, steps and operations a second. Pure arithmetic, no device, no process group."""
+"""Throughput: tokens, samples, steps and operations per second. Pure arithmetic; no device, no process group."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed over one stretch of time. All rates are 0.0 where no time has passed."""
+    """Throughput over one period. All rates are 0.0 if no time has passed."""
 
     seconds: float
     tokens_per_second: float
     samples_per_second: float
     steps_per_second: float
     flops_per_second: float = 0.0
-    """Floating-point operations of the model a second (:mod:`ds_trainer.planner.flops`)."""
+    """Floating-point operations of the model per second (:mod:`ds_trainer.planner.flops`)."""
     data_wait: float = 0.0
-    """Part of the time, 0 to 1, in which the loop waited for data."""
+    """Fraction of the time, 0 to 1, in which the loop waited for data."""
 
 
 @dataclass(frozen=True)
-class _Mark:
-    """What had been counted at one moment."""
+class _Counts:
+    """Totals at one moment."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -38,29 +38,29 @@ class _Mark:
 
 
 class ThroughputMeter:
-    """Counts work and divides it by the time it took.
+    """Counts work and divides it by its time.
 
-    The caller decides whose work it is: hand in the tokens of the global batch to get the speed of the whole job, of
-    one rank's batch to get that rank's. Time inside :meth:`paused` (evaluation, saving) does not count, so that the
-    figures stay those of training.
+    The caller decides whose work it is: pass the tokens of the global batch for the throughput of the job, those of one
+    rank's batch for that rank's. Time inside :meth:`paused` (evaluation, saving) does not count, so that the rates are
+    those of training.
 
-    ``clock`` returns seconds and never goes backwards; tests hand in their own.
+    ``clock`` returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._done = _Mark()
+        self._done = _Counts()
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
         self._began = clock()
-        self._last_read = _Mark()
+        self._last_read = _Counts()
 
     def add(
         self, tokens: int = 0, samples: int = 0, steps: int = 1, *, flops: float = 0.0, waited: float = 0.0
     ) -> None:
-        """Count finished work of ``steps`` optimizer steps, of which ``waited`` seconds went by without data."""
+        """Add the work of ``steps`` optimizer steps, in which the loop waited ``waited`` seconds for data."""
         done = self._done
-        self._done = _Mark(
+        self._done = _Counts(
             0.0,
             done.tokens + tokens,
             done.samples + samples,
@@ -70,19 +70,19 @@ class ThroughputMeter:
         )
 
     def read(self) -> Rates:
-        """Rates since the last call of this method (the first time: since the meter was made)."""
+        """Rates since the last call of this method (the first time: since the meter was created)."""
         now = self._now()
         rates = _rates(self._last_read, now)
         self._last_read = now
         return rates
 
     def overall(self) -> Rates:
-        """Rates since the meter was made. Leaves the window of :meth:`read` alone."""
-        return _rates(_Mark(), self._now())
+        """Rates since the meter was created. Does not change the period of :meth:`read`."""
+        return _rates(_Counts(), self._now())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in this block counts for nothing. Blocks may be nested; the outermost one counts."""
+        """Exclude the time spent in this block. Blocks can be nested."""
         if self._paused_at is not None:
             yield
             return
@@ -93,13 +93,13 @@ class ThroughputMeter:
             self._paused_seconds += self._clock() - self._paused_at
             self._paused_at = None
 
-    def _now(self) -> _Mark:
+    def _now(self) -> _Counts:
         moment = self._clock() if self._paused_at is None else self._paused_at
         return replace(self._done, seconds=moment - self._began - self._paused_seconds)
 
 
 class TimedIterator(Generic[T]):
-    """An iterator that notes how long its caller waited for it: ``seconds``, on the host's clock."""
+    """An iterator that measures how long its caller waits for it: ``seconds``, on the host's clock."""
 
     def __init__(self, source: Iterable[T], clock: Callable[[], float] = time.perf_counter) -> None:
         self._source = iter(source)
@@ -117,7 +117,7 @@ class TimedIterator(Generic[T]):
             self.seconds += self._clock() - start
 
 
-def _rates(start: _Mark, end: _Mark) -> Rates:
+def _rates(start: _Counts, end: _Counts) -> Rates:
     seconds = end.seconds - start.seconds
     if seconds <= 0.0:
         return Rates(0.0, 0.0, 0.0, 0.0)

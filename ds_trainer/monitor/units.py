@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: 25.3M parameters, 12.3k tok/s, 3 min 20 s."""
+"""Human-readable numbers: 25.3M parameters, 12.3k tok/s, 3 min 20 s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def human_count(number: float) -> str:
     if not math.isfinite(number):
         return str(number)
     scaled, index = abs(number), 0
-    while scaled >= 999.5 and index < len(_PREFIXES) - 1:  # 999.6 would be rounded to 1000: it is 1 of the next prefix
+    while scaled >= 999.5 and index < len(_PREFIXES) - 1:  # 999.6 would be rounded to 1000: use the next prefix
         scaled, index = scaled / 1000, index + 1
     digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
     text = f"{scaled:.{digits}f}"
@@ -25,7 +25,7 @@ def human_count(number: float) -> str:
 
 
 def human_operations(number: float) -> str:
-    """Floating-point operations with the prefixes of the field: ``842 FLOP``, ``6.3 GFLOP``, ``989 TFLOP``."""
+    """Floating-point operations with SI prefixes: ``842 FLOP``, ``6.3 GFLOP``, ``989 TFLOP``."""
     text = human_count(number)
     prefix = {"k": "k", "M": "M", "B": "G", "T": "T"}.get(text[-1], "")
     return f"{text.removesuffix('B').rstrip('kMT')} {prefix}FLOP"

@@ -1,9 +1,10 @@
 """Learning-rate schedules by name. Names, arguments and formulas are those of transformers' ``get_scheduler``.
 
-Most are a factor of the peak rate as a function of the optimizer step (:mod:`ds_trainer.optim.factors`): the trainer
-steps them once per optimizer step, whatever the number of ranks, and not where an overflow left the weights alone.
-``reduce_lr_on_plateau`` and ``greedy`` follow a metric (:mod:`ds_trainer.optim.metric_schedules`): the trainer steps
-them after each evaluation during training, on all ranks with the same value.
+Most are a factor of the peak learning rate as a function of the optimizer step
+(:mod:`ds_trainer.optim.schedule_factors`): the trainer steps them once per optimizer step, for any number of ranks, and
+not after a skipped update. ``reduce_lr_on_plateau`` and ``greedy`` follow a metric
+(:mod:`ds_trainer.optim.metric_schedules`): the trainer steps them after each evaluation during training, with the same
+value on all ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_trainer.arguments.enums import SchedulerType
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located
-from ds_trainer.optim import factors
-from ds_trainer.optim.metric_schedules import GreedySchedule, PlateauSchedule
+from ds_trainer.optim import schedule_factors as factors
+from ds_trainer.optim.metric_schedules import Mode, PlateauSchedule, ThresholdMode, greedy_schedule_class
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
-_ON_METRIC: dict[SchedulerType, Any] = {
-    SchedulerType.REDUCE_ON_PLATEAU: PlateauSchedule,
-    SchedulerType.GREEDY: GreedySchedule,
+_ON_METRIC: dict[SchedulerType, Callable[[], Any]] = {
+    SchedulerType.REDUCE_ON_PLATEAU: lambda: PlateauSchedule,
+    SchedulerType.GREEDY: greedy_schedule_class,
 }
 _FACTORS: dict[SchedulerType, Callable[..., float]] = {
     SchedulerType.LINEAR: factors.linear,
@@ -40,41 +41,73 @@ _FACTORS: dict[SchedulerType, Callable[..., float]] = {
     SchedulerType.COSINE_WARMUP_WITH_MIN_LR: factors.cosine_warmup_with_min_lr,
     SchedulerType.WARMUP_STABLE_DECAY: factors.warmup_stable_decay,
 }
-# What the trainer gives to every factor; all other parameters are the schedule's own.
-_GIVEN = ("step", "warmup", "total", "peak")
+# Parameters of the factors that come from the trainer; all others are arguments of the schedule.
+_FROM_TRAINER = ("step", "num_warmup_steps", "num_training_steps", "lr_init")
+# Arguments that the factors get in another form (_keywords): a fraction instead of a rate, a number instead of None.
+_FLOOR: dict[str, Any] = {"min_lr": float | None, "min_lr_rate": float | None}
+_IN_ANOTHER_FORM: dict[SchedulerType, dict[str, Any]] = {
+    SchedulerType.INVERSE_SQRT: {"timescale": int | None},
+    SchedulerType.COSINE_WITH_MIN_LR: _FLOOR,
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: _FLOOR,
+    SchedulerType.WARMUP_STABLE_DECAY: {"num_stable_steps": int | None},
+}
 
 
 def build_schedule(
     name: SchedulerType | str, optimizer: Optimizer, warmup: int, total: int, arguments: Mapping[str, Any] | None = None
 ) -> Any:
-    """The schedule ``name`` over ``optimizer``: it has ``step``, ``get_last_lr``, ``state_dict``, ``load_state_dict``.
+    """Builds the schedule ``name``; it has ``step``, ``get_last_lr``, ``state_dict`` and ``load_state_dict``.
+
+    Those that depend on the step are torch's ``LambdaLR``, whose ``lr_lambdas[0].keywords`` hold the values of all
+    arguments under transformers' names.
 
     Args:
         name: one of :class:`SchedulerType`.
-        optimizer: whose param_groups carry the learning rate; ``defaults["lr"]`` is the peak.
+        optimizer: the optimizer; its ``param_groups`` hold the learning rate, and ``defaults["lr"]`` is the peak.
         warmup: optimizer steps of warm-up.
-        total: optimizer steps of the whole training.
+        total: optimizer steps of the training.
         arguments: extra arguments of the schedule.
 
     Raises:
-        ConfigError: an argument that the schedule does not have, or a value that cannot work.
+        ConfigError: an unknown argument, an invalid value, or a missing package.
     """
     kind = SchedulerType(name)
-    peak = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))  # DeepSpeed's Muon has no default
+    rate = optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"])  # DeepSpeed's Muon has no default
+    if rate is None:
+        raise ConfigError(
+            f"The {type(optimizer).__name__} passed to the Trainer computes its own learning rate (lr=None), so "
+            f"lr_scheduler_type={kind} has nothing to change. Pass a schedule that only reports it, "
+            "optimizers=(optimizer, transformers.optimization.AdafactorSchedule(optimizer)), or give the optimizer a "
+            "lr and relative_step=False."
+        )
+    peak = float(rate)
     given = check_schedule(kind, arguments, peak)
     if kind in _ON_METRIC:
         try:
-            return _ON_METRIC[kind](optimizer, **given)
+            return _ON_METRIC[kind]()(optimizer, **given)
         except ValueError as error:
             raise ConfigError(f"lr_scheduler_kwargs={given} of lr_scheduler_type={kind}: {error}.") from error
-    return LambdaLR(optimizer, partial(_FACTORS[kind], warmup=warmup, total=total, peak=peak, **given))
+    return LambdaLR(optimizer, partial(_FACTORS[kind], **_keywords(kind, given, warmup, total, peak)))
+
+
+def _keywords(kind: SchedulerType, given: Mapping[str, Any], warmup: int, total: int, peak: float) -> dict[str, Any]:
+    """All parameters of the factor but the step; those that are not given have defaults."""
+    values = {"num_warmup_steps": warmup, "num_training_steps": total, "lr_init": peak, **given}
+    if values.get("min_lr") is not None:
+        values["min_lr_rate"] = values["min_lr"] / peak
+    if values.get("timescale") is None:
+        values["timescale"] = warmup or 10_000
+    if values.get("num_stable_steps") is None:
+        values["num_stable_steps"] = total - warmup - values.get("num_decay_steps", 0)
+    parameters = inspect.signature(_FACTORS[kind]).parameters
+    return {name: values.get(name, p.default) for name, p in parameters.items() if name != "step"}
 
 
 def check_schedule(name: SchedulerType | str, arguments: Mapping[str, Any] | None, peak: float) -> dict[str, Any]:
-    """The arguments as the schedule ``name`` takes them. Needs no optimizer, so it can be asked early.
+    """Validates and converts the arguments of the schedule ``name``. Needs no optimizer, so it can run early.
 
     Raises:
-        ConfigError: with a sentence for each.
+        ConfigError: with one sentence per problem.
     """
     kind = SchedulerType(name)
     hints = schedule_arguments(kind)
@@ -84,7 +117,7 @@ def check_schedule(name: SchedulerType | str, arguments: Mapping[str, Any] | Non
     for key, value in given.items():
         if key not in hints:
             problems.append(
-                f"lr_scheduler_kwargs: '{key}' is not an argument of {of}; known are {', '.join(hints) or 'none'}."
+                f"lr_scheduler_kwargs: '{key}' is not an argument of {of}; its arguments: {', '.join(hints) or 'none'}."
                 f"{did_you_mean(key, tuple(hints))}"
             )
             continue
@@ -99,12 +132,28 @@ def check_schedule(name: SchedulerType | str, arguments: Mapping[str, Any] | Non
 
 
 def schedule_arguments(name: SchedulerType | str) -> dict[str, Any]:
-    """The arguments that a schedule takes beside those that the trainer gives, with their types."""
+    """The arguments of a schedule, without those that the trainer passes, with their types.
+
+    Raises:
+        ConfigError: the schedule needs a package that is not installed.
+    """
     kind = SchedulerType(name)
-    function: Any = _FACTORS.get(kind) or _ON_METRIC[kind].__init__
-    given = _GIVEN if kind in _FACTORS else ("self", "optimizer")
+    function: Any = _FACTORS.get(kind) or _constructor(_ON_METRIC[kind]())
+    hidden = _FROM_TRAINER if kind in _FACTORS else ("self", "optimizer")
     hints = typing.get_type_hints(function)
-    return {key: hints[key] for key in inspect.signature(function).parameters if key not in given}
+    if kind == SchedulerType.GREEDY:
+        hints |= {"mode": Mode, "threshold_mode": ThresholdMode}  # transformers: any str
+    own = {key: hints[key] for key in inspect.signature(function).parameters if key not in hidden}
+    return own | _IN_ANOTHER_FORM.get(kind, {})
+
+
+def _constructor(cls: type) -> Any:
+    """The first ``__init__`` in the class hierarchy that names its arguments."""
+    for base in cls.__mro__:
+        function = vars(base).get("__init__")
+        if function is not None and inspect.getfullargspec(function).varkw is None:
+            return function
+    raise TypeError(f"{cls} has no constructor that names its arguments")
 
 
 def _located(value: Any) -> Located:
@@ -114,14 +163,16 @@ def _located(value: Any) -> Located:
 def _wrong_values(kind: SchedulerType, given: dict[str, Any], peak: float) -> list[str]:
     of = f"lr_scheduler_type={kind}"
     if kind in (SchedulerType.COSINE_WITH_MIN_LR, SchedulerType.COSINE_WARMUP_WITH_MIN_LR):
-        asked = [f"{key}={given[key]!r}" for key in ("min_lr", "min_lr_rate") if given.get(key) is not None]
-        if len(asked) != 1:
+        floors = [f"{key}={given[key]!r}" for key in ("min_lr", "min_lr_rate") if given.get(key) is not None]
+        if len(floors) != 1:
             return [
-                f"{of} needs one of min_lr and min_lr_rate in lr_scheduler_kwargs, and has "
-                f"{' and '.join(asked) or 'neither'}."
+                f"{of} needs exactly one of min_lr and min_lr_rate in lr_scheduler_kwargs, but has "
+                f"{' and '.join(floors) or 'neither'}."
             ]
         if given.get("min_lr") is not None and peak == 0:
-            return [f"{of}: min_lr={given['min_lr']!r} is a share of learning_rate, which is 0. Raise learning_rate."]
+            return [
+                f"{of}: min_lr={given['min_lr']!r} is a fraction of learning_rate, which is 0. Raise learning_rate."
+            ]
     if kind == SchedulerType.POLYNOMIAL:
         end = given.get("lr_end", factors.POLYNOMIAL_END)
         if not end < peak:

@@ -1,1 +1,1 @@
-"""Where every rank stands, and which samples it holds: pure arithmetic, no process group."""
+"""Layout arithmetic: the coordinates of every rank and the samples that it holds. Needs no process group."""

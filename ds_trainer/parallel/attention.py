@@ -1,7 +1,7 @@
-"""Attention that knows how the sequence is cut: all-to-all over heads, ring over context ranks, all-to-all back.
+"""Attention over sharded sequences: all-to-all over heads, ring over context-parallel ranks, all-to-all back.
 
-The cut of the batch in work is a module global and not a context variable: when activations are recomputed, the
-forward pass runs a second time inside of the backward pass, on a thread of autograd that sees no context of ours.
+The sharding of the current batch is a module global, not a context variable: activation checkpointing runs the forward
+pass a second time during the backward pass, on an autograd thread that does not see our context variables.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ds_trainer.parallel.context import cast_for_attention, ring_attention
 from ds_trainer.parallel.groups import ParallelGroups
-from ds_trainer.parallel.sequence import gather_heads, scatter_heads
+from ds_trainer.parallel.ring_attention import cast_for_attention, ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
+from ds_trainer.parallel.ulysses import gather_heads, scatter_heads
 
 
 @dataclass(eq=False)
-class RunningCut:
-    """The cut of the batch in work.
+class ActiveSharding:
+    """The sharding of the current batch.
 
     Attributes:
-        plan: who holds which token, and which may see each other.
-        groups: the process groups of its layout.
-        calls: how often attention was computed under it (a recomputation counts again). A model whose forward pass
-            leaves it at 0 mixes no tokens by our attention, and so must not be cut.
+        plan: which rank holds which tokens, and which tokens may attend to each other.
+        groups: the process groups of the plan's layout.
+        calls: how many times attention ran under this sharding (recomputation counts again). A model whose forward pass
+            leaves it at 0 does not mix tokens through our attention, so its sequences must not be sharded.
     """
 
     plan: SequencePlan
@@ -41,30 +41,33 @@ class RunningCut:
         return self.plan.length // (layout.cp * layout.sp)
 
 
-_running: RunningCut | None = None
+_active: ActiveSharding | None = None
 
 
 @contextmanager
-def use_cut(plan: SequencePlan | None, groups: ParallelGroups | None) -> Iterator[RunningCut | None]:
-    """While inside, attention takes its tokens for this rank's part of ``plan``. Enter it around the forward *and* the
-    backward pass of a micro-batch. None for ``plan``: nothing is cut inside, whatever is cut outside."""
-    global _running
-    before = _running
+def use_sharding(plan: SequencePlan | None, groups: ParallelGroups | None) -> Iterator[ActiveSharding | None]:
+    """Inside, attention treats its tokens as this rank's shard of ``plan``.
+
+    Enter it around the forward *and* the backward pass of a micro-batch. With ``plan=None`` attention inside treats
+    sequences as unsharded, even within an outer sharding.
+    """
+    global _active
+    outer = _active
     if plan is None:
-        _running = None
+        _active = None
     else:
         if groups is None:
-            raise ValueError("a sequence plan without process groups")
-        _running = RunningCut(plan, groups)
+            raise ValueError("use_sharding needs process groups with a sequence plan")
+        _active = ActiveSharding(plan, groups)
     try:
-        yield _running
+        yield _active
     finally:
-        _running = before
+        _active = outer
 
 
-def active_cut() -> RunningCut | None:
-    """The cut that holds now, or None."""
-    return _running
+def active_sharding() -> ActiveSharding | None:
+    """The sharding in effect, or None."""
+    return _active
 
 
 def attention(
@@ -78,61 +81,63 @@ def attention(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Self-attention for models of one's own, whole and cut along the sequence alike.
+    """Self-attention for custom models; works the same with and without sequence sharding.
 
     Args:
         query: ``[batch, heads, tokens, head_dim]``.
-        key, value: the same; as many heads, or a divisor of them (GQA, MQA).
-        causal: a token sees no later one.
-        window: with ``causal`` a token sees itself and the ``window - 1`` before it, else ``window`` to either side.
-        scale: of the scores; ``head_dim ** -0.5`` where None.
-        attention_mask: ``[batch, tokens]``, 0 where a token is padding that nobody may see.
-        position_ids: ``[batch or 1, tokens]``. Where there is no ``attention_mask``, a position that does not follow
-            the one before begins another document, and documents do not see each other (as transformers takes it).
+        key, value: the same shape, with the same number of heads or a divisor of it (GQA, MQA).
+        causal: tokens do not attend to later tokens.
+        window: with ``causal``, a token attends to itself and the ``window - 1`` tokens before it; otherwise to
+            ``window`` tokens on either side.
+        scale: factor of the scores; ``head_dim ** -0.5`` if None.
+        attention_mask: ``[batch, tokens]``, 0 for padding, which no token attends to.
+        position_ids: ``[batch or 1, tokens]``. Without an ``attention_mask``, a position that is not the previous one
+            plus 1 starts a new document, and attention stays within a document (the convention of transformers).
 
-    Under a cut the last two arguments are not looked at: the plan of the batch says the same for the whole sequence.
+    With sequence sharding the last two arguments are ignored: the plan of the batch holds the same information for the
+    full sequence.
 
     Returns:
-        ``[batch, heads, tokens, head_dim of value]``; 0 for a token that may see nothing.
+        ``[batch, heads, tokens, head_dim of value]``; 0 for a token that attends to nothing.
 
     Raises:
-        ValueError: query and key differ in tokens; the tokens are not this rank's part of the cut batch; the heads
-            cannot be divided by the sequence-parallel ranks.
+        ValueError: query and key have different numbers of tokens; the tokens are not this rank's shard; the number of
+            heads is not divisible by the sequence-parallel size.
     """
-    cut = _running
+    sharding = _active
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(f"self-attention of {query.shape[-2]} query tokens over {key.shape[-2]} key tokens")
-    if cut is None:
-        return _whole(query, key, value, causal, window, scale, attention_mask, position_ids)
-    if query.shape[-2] != cut.local_length:
+    if sharding is None:
+        return _unsharded(query, key, value, causal, window, scale, attention_mask, position_ids)
+    if query.shape[-2] != sharding.local_length:
         raise ValueError(
-            f"attention got {query.shape[-2]} tokens, but the part of this rank is {cut.local_length} of "
-            f"{cut.plan.length} ({cut.plan.layout.describe()})"
+            f"attention got {query.shape[-2]} tokens, but this rank's shard has {sharding.local_length} of "
+            f"{sharding.plan.length} ({sharding.plan.layout.describe()})"
         )
-    cut.calls += 1
+    sharding.calls += 1
     if query.shape[1] == 0:
-        # Tensor parallelism over more ranks than there are key heads leaves some without any, and with them all ranks
-        # that they would exchange with. What is empty still belongs to the graph: gradients of no elements are awaited.
+        # Tensor parallelism over more ranks than key heads leaves some ranks without heads, and with them all ranks
+        # that they would exchange with. The empty result must stay in the autograd graph: its gradient is expected.
         return scaled_dot_product_attention(query, key, value)
-    exchanged = cut.plan.layout.sp > 1
-    if exchanged:
-        query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))  # travel at half the size
-        query, key, value = scatter_heads(query, key, value, cut.groups.sp)
+    ulysses = sharding.plan.layout.sp > 1
+    if ulysses:
+        query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))  # halves the traffic
+        query, key, value = scatter_heads(query, key, value, sharding.groups.sp)
     result = ring_attention(
         query,
         key,
         value,
-        plan=cut.plan,
-        group=cut.groups.cp,
-        cp_rank=cut.groups.place.cp,
+        plan=sharding.plan,
+        group=sharding.groups.cp,
+        cp_rank=sharding.groups.coordinates.cp,
         causal=causal,
         window=window,
         scale=scale,
     )
-    return gather_heads(result, cut.groups.sp) if exchanged else result
+    return gather_heads(result, sharding.groups.sp) if ulysses else result
 
 
-def _whole(
+def _unsharded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -148,14 +153,14 @@ def _whole(
         mask = attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :]
     elif position_ids is not None:
         breaks = position_ids.to(device).diff(dim=-1) != 1
-        if breaks.any():  # waits for the device, once a call: less than a [tokens, tokens] mask for a whole sequence
+        if breaks.any():  # one device sync per call, cheaper than a [tokens, tokens] mask for every sequence
             documents = torch.nn.functional.pad(breaks.cumsum(-1), (1, 0))
             mask = (documents[:, :, None] == documents[:, None, :])[:, None]
     if window is not None:
-        places = torch.arange(tokens, device=device)
-        behind = places[:, None] - places[None, :]
-        near = behind < window if causal else behind.abs() <= window
-        mask = near if mask is None else mask & near
+        positions = torch.arange(tokens, device=device)
+        distance = positions[:, None] - positions[None, :]
+        in_window = distance < window if causal else distance.abs() <= window
+        mask = in_window if mask is None else mask & in_window
     if mask is not None and causal:
         mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     return scaled_dot_product_attention(

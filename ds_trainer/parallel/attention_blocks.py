@@ -1,12 +1,13 @@
 """``AttentionBlocks``: which blocks of the attention matrix one context-parallel rank computes, and how.
 
-The tokens of a rank times those of a rank whose keys it holds are one square of the attention matrix. A square is
-divided on the host, before any kernel runs: parts in which nobody may see anybody are left out, parts without any mask
-or with the plain causal one go to the quickest kernels, and only what remains gets a mask. In zig-zag order
-(:class:`~ds_trainer.parallel.sequence_plan.SequencePlan`) a causal mask without documents needs one call a square: the
-own square is causal, of one from an earlier rank all queries see the first half of the keys, and of one from a later
-rank the second half of the queries sees all keys. So all ranks compute the same number of scores at every step of the
-ring. That balance is the idea of striped attention (Brandon et al. 2023, arXiv 2311.09431), with contiguous chunks.
+The queries of one rank and the keys of another form a square of the attention matrix. Each square is divided on the
+host, before any kernel runs: empty blocks are skipped, blocks without a mask or with the plain causal mask go to the
+fastest kernels, and only the remaining blocks get an explicit mask. In zig-zag order
+(:class:`~ds_trainer.parallel.sequence_plan.SequencePlan`) a causal mask without documents needs one kernel call per
+square: a rank's square with itself is causal; with the keys of an earlier rank, all queries attend to the first half of
+the keys; with the keys of a later rank, the second half of the queries attends to all keys. So all ranks compute the
+same number of scores at every step of the ring. This balance is the idea of striped attention (Brandon et al. 2023,
+arXiv 2311.09431), here with contiguous chunks.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ import torch
 
 from ds_trainer.parallel.sequence_plan import SequencePlan
 
-MASK_ELEMENTS = 1 << 22  # a mask larger than this is divided: 2048 queries x 2048 keys of one sequence
+MASK_ELEMENTS = 1 << 22  # larger masks are divided: 2048 queries x 2048 keys of one sequence
 
 
 class BlockKind(Enum):
     """How the scores of a block are masked."""
 
-    FULL = "every query sees every key"
-    CAUSAL = "query i of the block sees keys 0..i of the block"
-    MASKED = "by a mask"
+    FULL = "every query attends to every key"
+    CAUSAL = "query i of the block attends to keys 0..i of the block"
+    MASKED = "by an explicit mask"
 
 
 class Block(NamedTuple):
-    """Queries ``q0..q1`` of a rank on keys ``k0..k1`` of a rank (places among the tokens of each, ends excluded)."""
+    """Queries ``[q0, q1)`` of one rank on keys ``[k0, k1)`` of another, as indices into each rank's tokens."""
 
     kind: BlockKind
     q0: int
@@ -43,28 +44,28 @@ class Block(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Scores that a kernel computes for one head and sequence."""
+        """Scores that a kernel computes per head and sequence."""
         rows = self.q1 - self.q0
         return rows * (rows + 1) // 2 if self.kind is BlockKind.CAUSAL else rows * (self.k1 - self.k0)
 
 
 class AttentionBlocks:
-    """The blocks of one rank, and the masks of those that need one.
+    """The blocks of one rank and the masks of the masked blocks.
 
-    A query at place ``q`` of a sequence may see the key at place ``k`` if that key is valid, both are of one document,
-    and the place is near enough: causal ``k <= q``, and with a window ``q - k < window``; not causal
-    ``|q - k| <= window``. (The window counts the query itself in the first case and both sides in the second: the two
-    conventions of transformers' ``masking_utils``.)
+    A query at position ``q`` of a sequence may attend to the key at position ``k`` if the key is valid, both belong to
+    one document, and the key is in range: with ``causal``, ``k <= q`` and ``q - k < window``; otherwise
+    ``|q - k| <= window``. (The window includes the query itself in the first case and extends to both sides in the
+    second: the two conventions of transformers' ``masking_utils``.)
 
     Args:
-        plan: who holds which token.
-        cp_rank: whose queries.
-        causal: whether nobody sees later tokens.
-        window: how far one sees, in tokens; None: the whole sequence.
+        plan: which rank holds which tokens.
+        cp_rank: the rank whose queries are computed.
+        causal: whether tokens ignore later tokens.
+        window: attention window in tokens; None for the full sequence.
         mask_elements: size above which a masked block is divided further.
 
     Attributes:
-        of: the blocks for the keys of each context-parallel rank, by its number.
+        of: the blocks for the keys of each context-parallel rank, indexed by rank.
     """
 
     def __init__(
@@ -75,17 +76,17 @@ class AttentionBlocks:
         window: int | None,
         mask_elements: int,
     ) -> None:
-        # Not the plan itself: plans are the weak keys under which these objects are kept.
+        # Does not hold the plan itself: plans are the weak keys of the cache of these objects.
         self._ranks = plan.layout.cp
         self._rank = cp_rank
         self._chunk = plan.length // (2 * self._ranks)
         self._causal = causal
         furthest = plan.length if window is None else window - 1 if causal else window
-        self._distances = (0 if causal else -furthest, furthest)  # of a query to the first and last key it sees
+        self._distances = (0 if causal else -furthest, furthest)  # smallest and largest visible q - k
         self._mask_elements = mask_elements
         self._documents = _Documents.of(plan)
         self.of: tuple[tuple[Block, ...], ...] = tuple(
-            tuple(_joined(self._divide(source, 0, self.tokens, 0, self.tokens))) for source in range(self._ranks)
+            tuple(_merged(self._divide(source, 0, self.tokens, 0, self.tokens))) for source in range(self._ranks)
         )
 
     @property
@@ -95,46 +96,46 @@ class AttentionBlocks:
 
     @property
     def scores(self) -> int:
-        """Scores that this rank computes for one head and sequence."""
+        """Scores that this rank computes per head and sequence."""
         return sum(block.scores for blocks in self.of for block in blocks)
 
     def mask(self, source: int, block: Block, device: torch.device) -> torch.Tensor | None:
-        """The mask of a block on the keys of rank ``source``; None for a block that is not masked.
+        """The mask of a block on the keys of rank ``source``; None if the block is not masked.
 
-        Bool ``[batch or 1, 1, queries, keys]``, made on ``device`` without waiting for it.
+        Bool ``[batch or 1, 1, queries, keys]``, created on ``device`` without a synchronization.
         """
         if block.kind is not BlockKind.MASKED:
             return None
-        q0, k0 = self._place(self._rank, block.q0), self._place(source, block.k0)  # masked blocks have no gap
+        q0, k0 = self._position(self._rank, block.q0), self._position(source, block.k0)  # masked blocks have no gap
         query = torch.arange(q0, q0 + block.q1 - block.q0, device=device).unsqueeze(1)
         key = torch.arange(k0, k0 + block.k1 - block.k0, device=device)
         nearest, furthest = self._distances
         mask = ((key <= query - nearest) & (key >= query - furthest))[None, None]
         if self._documents is not None:
             queries, keys = self._documents.on(device)
-            of_queries, of_keys = queries[:, q0 : q0 + block.q1 - block.q0], keys[:, k0 : k0 + block.k1 - block.k0]
-            mask = mask & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
+            queries, keys = queries[:, q0 : q0 + block.q1 - block.q0], keys[:, k0 : k0 + block.k1 - block.k0]
+            mask = mask & (queries[:, None, :, None] == keys[:, None, None, :])
         return mask
 
     # -- dividing -------------------------------------------------------------------------------------------------
 
-    def _place(self, rank: int, token: int) -> int:
-        """Place in the sequence of a token of a rank."""
-        chunk, rest = divmod(token, self._chunk)
-        return (rank if chunk == 0 else 2 * self._ranks - 1 - rank) * self._chunk + rest
+    def _position(self, rank: int, token: int) -> int:
+        """Sequence position of a rank's token."""
+        chunk, offset = divmod(token, self._chunk)
+        return (rank if chunk == 0 else 2 * self._ranks - 1 - rank) * self._chunk + offset
 
     def _divide(self, source: int, q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
-        """The blocks of a rectangle; what is left out, nobody sees."""
+        """Yields the blocks of a rectangle, without its empty parts."""
         if q0 == q1 or k0 == k1:
             return
-        found = self._kind(source, q0, q1, k0, k1)
-        if found is None:
+        kind = self._kind(source, q0, q1, k0, k1)
+        if kind is None:
             return
         sequences = 1 if self._documents is None else self._documents.sequences
         large = sequences * (q1 - q0) * (k1 - k0) > self._mask_elements
         gap = self._has_gap(self._rank, q0, q1) or self._has_gap(source, k0, k1)
-        if found is not BlockKind.MASKED or not (gap or (large and (q1 - q0) * (k1 - k0) > 1)):
-            yield Block(found, q0, q1, k0, k1)
+        if kind is not BlockKind.MASKED or not (gap or (large and (q1 - q0) * (k1 - k0) > 1)):
+            yield Block(kind, q0, q1, k0, k1)
             return
         q, k = (q0 + q1) // 2, (k0 + k1) // 2  # the first halves end where the first chunk does
         for rows in ((q0, q), (q, q1)):
@@ -142,30 +143,32 @@ class AttentionBlocks:
                 yield from self._divide(source, *rows, *columns)
 
     def _has_gap(self, rank: int, start: int, stop: int) -> bool:
-        return self._place(rank, stop - 1) - self._place(rank, start) != stop - 1 - start
+        return self._position(rank, stop - 1) - self._position(rank, start) != stop - 1 - start
 
     def _kind(self, source: int, q0: int, q1: int, k0: int, k1: int) -> BlockKind | None:
-        """What a rectangle is as a whole; None where it is empty. In doubt, it is masked."""
-        first, last = self._place(self._rank, q0), self._place(self._rank, q1 - 1)
-        first_key, last_key = self._place(source, k0), self._place(source, k1 - 1)
+        """The kind of a whole rectangle; None if it is empty. MASKED if in doubt."""
+        first, last = self._position(self._rank, q0), self._position(self._rank, q1 - 1)
+        first_key, last_key = self._position(source, k0), self._position(source, k1 - 1)
         smallest, largest = first - last_key, last - first_key
         nearest, furthest = self._distances
         if largest < nearest or smallest > furthest:
             return None
-        near = largest <= furthest and smallest >= nearest
-        # Whatever the gaps: the tokens of a rank are in the order of the sequence.
+        full = largest <= furthest and smallest >= nearest
+        # Gaps do not matter: a rank's tokens are in sequence order.
         triangle = self._causal and source == self._rank and (q0, q1) == (k0, k1) and largest <= furthest
         if self._documents is not None:
             same = self._documents.compare(self._runs(self._rank, q0, q1), self._runs(source, k0, k1))
             if same is None:
                 return None
-            near, triangle = near and same, triangle and same
-        return BlockKind.FULL if near else BlockKind.CAUSAL if triangle else BlockKind.MASKED
+            full, triangle = full and same, triangle and same
+        return BlockKind.FULL if full else BlockKind.CAUSAL if triangle else BlockKind.MASKED
 
     def _runs(self, rank: int, start: int, stop: int) -> list[slice]:
-        """Places in the sequence of some tokens of a rank, as one run, or two with a gap between."""
-        cuts = [start, self._chunk, stop] if self._has_gap(rank, start, stop) else [start, stop]
-        return [slice(self._place(rank, begin), self._place(rank, end - 1) + 1) for begin, end in pairwise(cuts)]
+        """Sequence positions of a rank's tokens ``[start, stop)``, as one run or as two with a gap between them."""
+        bounds = [start, self._chunk, stop] if self._has_gap(rank, start, stop) else [start, stop]
+        return [
+            slice(self._position(rank, begin), self._position(rank, end - 1) + 1) for begin, end in pairwise(bounds)
+        ]
 
 
 class _Documents:
@@ -183,7 +186,7 @@ class _Documents:
 
     @classmethod
     def of(cls, plan: SequencePlan) -> _Documents | None:
-        """None where every key is valid and every sequence one document."""
+        """The documents of ``plan``; None if every key is valid and every sequence is one document."""
         if plan.documents is None and plan.valid is None:
             return None
         documents = plan.documents
@@ -194,11 +197,11 @@ class _Documents:
 
     @property
     def sequences(self) -> int:
-        """Sequences of the batch."""
+        """Number of sequences in the batch."""
         return self._queries.shape[0]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Documents of the queries and of the keys on ``device``; copied once, without waiting for it."""
+        """Documents of the queries and of the keys on ``device``; copied once, asynchronously."""
         if device not in self._on:
             tensors = (self._queries, self._keys)
             if device.type == "cuda":
@@ -208,7 +211,7 @@ class _Documents:
         return self._on[device]
 
     def compare(self, queries: list[slice], keys: list[slice]) -> bool | None:
-        """Whether all of these queries and keys are of one document in each sequence; None where no pair is of one."""
+        """Whether all of these queries and keys share one document in each sequence; None if no pair does."""
         lowest, highest = _range(self._queries, queries)
         lowest_key, highest_key = _range(self._keys, keys)
         lowest_valid, _ = _range(self._valid_keys, keys)
@@ -218,35 +221,35 @@ class _Documents:
 
 
 def _range(tensor: torch.Tensor, runs: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and greatest value of each row over some of its columns."""
-    least, greatest = zip(*(torch.aminmax(tensor[:, run], dim=1) for run in runs), strict=True)
-    return torch.stack(least).amin(0), torch.stack(greatest).amax(0)
+    """Minimum and maximum of each row over some of its columns."""
+    minima, maxima = zip(*(torch.aminmax(tensor[:, run], dim=1) for run in runs), strict=True)
+    return torch.stack(minima).amin(0), torch.stack(maxima).amax(0)
 
 
-def _joined(blocks: Iterable[Block]) -> list[Block]:
-    """The same blocks, with full ones that lie side by side made one."""
+def _merged(blocks: Iterable[Block]) -> list[Block]:
+    """The same blocks, with adjacent full blocks merged."""
     blocks = list(blocks)
     full = [tuple(block[1:]) for block in blocks if block.kind is BlockKind.FULL]
-    for _ in range(2):  # below each other first; then, queries and keys exchanged, beside each other
-        joined: list[tuple[int, ...]] = []
+    for _ in range(2):  # vertically first; then, with queries and keys swapped, horizontally
+        merged: list[tuple[int, ...]] = []
         for a0, a1, b0, b1 in sorted(full, key=lambda block: (block[2], block[3], block[0])):
-            if joined and joined[-1][2:] == (b0, b1) and joined[-1][1] == a0:
-                joined[-1] = (joined[-1][0], a1, b0, b1)
+            if merged and merged[-1][2:] == (b0, b1) and merged[-1][1] == a0:
+                merged[-1] = (merged[-1][0], a1, b0, b1)
             else:
-                joined.append((a0, a1, b0, b1))
-        full = [(b0, b1, a0, a1) for a0, a1, b0, b1 in joined]
+                merged.append((a0, a1, b0, b1))
+        full = [(b0, b1, a0, a1) for a0, a1, b0, b1 in merged]
     rest = [block for block in blocks if block.kind is not BlockKind.FULL]
     return sorted(rest + [Block(BlockKind.FULL, *block) for block in full], key=lambda block: block[1:])
 
 
-_made: weakref.WeakKeyDictionary[SequencePlan, dict[tuple[int, bool, int | None], AttentionBlocks]] = (
+_cache: weakref.WeakKeyDictionary[SequencePlan, dict[tuple[int, bool, int | None], AttentionBlocks]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def attention_blocks(plan: SequencePlan, cp_rank: int, causal: bool, window: int | None = None) -> AttentionBlocks:
-    """The blocks of this rank; divided once for all layers that go through a plan."""
-    of_plan = _made.setdefault(plan, {})
+    """The blocks of this rank, cached for all layers that use the plan."""
+    of_plan = _cache.setdefault(plan, {})
     key = (cp_rank, causal, window)
     if key not in of_plan:
         of_plan[key] = AttentionBlocks(plan, cp_rank, causal, window, MASK_ELEMENTS)

@@ -1,12 +1,12 @@
-"""Attention of one block of queries on one block of keys, with what is needed to merge blocks and to go backward.
+"""Attention of one block of queries on one block of keys, with the values needed to merge blocks and for backward.
 
-Forward gives, beside the output, the log of the sum of exponentials (*lse*) of every query's scores. Two outputs over
-different keys merge exactly by their lse, and the gradients of a block follow from the output and lse of *all* keys
-without a second softmax: that is how FlashAttention-2 (Dao 2023, arXiv 2307.08691) goes backward, and its kernels take
-both as arguments. So any kernel here works on a block as if it were the whole.
+Besides the output, the forward pass returns the log-sum-exp (*lse*) of every query's scores. Two outputs over different
+keys can be merged exactly by their lse, and the gradients of a block follow from the output and lse over *all* keys
+without a second softmax: this is the backward pass of FlashAttention-2 (Dao 2023, arXiv 2307.08691), whose kernels take
+both as arguments. So each kernel treats a block as if it were the full attention.
 
 ==================  ====================================================  ==========================================
-kernel              operator of torch                                     used for
+kernel              torch operator                                        used for
 ==================  ====================================================  ==========================================
 :class:`CpuFlash`   ``_scaled_dot_product_flash_attention_for_cpu``       CPU, float16 to float64, with or without mask
 :class:`CudaFlash`  ``_scaled_dot_product_flash_attention``               NVIDIA since Ampere, 16 bits, no mask
@@ -21,7 +21,7 @@ There is no dropout.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,42 +31,45 @@ _aten = torch.ops.aten
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class Kernel(Protocol):
-    """One way to compute a block.
+class BlockInputs(NamedTuple):
+    """The inputs of one block of attention.
 
-    ``mask`` is bool ``[batch or 1, 1, queries, keys]``, true where a query may see a key; ``causal`` (for square
-    blocks, without mask) lets query ``i`` see keys ``0..i``. A query that sees nothing gives 0 and a lse of minus
-    infinity.
+    Attributes:
+        query: ``[batch, heads, queries, head_dim]``.
+        key, value: ``[batch, key heads, keys, head_dim]``.
+        causal: query ``i`` attends to keys ``0..i``; for square blocks without a mask.
+        mask: bool ``[batch or 1, 1, queries, keys]``, true where a query may attend to a key; None without a mask.
+        scale: factor of the scores.
     """
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool
+    mask: Tensor | None
+    scale: float
+
+
+class Kernel(Protocol):
+    """One way to compute a block. A query that attends to no key gives an output of 0 and an lse of minus infinity."""
+
+    def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         """Output in the dtype of ``query``; lse ``[batch, heads, queries]`` in float32 (float64 for float64)."""
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of ``query``, ``key`` and ``value`` by this block.
+        """This block's contribution to the gradients of ``query``, ``key`` and ``value``.
 
-        ``out`` and ``lse`` are those over *all* keys; the lse of a query that sees none at all is *plus* infinity here,
-        so that every weight ``exp(score - lse)`` of it is 0.
+        ``out`` and ``lse`` are those over *all* keys. The lse of a query that attends to no key at all must be *plus*
+        infinity here, so that all its weights ``exp(score - lse)`` are 0.
         """
         ...
 
 
 def kernel_for(query: Tensor, value: Tensor, masked: bool) -> Kernel:
-    """The quickest kernel that can compute a block of such tensors, with or without a mask."""
+    """The fastest kernel for a block of such tensors, with or without a mask."""
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, *_SIXTEEN_BITS):
         return CpuFlash()
     if query.device.type == "cuda" and torch.version.hip is None:
@@ -79,16 +82,16 @@ def kernel_for(query: Tensor, value: Tensor, masked: bool) -> Kernel:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what blocks of this dtype are summed: float64 for float64, else float32."""
+    """The dtype in which blocks of this dtype are accumulated: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class CpuFlash:
-    """The tiled kernel of CPUs; takes grouped queries, and a mask as a term that is added to the scores."""
+    """The tiled CPU kernel; supports grouped queries, and a mask as a bias added to the scores."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Attention of one block, with what the backward pass needs."""
+        query, key, value, causal, mask, scale = inputs
         width = max(query.shape[-1], value.shape[-1])
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             _widened(query, width),
@@ -102,17 +105,10 @@ class CpuFlash:
         return _without_empty_rows(out[..., : value.shape[-1]], lse, mask)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value of one block."""
+        query, key, value, causal, mask, scale = inputs
         width = max(query.shape[-1], value.shape[-1])
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _widened(grad_out, width),
@@ -130,13 +126,13 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention-2 as torch brings it: one width of head for all, a multiple of 8; takes grouped queries."""
+    """torch's FlashAttention-2: one head width for all tensors, a multiple of 8; supports grouped queries."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Attention of one block, with what the backward pass needs."""
+        query, key, value, causal, mask, scale = inputs
         if mask is not None:
-            raise ValueError("the flash kernel of CUDA takes no mask; kernel_for gives one that does")
+            raise ValueError("the CUDA flash kernel takes no mask; use kernel_for to get a kernel that does")
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
             _widened(query, width), _widened(key, width), _widened(value, width), 0.0, causal, False, scale=scale
@@ -144,19 +140,12 @@ class CudaFlash:
         return out[..., : value.shape[-1]], lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value of one block."""
+        query, key, value, causal, mask, scale = inputs
         if mask is not None:
-            raise ValueError("the flash kernel of CUDA takes no mask; kernel_for gives one that does")
+            raise ValueError("the CUDA flash kernel takes no mask; use kernel_for to get a kernel that does")
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         grads = _aten._scaled_dot_product_flash_attention_backward(
             _widened(grad_out, width),
@@ -164,7 +153,7 @@ class CudaFlash:
             _widened(key, width),
             _widened(value, width),
             _widened(out, width),
-            lse.contiguous(),  # read as if it were
+            lse.contiguous(),  # the kernel assumes it
             None,
             None,
             query.shape[2],
@@ -178,11 +167,11 @@ class CudaFlash:
 
 
 class Efficient:
-    """xFormers' memory-efficient kernel as torch brings it: as many heads of keys as of queries, aligned masks."""
+    """torch's version of xFormers' memory-efficient kernel: needs equal numbers of heads and aligned masks."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Attention of one block, with what the backward pass needs."""
+        query, key, value, causal, mask, scale = inputs
         heads = query.shape[1]
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             _aligned(query),
@@ -194,21 +183,14 @@ class Efficient:
             causal,
             scale=scale,
         )
-        # The lse comes padded to a multiple of 32 queries.
+        # The kernel pads the lse to a multiple of 32 queries.
         return _without_empty_rows(out[..., : value.shape[-1]], lse[..., : query.shape[2]], mask)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value of one block."""
+        query, key, value, causal, mask, scale = inputs
         heads, tokens = query.shape[1:3]
         grads = _aten._scaled_dot_product_efficient_attention_backward(
             _aligned(grad_out),
@@ -216,11 +198,11 @@ class Efficient:
             _aligned(_repeated(key, heads)),
             _aligned(_repeated(value, heads)),
             None if mask is None else _aligned_bias(mask, query),
-            # The kernel asks for two of the strides of `out` and takes the third to be that of [batch, tokens, heads,
-            # head_dim] in memory, which is how its forward pass writes it.
+            # The kernel reads two strides of `out` and assumes the memory layout [batch, tokens, heads, head_dim], in
+            # which its forward pass writes it.
             _aligned(out).transpose(1, 2).contiguous().transpose(1, 2),
             F.pad(lse, (0, _multiple(tokens, 32) - tokens), value=math.inf).contiguous(),
-            *_unused_seeds(torch.empty(0), torch.int64, ()),  # its forward pass returns them on the host, too
+            *_unused_seeds(torch.empty(0), torch.int64, ()),  # its forward pass also returns them on the host
             0.0,
             [True, True, True, False],
             causal,
@@ -231,15 +213,15 @@ class Efficient:
 
 
 class Math:
-    """The definition, for devices and dtypes without a kernel: all scores of the block are in memory at once.
+    """Plain matrix operations for devices and dtypes without a kernel; holds all scores of the block in memory.
 
     With ``s = scale * q k'`` and ``p = exp(s - lse)``: ``out = p v``, and backward ``dv = p' dout``,
     ``ds = p * (dout v' - rowsum(dout * out))``, ``dq = scale * ds k``, ``dk = scale * ds' q``.
     """
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Attention of one block, with what the backward pass needs."""
+        query, key, value, causal, mask, scale = inputs
         scores = self._scores(query, key, causal, mask, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp_()
@@ -247,25 +229,18 @@ class Math:
         return out.to(query.dtype), lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value of one block."""
+        query, key, value, causal, mask, scale = inputs
         heads = query.shape[1]
         scores = self._scores(query, key, causal, mask, scale)
         weights = (scores - lse.unsqueeze(-1)).exp_()
         grad_out = grad_out.to(scores.dtype)
         grad_value = weights.mT @ grad_out
         grad_weights = grad_out @ _repeated(value, heads).to(scores.dtype).mT
-        own = (grad_out * out.to(scores.dtype)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - own) * scale
+        row_sum = (grad_out * out.to(scores.dtype)).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_weights - row_sum) * scale
         grad_query = grad_scores @ _repeated(key, heads).to(scores.dtype)
         grad_key = grad_scores.mT @ query.to(scores.dtype)
         return grad_query, _summed(grad_key, key.shape[1]), _summed(grad_value, value.shape[1])
@@ -279,7 +254,7 @@ class Math:
         return scores if mask is None else scores.masked_fill_(~mask, -math.inf)
 
 
-# -- what the operators want ---------------------------------------------------------------------------------------
+# -- layouts that the operators require ----------------------------------------------------------------------------
 
 
 def _multiple(size: int, of: int) -> int:
@@ -287,7 +262,7 @@ def _multiple(size: int, of: int) -> int:
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
-    """Heads padded by zeros to ``width``, with an innermost stride of 1: no score and no output changes."""
+    """Pads heads with zeros to ``width``, with an innermost stride of 1; scores and outputs do not change."""
     if tensor.shape[-1] < width:
         return F.pad(tensor, (0, width - tensor.shape[-1]))
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -300,13 +275,13 @@ def _aligned(tensor: Tensor) -> Tensor:
 def _narrowed(
     grads: tuple[Tensor, Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Without the padding of :func:`_widened`."""
-    of_query, of_key, of_value = grads
-    return of_query[..., : query.shape[-1]], of_key[..., : key.shape[-1]], of_value[..., : value.shape[-1]]
+    """Removes the padding of :func:`_widened`."""
+    grad_query, grad_key, grad_value = grads
+    return grad_query[..., : query.shape[-1]], grad_key[..., : key.shape[-1]], grad_value[..., : value.shape[-1]]
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    """Every head of keys once for each head of queries that uses it."""
+    """Repeats every key head for each query head that uses it."""
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
@@ -316,12 +291,12 @@ def _summed(grad: Tensor, heads: int) -> Tensor:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: 0, or minus infinity where a query may not see a key."""
+    """The bias added to the scores: 0, or minus infinity where a query may not attend to a key."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def _aligned_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """The same for every batch and head, with rows that begin at multiples of 16 elements."""
+    """The bias expanded to every batch and head, with rows that start at multiples of 16 elements."""
     *others, keys = mask.shape
     padded = torch.zeros(*others, _multiple(keys, 16), dtype=query.dtype, device=mask.device)
     bias = padded[..., :keys].masked_fill_(~mask, -math.inf)
@@ -329,7 +304,7 @@ def _aligned_bias(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _without_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the operators give for a query without any key (a lse of 0, a nan) replaced by an output of 0."""
+    """Replaces the operators' results for a query without keys (an lse of 0, nan) with an output of 0."""
     if mask is None:
         return out, lse
     empty = ~mask.any(-1)
@@ -337,5 +312,5 @@ def _without_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[
 
 
 def _unused_seeds(like: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that is not there."""
+    """Seed and offset of a dropout that is disabled."""
     return torch.zeros(shape, dtype=dtype, device=like.device), torch.zeros((), dtype=dtype, device=like.device)

@@ -1,12 +1,12 @@
 """``BatchPlan``: which samples of an epoch belong to which step, micro-batch and replica.
 
-The order of samples follows from seed and epoch alone. A global batch is a run of consecutive samples of that order;
-the layout only decides who holds which. So every layout sees the same global batches, and a run can change its layout
-in the middle without anybody seeing another batch.
+The order of samples depends only on the seed and the epoch. A global batch is a run of consecutive samples in that
+order; the layout only decides which rank holds which sample. So every layout sees the same global batches, and a run
+can change its layout midway without changing its batches.
 
-One epoch of ``n`` samples is cut into *rounds*: in a round every replica works on one micro-batch. ``accumulation``
-rounds make an optimizer step; the last step of an epoch may have fewer. The last round may be ragged: its samples are
-dealt out as evenly as possible, in order, and a replica that gets none works on a filler that counts for nothing.
+An epoch of ``n`` samples is divided into *micro-steps*: one micro-batch on every replica. ``accumulation`` micro-steps
+make one optimizer step; the last step of an epoch may have fewer. The last micro-step may be ragged: its samples are
+distributed as evenly as possible, in order, and a replica that gets none works on a dummy batch with weight zero.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class BatchPlan:
 
     Args:
         layout: owner of the data-parallel size.
-        micro_batch: samples of one replica in one forward pass.
-        accumulation: rounds (micro-batches of each replica) of one optimizer step.
-        drop_last: leave out the samples of a ragged last round.
+        micro_batch: samples that one replica processes in one forward pass.
+        accumulation: micro-steps (micro-batches of each replica) per optimizer step.
+        drop_last: drop the samples of a ragged last micro-step.
     """
 
     layout: ParallelLayout
@@ -46,45 +46,41 @@ class BatchPlan:
     # -- sizes ----------------------------------------------------------------------------------------------------
 
     @property
-    def round_size(self) -> int:
-        """Samples of one full round, all replicas together."""
+    def samples_per_micro_step(self) -> int:
+        """Samples of one full micro-step over all replicas."""
         return self.micro_batch * self.layout.dp
 
     @property
-    def step_size(self) -> int:
-        """Samples of one full optimizer step: the global batch."""
-        return self.round_size * self.accumulation
+    def global_batch_size(self) -> int:
+        """Samples of one full optimizer step."""
+        return self.samples_per_micro_step * self.accumulation
 
     def describe(self) -> str:
         """The global batch written out as a product."""
         return (
-            f"{self.step_size} = {self.micro_batch} per device x {self.accumulation} accumulation "
+            f"{self.global_batch_size} = {self.micro_batch} per device x {self.accumulation} accumulation "
             f"x {self.layout.dp} data parallel"
         )
 
     # -- one epoch ------------------------------------------------------------------------------------------------
 
     def samples_used(self, samples: int) -> int:
-        """Samples of an epoch of ``samples`` that are trained on."""
-        return samples // self.round_size * self.round_size if self.drop_last else samples
+        """Samples of an epoch of ``samples`` that training uses."""
+        return samples // self.samples_per_micro_step * self.samples_per_micro_step if self.drop_last else samples
 
-    def rounds(self, samples: int) -> int:
-        """Rounds of one epoch of ``samples``."""
-        return math.ceil(self.samples_used(samples) / self.round_size)
+    def micro_steps(self, samples: int) -> int:
+        """Micro-steps of one epoch of ``samples``."""
+        return math.ceil(self.samples_used(samples) / self.samples_per_micro_step)
 
     def steps(self, samples: int) -> int:
         """Optimizer steps of one epoch of ``samples``."""
-        return math.ceil(self.rounds(samples) / self.accumulation)
+        return math.ceil(self.micro_steps(samples) / self.accumulation)
 
-    def rounds_of_step(self, step: int, rounds: int) -> int:
-        """Rounds of optimizer step ``step`` (counted from 0 in the epoch) of an epoch of ``rounds``."""
-        return min(self.accumulation, rounds - step * self.accumulation)
-
-    def share(self, round_index: int, dp_rank: int, samples: int) -> range:
-        """Positions in the epoch's order that replica ``dp_rank`` holds in round ``round_index``; may be empty."""
-        start = round_index * self.round_size
-        size = min(self.round_size, self.samples_used(samples) - start)
-        if size == self.round_size:
+    def rank_samples(self, micro_step: int, dp_rank: int, samples: int) -> range:
+        """Positions in the epoch's order that replica ``dp_rank`` holds in ``micro_step``; may be empty."""
+        start = micro_step * self.samples_per_micro_step
+        size = min(self.samples_per_micro_step, self.samples_used(samples) - start)
+        if size == self.samples_per_micro_step:
             first = start + dp_rank * self.micro_batch
             return range(first, first + self.micro_batch)
         return range(start + size * dp_rank // self.layout.dp, start + size * (dp_rank + 1) // self.layout.dp)

@@ -1,13 +1,13 @@
 """``ParallelLayout``: the one object that owns sizes.
 
-The world is a box of four axes, ``world = dp x cp x sp x tp``. Tensor-parallel ranks are neighbours (they talk most),
+The world is a box of four axes, ``world = dp x cp x sp x tp``. Tensor-parallel ranks are neighbors (they talk most),
 then sequence (Ulysses), context (ring attention) and data parallelism::
 
     rank = ((dp_rank * cp + cp_rank) * sp + sp_rank) * tp + tp_rank
 
-A *replica* is the ``cp x sp x tp`` ranks that work on the same samples. ZeRO shards over the *gradient group*, all
-ranks with the same tensor-parallel place (``dp x cp x sp`` of them), because each of them holds the same parameters
-and sees other tokens.
+A *replica* is the ``cp x sp x tp`` ranks that work on the same samples. ZeRO shards over the *seq_data_parallel group*:
+the ``dp x cp x sp`` ranks with the same tensor-parallel coordinate, which hold the same parameters and see different
+tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AXES: tuple[str, ...] = ("dp", "cp", "sp", "tp")  # outermost first
 
 
 class Coordinates(NamedTuple):
-    """Place of one rank along each axis, outermost axis first."""
+    """Position of one rank along each axis, outermost axis first."""
 
     dp: int
     cp: int
@@ -36,24 +36,24 @@ class Coordinates(NamedTuple):
 
 
 Strides = tuple[tuple[int, int], ...]
-"""A way to divide the world into groups of equal form: ``(step between ranks, number of them)``, outermost first."""
+"""A division of the world into groups of equal form: ``(step between ranks, number of ranks)``, outermost first."""
 
 
 def groups_of(strides: Strides, world_size: int) -> list[list[int]]:
-    """All groups of this form, each in rank order, by their first ranks."""
+    """Returns all groups of this form, each in rank order, sorted by first rank."""
     offsets = _offsets(strides)
     firsts = (rank for rank in range(world_size) if not any(rank // step % size for step, size in strides))
     return [[first + offset for offset in offsets] for first in firsts]
 
 
 def _offsets(strides: Strides) -> list[int]:
-    """Members of a group, counted from its first."""
-    return [sum(place) for place in itertools.product(*(range(0, step * size, step) for step, size in strides))]
+    """Ranks of a group, relative to its first rank."""
+    return [sum(steps) for steps in itertools.product(*(range(0, step * size, step) for step, size in strides))]
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the four parallel axes and everything that follows from them.
+    """Sizes of the four parallel axes and everything derived from them.
 
     Args:
         world_size: number of ranks.
@@ -61,7 +61,7 @@ class ParallelLayout:
         cp: context-parallel ranks, each holding a slice of the sequence (ring attention).
         sp: sequence-parallel ranks, each holding a slice of the sequence (Ulysses all-to-all).
 
-    ``dp``, the number of replicas that see different samples, is what remains: ``world_size // (tp * cp * sp)``.
+    ``dp``, the number of replicas that see different samples, is the quotient ``world_size // (tp * cp * sp)``.
 
     Raises:
         ConfigError: a size is not a positive integer, or the world is not divisible by ``tp * cp * sp``.
@@ -98,7 +98,7 @@ class ParallelLayout:
         """The layout of a world of ``world_size`` ranks with the parallel sizes of ``args``."""
         return cls(world_size, args.tensor_parallel_size, args.context_parallel_size, args.sequence_parallel_size)
 
-    # -- places ---------------------------------------------------------------------------------------------------
+    # -- coordinates ----------------------------------------------------------------------------------------------
 
     @property
     def sizes(self) -> Coordinates:
@@ -106,7 +106,7 @@ class ParallelLayout:
         return Coordinates(self.dp, self.cp, self.sp, self.tp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` stands. Raises ValueError for a rank outside the world."""
+        """Coordinates of ``rank``. Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks")
         rest, tp = divmod(rank, self.tp)
@@ -115,9 +115,9 @@ class ParallelLayout:
         return Coordinates(dp, cp, sp, tp)
 
     def rank_at(self, dp: int = 0, cp: int = 0, sp: int = 0, tp: int = 0) -> int:
-        """The rank at these coordinates. Raises ValueError for coordinates outside the box."""
-        place = Coordinates(dp, cp, sp, tp)
-        for axis, index, size in zip(AXES, place, self.sizes, strict=True):
+        """The rank at these coordinates. Raises ValueError for coordinates outside the layout."""
+        coordinates = Coordinates(dp, cp, sp, tp)
+        for axis, index, size in zip(AXES, coordinates, self.sizes, strict=True):
             if not 0 <= index < size:
                 raise ValueError(f"{axis}={index} is not in 0..{size - 1}")
         return ((dp * self.cp + cp) * self.sp + sp) * self.tp + tp
@@ -125,60 +125,61 @@ class ParallelLayout:
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def strides(self, axes: Sequence[str]) -> Strides:
-        """What groups along ``axes`` look like: steps between ranks and how many there are, outermost first.
+        """The form of the groups along ``axes``: steps between ranks and their number, outermost first.
 
-        Axes of size 1 say nothing, and neighbors are joined, so that two sets of axes have the same strides exactly
-        where they have the same groups. ``()``: every rank is alone. ``((1, world_size),)``: all ranks are one group.
+        Axes of size 1 are dropped and neighboring axes are merged, so two sets of axes have the same strides exactly
+        if they have the same groups. ``()``: every rank is alone. ``((1, world_size),)``: all ranks form one group.
         """
         unknown = [axis for axis in axes if axis not in AXES]
         if unknown:
-            raise ValueError(f"unknown axes {unknown}; known are {list(AXES)}")
-        found: list[tuple[int, int]] = []  # innermost first
+            raise ValueError(f"unknown axes {unknown}; the axes are {list(AXES)}")
+        merged: list[tuple[int, int]] = []  # innermost first
         step = 1
         for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
             if axis in axes and size > 1:
-                joins = bool(found) and found[-1][0] * found[-1][1] == step
-                inner, count = found.pop() if joins else (step, 1)
-                found.append((inner, count * size))
+                adjacent = bool(merged) and merged[-1][0] * merged[-1][1] == step
+                inner, count = merged.pop() if adjacent else (step, 1)
+                merged.append((inner, count * size))
             step *= size
-        return tuple(reversed(found))
+        return tuple(reversed(merged))
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """All groups whose members differ along ``axes`` only, each in rank order; together they cover the world.
+        """All groups whose ranks differ along ``axes`` only, each in rank order; together they cover the world.
 
-        ``groups(["tp"])`` are the tensor-parallel groups, ``groups(["dp", "cp", "sp"])`` the gradient groups.
+        ``groups(["tp"])`` returns the tensor-parallel groups, ``groups(["dp", "cp", "sp"])`` the seq_data_parallel
+        groups.
         """
         return groups_of(self.strides(axes), self.world_size)
 
     def group_of(self, rank: int, axes: Sequence[str]) -> list[int]:
-        """The group of :meth:`groups` that ``rank`` belongs to."""
+        """The group of :meth:`groups` that contains ``rank``."""
         self.coordinates(rank)  # raises for a rank outside the world
         strides = self.strides(axes)
         first = rank - sum(rank // step % size * step for step, size in strides)
         return [first + offset for offset in _offsets(strides)]
 
     @property
-    def gradient_ranks(self) -> int:
-        """Ranks over which gradients are averaged and ZeRO shards: ``dp * cp * sp``."""
+    def seq_data_parallel_size(self) -> int:
+        """Number of ranks over which gradients are averaged and ZeRO shards: ``dp * cp * sp``."""
         return self.dp * self.cp * self.sp
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on the same samples: ``cp * sp * tp``."""
+        """Number of ranks that work on the same samples: ``cp * sp * tp``."""
         return self.cp * self.sp * self.tp
 
     @property
     def length_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of to be cut: ``2 x cp x sp``."""
+        """A sequence can be sharded if its length is a multiple of this: ``2 * cp * sp``."""
         return 2 * self.cp * self.sp
 
     @property
-    def speakers(self) -> list[int]:
-        """The first rank of each replica, on which what is the same on all ranks of a replica is counted."""
+    def replica_leaders(self) -> list[int]:
+        """The first rank of each replica. Quantities that are equal within a replica are counted on this rank."""
         return [self.rank_at(dp=dp) for dp in range(self.dp)]
 
-    def speaks(self, rank: int) -> bool:
-        """Whether ``rank`` is one of :attr:`speakers`."""
+    def is_replica_leader(self, rank: int) -> bool:
+        """Whether ``rank`` is one of :attr:`replica_leaders`."""
         _, *within_replica = self.coordinates(rank)
         return not any(within_replica)
 
@@ -189,38 +190,38 @@ class ParallelLayout:
 
 
 Sizes = tuple[int, int, int]
-"""Ranks of tensor, context and sequence parallelism; the rest of the world is data parallelism."""
+"""Sizes of tensor, context and sequence parallelism; the rest of the world is data parallel."""
 
 
 def nearest_sizes(
     world_size: int, tp: int, cp: int, sp: int, fits: Callable[[Sizes], bool] = lambda sizes: True, count: int = 3
 ) -> list[Sizes]:
-    """The sizes nearest to those asked for that divide a world of ``world_size`` ranks, nearest first.
+    """The sizes nearest to the requested ones that divide a world of ``world_size`` ranks, nearest first.
 
-    Near is measured in doublings, summed over the axes; what was asked for as 1 stays 1 where anything else fits. With
-    equal distance the larger replica comes first: it holds a larger model.
+    The distance is the number of doublings, summed over the axes. An axis requested as 1 stays 1 if any other choice
+    fits. At equal distance the larger replica comes first, because it holds a larger model.
 
     Args:
         world_size: number of ranks.
-        tp, cp, sp: what was asked for.
-        fits: what else must hold.
-        count: how many at most.
+        tp, cp, sp: the requested sizes.
+        fits: an additional condition on the sizes.
+        count: maximum number of results.
     """
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    asked = (tp, cp, sp)
+    requested = (tp, cp, sp)
 
     def distance(sizes: Sizes) -> tuple[int, float, int]:
-        new_axes = sum(size > 1 == wanted for size, wanted in zip(sizes, asked, strict=True))
-        doublings = sum(abs(log2(size / wanted)) for size, wanted in zip(sizes, asked, strict=True))
+        new_axes = sum(size > 1 == wanted for size, wanted in zip(sizes, requested, strict=True))
+        doublings = sum(abs(log2(size / wanted)) for size, wanted in zip(sizes, requested, strict=True))
         replica = sizes[0] * sizes[1] * sizes[2]
         return new_axes, round(doublings, 6), -replica
 
-    found = [
+    candidates = [
         (a, b, c)
         for a, b, c in itertools.product(divisors, repeat=3)
-        if world_size % (a * b * c) == 0 and (a, b, c) != asked and fits((a, b, c))
+        if world_size % (a * b * c) == 0 and (a, b, c) != requested and fits((a, b, c))
     ]
-    return sorted(found, key=distance)[:count]
+    return sorted(candidates, key=distance)[:count]
 
 
 def describe_sizes(tp: int, cp: int, sp: int) -> str:

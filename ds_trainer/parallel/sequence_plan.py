@@ -1,12 +1,12 @@
-"""``SequencePlan``: who holds which token of the sequences of one batch, and which tokens may see each other.
+"""``SequencePlan``: which rank holds which tokens of a batch, and which tokens may attend to each other.
 
-A sequence of ``length`` tokens is cut into ``2 x cp`` chunks of equal size. Context-parallel rank ``i`` holds chunks
-``i`` and ``2 cp - 1 - i``: under a causal mask early tokens have little to do and late ones much, and so every rank has
-the same work (*zig-zag*). What one context rank holds is cut once more, into ``sp`` equal parts in a row, one for each
-sequence-parallel (Ulysses) rank.
+A sequence of ``length`` tokens is divided into ``2 * cp`` chunks of equal size. Context-parallel rank ``i`` holds
+chunks ``i`` and ``2 * cp - 1 - i``: under a causal mask early tokens attend to few keys and late tokens to many, so
+every rank has the same amount of work (*zig-zag* order). The tokens of a context-parallel rank are divided further into
+``sp`` equal, contiguous parts, one for each sequence-parallel (Ulysses) rank.
 
-Everything here is on the host: which blocks of an attention matrix are empty is known before a kernel is called,
-and nobody waits for a device.
+The plan lives on the host: the empty blocks of an attention matrix are known before a kernel is launched, without a
+device synchronization.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from ds_trainer.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan:
-    """The cut of one batch along its sequences. All tensors are on the host and in the order of the sequence.
+    """How the sequences of one batch are sharded. All tensors are on the host and in sequence order.
 
     Args:
         layout: owner of ``cp`` and ``sp``.
         length: tokens of each sequence, padding included; a multiple of :attr:`ParallelLayout.length_multiple`.
-        documents: ``[batch, length]`` int64, a number for each packed document: attention stays inside a document;
-            None where every sequence is one document.
-        valid: ``[batch, length]`` bool, false where a token is padding that nobody may attend to; None without padding.
+        documents: ``[batch, length]`` int64, the number of each token's packed document; attention stays within a
+            document. None if every sequence is one document.
+        valid: ``[batch, length]`` bool, false for padding, which no token may attend to. None without padding.
+
+    Raises:
+        ValueError: ``length`` is not a multiple of :attr:`ParallelLayout.length_multiple`.
     """
 
     layout: ParallelLayout
@@ -37,18 +40,18 @@ class SequencePlan:
 
     def __post_init__(self) -> None:
         if self.length % self.layout.length_multiple:
-            raise ValueError(f"a length of {self.length} is no multiple of {self.layout.length_multiple}")
+            raise ValueError(f"a length of {self.length} is not a multiple of {self.layout.length_multiple}")
 
     def context_positions(self, cp_rank: int) -> torch.Tensor:
-        """Places in the sequence of the tokens that the ``sp`` ranks of ``cp_rank`` hold together: int64, ascending."""
+        """Sequence positions of the tokens that the ``sp`` ranks of ``cp_rank`` hold together: int64, ascending."""
         chunk = self.length // (2 * self.layout.cp)
         first, last = cp_rank * chunk, (2 * self.layout.cp - 1 - cp_rank) * chunk
         return torch.cat([torch.arange(first, first + chunk), torch.arange(last, last + chunk)])
 
     def positions(self, cp_rank: int, sp_rank: int) -> torch.Tensor:
-        """Places in the sequence of the tokens that one rank holds: int64 ``[length / (cp x sp)]``, ascending."""
+        """Sequence positions of the tokens that one rank holds: int64 ``[length / (cp * sp)]``, ascending."""
         return self.context_positions(cp_rank).chunk(self.layout.sp)[sp_rank]
 
     def order(self) -> torch.Tensor:
-        """Places in the sequence of all tokens when the ranks' parts are laid side by side: int64 ``[length]``."""
+        """Sequence positions of all tokens after concatenating the ranks' shards: int64 ``[length]``."""
         return torch.cat([self.context_positions(cp_rank) for cp_rank in range(self.layout.cp)])

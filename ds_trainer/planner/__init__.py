@@ -1,1 +1,1 @@
-"""What fits and how fast: pure arithmetic on the model's shape."""
+"""Which layouts a model supports, its FLOPs, and device speeds: pure arithmetic on the model's shape."""

@@ -1,22 +1,22 @@
-"""Model FLOPs: the floating-point operations that training needs, counted from the architecture. Pure arithmetic.
+"""Model FLOPs: the floating-point operations of training, counted from the architecture. Pure arithmetic.
 
-A multiply and an add are two operations. Only matrix products are counted; norms, activations, softmax, biases,
-embedding look-ups, the loss and the optimizer are not. For one token, with ``S`` positions in its sequence::
+A multiplication and an addition are two operations. Only matrix products are counted; norms, activations, softmax,
+biases, embedding lookups, the loss and the optimizer are not. For one token, with ``S`` positions in its sequence::
 
-    forward          2 x weights that the token is multiplied with  +  4 x S x (heads x head_dim) a layer
+    forward          2 x weights that multiply the token  +  4 x S x (heads x head_dim) per layer
     backward         twice the forward pass: gradient of the activations, gradient of the weights
     together         6 x weights  +  12 x layers x heads x head_dim x S
 
-which is appendix B of PaLM (Chowdhery et al. 2022) and the formula of Megatron (Narayanan et al. 2021), with grouped
-heads, gates, experts and the head counted as they are. Conventions:
+This is appendix B of PaLM (Chowdhery et al. 2022) and the formula of Megatron (Narayanan et al. 2021), with the actual
+grouped heads, gates, experts and LM head. Conventions:
 
-- *Causal attention is counted as if every position saw all ``S``*, as both papers do, so that figures compare with
-  theirs; ``halve_causal`` counts half of it instead. In a layer with a sliding window a position sees
-  ``min(S, window)``.
-- *What is recomputed* by activation checkpointing is not counted: these are the model's operations, not the hardware's.
-- *A frozen weight* needs no gradient of its own: 4 operations instead of 6.
-- *Experts*: those that a token passes through.
-- Padding is counted: the hardware works on it too.
+- *Causal attention is counted as if every position attended to all ``S``*, as in both papers, so that figures are
+  comparable; ``halve_causal`` counts half of it instead. In a layer with a sliding window a position attends to
+  ``min(S, window)`` positions.
+- *Recomputation* by activation checkpointing is not counted: these are model FLOPs, not hardware FLOPs.
+- *A frozen weight* needs no weight gradient: 4 operations instead of 6.
+- *Experts*: only those that process a token.
+- Padding is counted: the hardware processes it too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.transformer_shape import Stack, Transformer
 
-# A configuration that says one thing while the model is another (a changed class, added towers) shows in the number of
-# weights: a gate more is a third of it. Biases, norms, small heads and adapters are within this share.
+# If a model differs from its configuration (a changed class, added towers), its number of weights differs too: one more
+# gate adds a third. Biases, norms, small heads and adapters stay within this fraction.
 _AGREES_WITHIN = 0.1
 
 
@@ -39,20 +39,20 @@ class Weights:
     trainable: int
 
     @property
-    def trainable_share(self) -> float:
-        """Part of the parameters that is trained."""
+    def trainable_fraction(self) -> float:
+        """Trainable fraction of the parameters."""
         return self.trainable / self.total if self.total else 1.0
 
 
 @dataclass(frozen=True)
 class FlopRule:
-    """How the model FLOPs of a batch are counted.
+    """Counts the model FLOPs of a batch.
 
     Args:
-        weights: parameters of the model; None where only its shape is known (all of them are trained then).
-        transformer: its layers; None counts ``6 x trainable + 4 x frozen`` parameters for each token instead, without
-            an attention term.
-        source: how it is counted, for the header.
+        weights: parameters of the model; None if only its shape is known (then all of them are trained).
+        transformer: its layers; None counts ``6 x trainable + 4 x frozen`` parameters per token instead, without an
+            attention term.
+        source: description of the method, for the header.
     """
 
     weights: Weights | None
@@ -61,10 +61,10 @@ class FlopRule:
 
     @classmethod
     def of(cls, shape: ModelShape, weights: Weights | None = None) -> FlopRule | None:
-        """The rule for a model; None for one that nothing is known of.
+        """The rule for a model; None for an unknown model.
 
-        A shape that does not explain the number of parameters is not trusted; 10 % are allowed for biases, norms, small
-        heads and adapters.
+        The shape is used only if it explains the number of parameters, within 10 % for biases, norms, small heads and
+        adapters.
         """
         transformer = shape.transformer
         if transformer is not None:
@@ -78,33 +78,33 @@ class FlopRule:
         return cls(weights, None, "6 x parameters outside the embeddings, without attention")
 
     def flops(self, samples: int, length: int, target_length: int = 0, *, halve_causal: bool = False) -> float:
-        """Forward and backward pass of a micro-batch.
+        """FLOPs of the forward and backward pass of a micro-batch.
 
         Args:
             samples: rows of the batch.
-            length: positions of a row, padding included; of the encoder's where there are two stacks.
-            target_length: positions of a row of the decoder, in a model with two stacks.
-            halve_causal: count causal attention as the half of it that is not masked.
+            length: positions per row, including padding; for two stacks those of the encoder.
+            target_length: positions per row of the decoder, for two stacks.
+            halve_causal: count only the half of causal attention that is not masked.
         """
-        share = 1.0 if self.weights is None else self.weights.trainable_share
+        trained = 1.0 if self.weights is None else self.weights.trainable_fraction
         if self.transformer is None:
-            assert self.weights is not None  # of() makes no rule without either
+            assert self.weights is not None  # of() needs one of the two
             frozen = self.weights.total - self.weights.trainable
             return float(samples * length * (6 * self.weights.trainable + 4 * frozen))
         products, attention = _forward(self.transformer, length, target_length, halve_causal)
-        # Products of two activations have two gradients however many weights are frozen.
-        return samples * (products * (2.0 + share) + attention * 3.0)
+        # Products of two activations always have two gradients, also if weights are frozen.
+        return samples * (products * (2.0 + trained) + attention * 3.0)
 
     def flops_per_token(self, length: int) -> float:
-        """:meth:`flops` for one token of a sequence of ``length`` positions (each stack, where there are two).
+        """:meth:`flops` per token of a sequence of ``length`` positions (in each of two stacks).
 
-        A length of 1 leaves no attention to speak of.
+        With a length of 1 the attention term is negligible.
         """
         return self.flops(1, length, length) / length
 
 
 def _forward(model: Transformer, length: int, target_length: int, halve_causal: bool) -> tuple[float, float]:
-    """FLOPs of one sample's forward pass: products with weights, and products of queries, keys and values."""
+    """FLOPs of the forward pass of one sample: products with weights; products of queries, keys and values."""
     lengths = (length, target_length) if len(model.stacks) > 1 else (length,)
     products = attention = 0.0
     for stack, here in zip(model.stacks, lengths, strict=True):
@@ -121,13 +121,13 @@ def _forward(model: Transformer, length: int, target_length: int, halve_causal: 
 
 
 def _attention(stack: Stack, length: int, halve_causal: bool) -> float:
-    """Queries times keys and weights times values, of one sample in all layers."""
+    """FLOPs of queries times keys and scores times values, for one sample in all layers."""
 
-    def seen(positions: int) -> float:
-        """Positions that one sees on average, of the ``positions`` that it could."""
+    def attended(positions: int) -> float:
+        """Positions that one position attends to on average, out of ``positions``."""
         masked = positions**2 / (2 * length) if halve_causal and stack.causal else 0.0
         return positions - masked
 
-    everywhere = (stack.layers - stack.windowed_layers) * seen(length)
-    nearby = stack.windowed_layers * seen(min(length, stack.window or length))
+    everywhere = (stack.layers - stack.windowed_layers) * attended(length)
+    nearby = stack.windowed_layers * attended(min(length, stack.window or length))
     return 4.0 * stack.query_width * length * (everywhere + nearby)

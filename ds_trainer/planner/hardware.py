@@ -1,7 +1,7 @@
-"""Peak speed of devices by name: what a device could compute, the denominator of MFU. Pure data, no device is asked.
+"""Peak FLOP/s of devices by name, the denominator of MFU. Pure data: no device is queried.
 
-Figures are the vendors': dense (no structured sparsity), matrix units where they take the format, accumulation in
-float32, boost clock. Vendors print some of them with sparsity only; those are halved here.
+The figures are the vendors': dense (no structured sparsity), matrix units if they support the format, float32
+accumulation, boost clock. Figures that a vendor publishes only with sparsity are halved here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMATS: tuple[str, ...] = ("bf16", "fp16", "tf32", "fp32")
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of one device in TFLOP/s (10**12 operations a second); None for a format that it has no fast units for."""
+    """Peak of one device in TFLOP/s (10**12 operations per second); None for a format without fast units."""
 
     bf16: float | None
     fp16: float | None
@@ -36,7 +36,7 @@ class Device:
 
 
 def _nvidia(tensor: float, tf32: float, fp32: float, source: str) -> Device:
-    """A device whose matrix units take bf16 and fp16 at the same speed."""
+    """A device whose matrix units have the same speed for bf16 and fp16."""
     return Device(tensor, tensor, tf32, fp32, f"NVIDIA {source}")
 
 
@@ -46,7 +46,7 @@ _H100_NVL = _nvidia(835.5, 417.5, 60.0, "H100 data sheet (NVL)")
 _A100 = _nvidia(312.0, 156.0, 19.5, "A100 data sheet")
 _MI300X = Device(1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X data sheet")
 
-# Words that a device's name must have; of several rows that fit, the one with the most letters counts.
+# Words that a device's name must contain. If several rows match, the longest key counts.
 DEVICES: dict[str, Device] = {
     "v100 sxm2": Device(None, 125.0, None, 15.7, "NVIDIA V100 data sheet"),
     "v100 sxm3": Device(None, 125.0, None, 15.7, "NVIDIA V100 data sheet"),
@@ -94,45 +94,45 @@ DEVICES: dict[str, Device] = {
     "mi355x": Device(2516.6, 2516.6, None, 157.3, "AMD Instinct MI355X data sheet"),
 }
 
-# Other silicon, or a part of a device, under the same name.
+# Words that mark other hardware, or a part of a device, with the same name.
 _OTHER_DEVICES = {"laptop", "mobile", "mig", "d", "ti", "super", "max"}
 
 
 def find_device(name: str) -> Device | None:
-    """The row for a name as ``torch.cuda.get_device_name`` gives it; None for a device that is not in the table.
+    """The row for a name from ``torch.cuda.get_device_name``; None for a device that is not in the table.
 
-    Laptop versions, slices of a device (MIG) and other variants that share a name are not in the table.
+    Laptop versions, parts of a device (MIG) and other variants with a similar name are not in the table.
     """
-    words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    fitting = [key for key in DEVICES if words.issuperset(key.split())]
-    fitting = [key for key in fitting if not (words & _OTHER_DEVICES) - set(key.split())]
-    return DEVICES[max(fitting, key=len)] if fitting else None
+    tokens = set(re.findall(r"[a-z0-9]+", name.lower()))
+    matching = [key for key in DEVICES if tokens.issuperset(key.split())]
+    matching = [key for key in matching if not (tokens & _OTHER_DEVICES) - set(key.split())]
+    return DEVICES[max(matching, key=len)] if matching else None
 
 
 def peak_flops(name: str, number_format: str, environment: Mapping[str, str] = os.environ) -> float | None:
     """Peak FLOP/s of one device in ``number_format`` (one of :data:`FORMATS`); None if it is not known.
 
-    ``DS_TRAINER_PEAK_TFLOPS`` in the environment (TFLOP/s of one device in the format of the run) goes before the
-    table: for hardware that is not in it.
+    The environment variable ``DS_TRAINER_PEAK_TFLOPS`` (TFLOP/s of one device in the format of the run) overrides the
+    table, for hardware that is not in it.
 
     Raises:
-        ConfigError: that variable is no positive number.
+        ConfigError: the variable is not a positive number.
     """
-    told = environment.get(PEAK_VARIABLE)
-    if told is not None:
-        return _told(told) * 1e12
+    override = environment.get(PEAK_VARIABLE)
+    if override is not None:
+        return _positive_number(override) * 1e12
     device = find_device(name)
     return None if device is None else device.peak(number_format)
 
 
-def _told(text: str) -> float:
+def _positive_number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
-            f"{PEAK_VARIABLE}={text!r} in the environment is not a positive number. Set it to the TFLOP/s that one "
-            "device reaches at best in the number format of the run (989 for an H100 in bf16), or unset it."
+            f"{PEAK_VARIABLE}={text!r} in the environment is not a positive number. Set it to the peak "
+            "TFLOP/s of one device in the number format of the run (989 for an H100 in bf16), or unset it."
         )
     return value

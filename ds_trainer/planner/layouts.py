@@ -1,9 +1,9 @@
-"""Which layouts a model fits into: heads and lengths against ranks. Pure arithmetic: no process group, no weights.
+"""Which layouts a model supports: attention heads and sequence length against ranks. Pure arithmetic.
 
-Tensor parallelism (DeepSpeed's AutoTP) hands out whole key heads with the query heads that use them, as evenly as they
-can be dealt; ranks beyond the last key head get none, which is exact and only wasteful. Sequence parallelism (Ulysses)
-deals the query heads of one tensor-parallel rank out to its ranks and needs equal shares. Both kinds of cut give every
-rank two pieces of a sequence (:mod:`ds_trainer.parallel.sequence_plan`), which must be long enough to hold a token.
+Tensor parallelism (DeepSpeed's AutoTP) partitions whole key heads with their query heads, as evenly as possible. Ranks
+beyond the last key head get none, which is exact but wasteful. Sequence parallelism (Ulysses) divides the query heads
+of a tensor-parallel rank among its ranks, in equal numbers. Context and sequence parallelism both give every rank two
+chunks of a sequence (:mod:`ds_trainer.parallel.sequence_plan`), each of at least one token.
 """
 
 from __future__ import annotations
@@ -13,62 +13,58 @@ from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.transformer_shape import Stack
 
 
-def head_shares(stack: Stack, tp: int) -> list[int]:
-    """Query heads of each tensor-parallel rank: those of whole key heads, of which the first ranks may get one more."""
-    each, more = divmod(stack.kv_heads, tp)
-    per_key = stack.heads // stack.kv_heads
-    return [(each + (rank < more)) * per_key for rank in range(tp)]
+def query_heads_per_rank(stack: Stack, tp: int) -> list[int]:
+    """Query heads of each tensor-parallel rank: those of its key heads. The first ranks may have one key head more."""
+    per_rank, remainder = divmod(stack.kv_heads, tp)
+    queries_per_key = stack.heads // stack.kv_heads
+    return [(per_rank + (rank < remainder)) * queries_per_key for rank in range(tp)]
 
 
-def misfits(shape: ModelShape, layout: ParallelLayout) -> list[str]:
-    """Why a model of ``shape`` cannot run in ``layout``, a clause for each reason; none where nothing is known.
-
-    Args:
-        shape: what is known of the model.
-        layout: where every rank would stand.
-    """
-    found = []
+def layout_conflicts(shape: ModelShape, layout: ParallelLayout) -> list[str]:
+    """Why a model of ``shape`` cannot run in ``layout``, one clause for each reason. Empty for an unknown shape."""
+    conflicts = []
     stacks = () if shape.transformer is None else shape.transformer.stacks
     for stack in stacks:
-        shares = head_shares(stack, layout.tp)
-        if any(share % layout.sp for share in shares):
-            held = f"{stack.heads} query heads"
+        heads = query_heads_per_rank(stack, layout.tp)
+        if any(number % layout.sp for number in heads):
+            clause = f"{stack.heads} query heads"
             if layout.tp > 1:
-                held += f" ({stack.kv_heads} key heads) give the tensor-parallel ranks {_listed(shares)}, which"
-            found.append(f"{held} cannot be divided among {layout.sp} sequence-parallel ranks")
-    cut = layout.cp * layout.sp > 1
-    if cut and shape.max_length is not None and shape.max_length < layout.length_multiple:
-        found.append(
-            f"sequences of at most {shape.max_length} tokens are shorter than the {layout.length_multiple} pieces "
-            f"that context {layout.cp} x sequence {layout.sp} cut them into"
+                clause += f" ({stack.kv_heads} key heads) give the tensor-parallel ranks {_listed(heads)}, which"
+            conflicts.append(f"{clause} cannot be divided among {layout.sp} sequence-parallel ranks")
+    sharded = layout.cp * layout.sp > 1
+    if sharded and shape.max_length is not None and shape.max_length < layout.length_multiple:
+        conflicts.append(
+            f"sequences of at most {shape.max_length} tokens are too short for the {layout.length_multiple} chunks "
+            f"of context {layout.cp} x sequence {layout.sp}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(conflicts))
 
 
-def fitting_sizes(shape: ModelShape, layout: ParallelLayout, count: int = 3) -> list[Sizes]:
-    """The sizes nearest to those of ``layout`` that a model of ``shape`` fits into, in the same world."""
+def supported_sizes(shape: ModelShape, layout: ParallelLayout, count: int = 3) -> list[Sizes]:
+    """The parallel sizes nearest to those of ``layout`` that a model of ``shape`` supports, for the same world size."""
     world = layout.world_size
-    return nearest_sizes(
-        world, layout.tp, layout.cp, layout.sp, lambda sizes: not misfits(shape, ParallelLayout(world, *sizes)), count
-    )
+
+    def is_supported(sizes: Sizes) -> bool:
+        return not layout_conflicts(shape, ParallelLayout(world, *sizes))
+
+    return nearest_sizes(world, layout.tp, layout.cp, layout.sp, is_supported, count)
 
 
-def layout_problems(shape: ModelShape, layout: ParallelLayout, said: str = "") -> list[str]:
-    """A sentence for each reason why ``shape`` cannot run in ``layout``, with the nearest layouts that work.
+def layout_problems(shape: ModelShape, layout: ParallelLayout, requested: str = "") -> list[str]:
+    """One sentence for each reason why ``shape`` cannot run in ``layout``, with the nearest supported layouts.
 
     Args:
-        shape: what is known of the model.
-        layout: where every rank would stand.
-        said: the sizes as they were asked for, with their origins; default: the layout's own words.
+        shape: the model's shape, as far as it is known.
+        layout: the parallel layout.
+        requested: the requested sizes with their sources; default: the layout's description.
     """
-    reasons = misfits(shape, layout)
+    reasons = layout_conflicts(shape, layout)
     if not reasons:
         return []
-    near = " or ".join(describe_sizes(*sizes) for sizes in fitting_sizes(shape, layout))
-    remedy = f"Nearest sizes that this model fits into on {layout.world_size} ranks: {near}."
-    return [f"{said or layout.describe()}: {reason}. {remedy}" for reason in reasons]
+    near = " or ".join(describe_sizes(*sizes) for sizes in supported_sizes(shape, layout))
+    remedy = f"Nearest sizes that this model supports on {layout.world_size} ranks: {near}."
+    return [f"{requested or layout.describe()}: {reason}. {remedy}" for reason in reasons]
 
 
-def _listed(shares: list[int]) -> str:
-    different = list(dict.fromkeys(shares))
-    return " and ".join(str(share) for share in different)
+def _listed(numbers: list[int]) -> str:
+    return " and ".join(str(number) for number in dict.fromkeys(numbers))

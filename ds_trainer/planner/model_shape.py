@@ -1,4 +1,4 @@
-"""``ModelShape``: the few numbers of a model that decide the configuration and its cost. No weights, no torch."""
+"""``ModelShape``: the numbers of a model that determine its configuration and cost, without weights or torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ds_trainer.planner.transformer_shape import Transformer, read_transformer
 if TYPE_CHECKING:
     from torch import nn
 
-# Configurations name the width of the residual stream differently, and composite ones nest it.
+# Configurations have different names for the width of the residual stream. Composite configurations nest it.
 _WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "dim")
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model before any weight exists.
+    """What is known about a model before its weights exist.
 
     Args:
-        hidden_size: width of the residual stream (the largest, where a model has several); None when unknown.
+        hidden_size: width of the residual stream (the largest, if a model has several); None if unknown.
         source: where ``hidden_size`` was read, for messages and origins.
-        transformer: its layers in numbers, for the families that :mod:`ds_trainer.planner.transformer_shape` knows;
-            None for any other model.
-        max_length: tokens of the longest sequence that it was made for; None when unknown.
+        transformer: dimensions of its layers, for the model families that
+            :mod:`ds_trainer.planner.transformer_shape` supports; None for any other model.
+        max_length: maximum sequence length in tokens; None if unknown.
     """
 
     hidden_size: int | None = None
@@ -37,13 +37,13 @@ class ModelShape:
     def from_config(cls, config: Any, source: str = "model config", class_name: str | None = None) -> ModelShape:
         """Read a Hugging Face configuration or a mapping of the same keys.
 
-        A composite configuration (``text_config``, ``vision_config`` ...) gives the largest width of its parts, and no
+        A composite configuration (``text_config``, ``vision_config`` ...) returns the largest width of its parts and no
         layers.
 
         Args:
             config: the configuration.
-            source: what to call it in messages.
-            class_name: class of the model, which says what head it has; default: the configuration's own
+            source: name of the configuration in messages.
+            class_name: class of the model, which determines its head; default: the configuration's
                 ``architectures``.
         """
         values = _as_mapping(config)
@@ -54,13 +54,13 @@ class ModelShape:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelShape:
-        """Read ``model.config`` where there is one; any other module has an unknown shape."""
+        """Read ``model.config``. A module without it has an unknown shape."""
         config = getattr(model, "config", None)
         return cls() if config is None else cls.from_config(config, class_name=_class_name(model))
 
 
 def _class_name(model: nn.Module) -> str:
-    """Class of the model itself; an adapter library's wrapper hands out the model inside."""
+    """Class of the model itself, without the wrapper of an adapter library."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return type(unwrap() if callable(unwrap) else model).__name__
 

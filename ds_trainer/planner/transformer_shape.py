@@ -1,4 +1,4 @@
-"""The layers of a transformer in numbers, read from a Hugging Face configuration of the families named here."""
+"""The dimensions of a transformer's layers, read from a Hugging Face configuration of a supported model family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Decoders whose MLP has a gate (three matrices) and those without (two). What is in no set is not guessed at.
+# Decoders whose MLP has a gate (three matrices), and decoders without one (two). Other families are not supported.
 GATED_DECODERS = {
     "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
     "gemma3_text", "phi3", "olmo", "olmo2", "olmo3", "olmoe", "granite", "cohere", "cohere2", "stablelm", "smollm3",
@@ -32,25 +32,25 @@ _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim")
 
 @dataclass(frozen=True)
 class Stack:
-    """A pile of equal transformer layers. Widths in elements.
+    """A stack of equal transformer layers. Widths are in elements.
 
     Args:
-        layers: number of them.
+        layers: number of layers.
         hidden_size: width of the residual stream.
         heads: query heads.
         kv_heads: key and value heads (fewer than ``heads`` in grouped-query attention).
         head_dim: width of one head.
-        intermediate_size: inner width of the MLP (of one expert, where there are experts).
+        intermediate_size: inner width of the MLP (of one expert, if there are experts).
         mlp_matrices: weight matrices of the MLP: 3 with a gate, 2 without.
-        causal: whether a position sees only those before it.
-        window: positions that one sees in a layer with a sliding window.
-        windowed_layers: layers that have the window.
-        cross_attention: whether each layer also looks at the output of another stack.
-        experts: MLPs in a layer of experts; 1 where there are none.
-        experts_per_token: those that a token passes through.
-        expert_layers: layers with experts; the others have one MLP of ``dense_intermediate_size``.
+        causal: whether a position attends only to itself and earlier positions.
+        window: size of the sliding attention window.
+        windowed_layers: number of layers with the window.
+        cross_attention: whether each layer also attends to the output of another stack.
+        experts: experts per expert layer; 1 without experts.
+        experts_per_token: experts that process a token.
+        expert_layers: number of layers with experts; the others have one MLP of ``dense_intermediate_size``.
         dense_intermediate_size: inner width of the MLP of the layers without experts.
-        shared_intermediate_size: inner width of an expert that every token passes through; 0 without one.
+        shared_intermediate_size: inner width of the shared expert, which processes every token; 0 without one.
     """
 
     layers: int
@@ -72,16 +72,16 @@ class Stack:
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads together."""
+        """Total width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def attention_weights(self) -> int:
-        """Weights of query, key, value and output projection of one layer."""
+        """Weights of the query, key, value and output projections of one layer."""
         return self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     def mlp_weights(self, experts: int) -> int:
-        """Weights of the MLPs of all layers together, of which ``experts`` are counted in a layer of experts."""
+        """Weights of the MLPs of all layers, counting ``experts`` experts per expert layer."""
         one = self.mlp_matrices * self.hidden_size
         if not self.expert_layers:
             return self.layers * one * self.intermediate_size
@@ -98,8 +98,8 @@ class Transformer:
     Args:
         kind: ``decoder``, ``encoder`` or ``encoder-decoder``.
         stacks: one, or encoder then decoder.
-        vocabulary: rows of the output head over the vocabulary, applied at every position; 0 without such a head.
-        head_transform: whether the head has a square matrix before it (BERT's).
+        vocabulary: rows of the LM head, applied at every position; 0 without an LM head.
+        head_transform: whether a square matrix precedes the head (BERT).
     """
 
     kind: str
@@ -109,13 +109,13 @@ class Transformer:
 
     @property
     def head_weights(self) -> int:
-        """Weights of the head at the end of the last stack."""
+        """Weights of the head after the last stack."""
         hidden = self.stacks[-1].hidden_size
         return hidden * self.vocabulary + (hidden * hidden if self.head_transform else 0)
 
     @property
     def weights(self) -> int:
-        """All weights that take part in matrix products, all experts included, embeddings not."""
+        """All weights of matrix products, including all experts and excluding embeddings."""
         total = self.head_weights
         for stack in self.stacks:
             attentions = 2 if stack.cross_attention else 1
@@ -124,16 +124,16 @@ class Transformer:
 
     @property
     def weights_without_vocabulary(self) -> int:
-        """:attr:`weights` less the vocabulary's: what is not in embeddings where the head is the embedding matrix."""
+        """:attr:`weights` without those of the vocabulary, for models whose head is the embedding matrix."""
         return self.weights - self.stacks[-1].hidden_size * self.vocabulary
 
 
 def read_transformer(config: Mapping[str, Any], class_name: str | None = None) -> Transformer | None:
-    """The layers that ``config`` describes; None for a family that is not known or lacks a number.
+    """The layers that ``config`` describes; None for an unsupported family or a missing number.
 
     Args:
         config: a Hugging Face configuration as a mapping, with its ``model_type``.
-        class_name: class of the model; default: the first of ``config["architectures"]``.
+        class_name: class of the model; default: the first entry of ``config["architectures"]``.
     """
     family = config.get("model_type")
     if class_name is None:
@@ -153,20 +153,20 @@ def read_transformer(config: Mapping[str, Any], class_name: str | None = None) -
     except _MissingNumber:
         return None
     class_name = class_name or named
-    speaks = class_name.endswith(_VOCABULARY_HEADS)
+    has_head = class_name.endswith(_VOCABULARY_HEADS)
     vocabulary = config.get("vocab_size")
-    if speaks and not _is_count(vocabulary):
+    if has_head and not _is_count(vocabulary):
         return None
     return Transformer(
         kind,
         stacks,
-        int(vocabulary or 0) if speaks else 0,
+        int(vocabulary or 0) if has_head else 0,
         head_transform=kind == "encoder" and class_name.endswith(_LANGUAGE_HEADS_WITH_TRANSFORM),
     )
 
 
 class _MissingNumber(Exception):
-    """A configuration of a known family without one of the numbers."""
+    """A number is missing from the configuration of a supported family."""
 
 
 def _decoder(config: Mapping[str, Any], family: str) -> Stack:
@@ -188,7 +188,7 @@ def _decoder(config: Mapping[str, Any], family: str) -> Stack:
 
 
 def _stack(config: Mapping[str, Any], *, matrices: int, causal: bool, **values: Any) -> Stack:
-    """A stack with the numbers of ``config``, of which ``values`` replace some."""
+    """A stack with the numbers of ``config``, some of them replaced by ``values``."""
     hidden = values.pop("hidden_size", None) or _number(config, _WIDTHS)
     heads = values.pop("heads", None) or _number(config, _HEADS)
     layers = values.pop("layers", None) or _number(config, _LAYERS)

@@ -1,4 +1,4 @@
-"""``Seq2SeqTrainer``: a Trainer whose evaluations generate, so that metrics are of text and not of single tokens."""
+"""``Seq2SeqTrainer``: a Trainer whose evaluations generate text, for metrics of whole texts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 
 from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
-from ds_trainer.engine.tensor.repairs import admit_generation
+from ds_trainer.engine.tensor_parallel.repairs import allow_generation
 from ds_trainer.engine.whole_weights import whole_weights, whole_weights_fit
 from ds_trainer.parallel.layout import Coordinates
-from ds_trainer.training.batches import on_device
 from ds_trainer.training.evaluation.labels import labels_of
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
-from ds_trainer.training.generation.config import read_generation_config
+from ds_trainer.training.generation.generation_config import read_generation_config
 from ds_trainer.training.generation.padding import padded
-from ds_trainer.training.loading.model_argument import model_of
-from ds_trainer.training.model.randomness import randomness_of
+from ds_trainer.training.loading.model_argument import resolve_model
+from ds_trainer.training.loop.batches import on_device
+from ds_trainer.training.model.micro_batch_rng import micro_batch_rng
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class Seq2SeqTrainer(Trainer):
     """A :class:`Trainer` that can generate in :meth:`evaluate` and :meth:`predict` (``predict_with_generate``).
 
-    Keywords of those methods win over ``generation_max_length`` and ``generation_num_beams``, which win over
-    ``generation_config``, which takes the place of the model's own. Models are encoder-decoders, or decoders alone,
-    whose batches then hold prompts and whose predictions begin with them.
+    Keywords of those methods override ``generation_max_length`` and ``generation_num_beams``, which override
+    ``generation_config``, which replaces the model's own. Models are encoder-decoders or decoder-only; for the latter,
+    batches contain prompts, and predictions begin with them.
 
     Takes the arguments of :class:`Trainer`; ``args`` are :class:`Seq2SeqTrainingArguments`.
 
@@ -71,17 +71,17 @@ class Seq2SeqTrainer(Trainer):
             args = Seq2SeqTrainingArguments("tmp_trainer")
         if not isinstance(args, Seq2SeqTrainingArguments):
             raise ConfigError(
-                f"args is a {type(args).__name__}, but Seq2SeqTrainer reads arguments about generation. Pass "
+                f"args is a {type(args).__name__}, but Seq2SeqTrainer needs generation arguments. Pass "
                 "Seq2SeqTrainingArguments."
             )
         self._generation_config = (
             None if args.generation_config is None else self.load_generation_config(args.generation_config)
         )
         self._generation_keywords: dict[str, Any] | None = None
-        self._rounds_generated = 0
-        self._kept: ExitStack | None = None  # what an evaluation keeps open
+        self._batches_generated = 0
+        self._evaluation_stack: ExitStack | None = None  # contexts that stay open during an evaluation
         self._gathered = False
-        self._fits: bool | None = None  # known from an evaluation's first batch on
+        self._fits: bool | None = None  # known after an evaluation's first batch
         super().__init__(
             model,
             args,
@@ -101,7 +101,7 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> GenerationConfig:
-        """The configuration that ``generation_config`` means: an object, its fields, or a place.
+        """The configuration that ``generation_config`` describes: an object, its fields, or a location.
 
         Raises:
             ConfigError: it cannot be read, or is invalid.
@@ -115,13 +115,13 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """As :meth:`Trainer.evaluate`; metrics are of generated tokens where ``predict_with_generate``.
+        """As :meth:`Trainer.evaluate`; with ``predict_with_generate`` metrics are computed from generated tokens.
 
         Args:
             eval_dataset: a dataset, a dict of them, or the name of one; default: the Trainer's.
-            ignore_keys: keys of the model's output that are no predictions.
-            metric_key_prefix: first part of the metric names.
-            gen_kwargs: keywords of the model's ``generate``: ``max_length``, ``num_beams`` ...; of every dataset.
+            ignore_keys: keys of the model's output that are not predictions.
+            metric_key_prefix: prefix of the metric names.
+            gen_kwargs: keywords of the model's ``generate``: ``max_length``, ``num_beams`` ...; for every dataset.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
@@ -140,14 +140,14 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """As :meth:`Trainer.predict`; predictions are generated tokens where ``predict_with_generate``.
+        """As :meth:`Trainer.predict`; with ``predict_with_generate`` predictions are generated tokens.
 
-        They and the labels are filled up with the padding token; where lengths differ all the same, with -100.
+        Predictions and labels are padded with the padding token; if lengths still differ, with -100.
 
         Args:
             test_dataset: a dataset, with or without labels.
-            ignore_keys: keys of the model's output that are no predictions.
-            metric_key_prefix: first part of the metric names.
+            ignore_keys: keys of the model's output that are not predictions.
+            metric_key_prefix: prefix of the metric names.
             gen_kwargs: keywords of the model's ``generate``: ``max_length``, ``num_beams`` ...
         """
         with self._generating_with(gen_kwargs):
@@ -155,11 +155,11 @@ class Seq2SeqTrainer(Trainer):
 
     @fails_together
     def evaluation_loop(self, *args: Any, **keywords: Any) -> EvalLoopOutput:
-        """As :meth:`Trainer.evaluation_loop`. Where weights are gathered to generate, they are until it ends."""
-        self._rounds_generated = 0
-        with ExitStack() as kept:
-            kept.callback(setattr, self, "_kept", self._kept)  # comes last
-            self._kept, self._fits = kept, None
+        """As :meth:`Trainer.evaluation_loop`. Weights gathered for generation stay gathered until it ends."""
+        self._batches_generated = 0
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_evaluation_stack", self._evaluation_stack)  # runs last
+            self._evaluation_stack, self._fits = stack, None
             return super().evaluation_loop(*args, **keywords)
 
     def prediction_step(
@@ -170,17 +170,17 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """One batch of an evaluation: its tokens are generated where ``predict_with_generate``.
+        """One batch of an evaluation; with ``predict_with_generate`` its tokens are generated.
 
         Args:
-            model: the model, or the engine around it.
-            inputs: the batch, whole, also where sequences are cut: every rank of a replica generates all of it.
-            prediction_loss_only: return the loss alone.
-            ignore_keys: keys of the model's output that are no predictions.
+            model: the model, or the engine that wraps it.
+            inputs: the batch, not sharded: every rank of a replica generates all of it.
+            prediction_loss_only: return only the loss.
+            ignore_keys: keys of the model's output that are not predictions.
             gen_kwargs: keywords of ``generate``; default: those of :meth:`evaluate` or :meth:`predict`.
 
         Returns:
-            The mean loss as :meth:`Trainer.prediction_step` has it (None without labels), generated tokens
+            The mean loss as in :meth:`Trainer.prediction_step` (None without labels), generated tokens
             ``[samples, length]``, and labels.
         """
         if not self.args.predict_with_generate or prediction_loss_only:
@@ -200,10 +200,10 @@ class Seq2SeqTrainer(Trainer):
 
     # -- details ---------------------------------------------------------------------------------------------------
 
-    def _model_of(self, given: Any) -> nn.Module:
+    def module_of(self, given: Any) -> nn.Module:
         """As a Trainer's, with the generation configuration of the arguments."""
-        self.load_report = None
-        model: nn.Module = model_of(given, self.args, self.peft_config, for_generation=True)
+        self.engines.load_report = None
+        model: nn.Module = resolve_model(given, self.args, self.peft_config, for_generation=True)
         self._prepare_for_generation(model, self.args)
         return model
 
@@ -211,14 +211,14 @@ class Seq2SeqTrainer(Trainer):
         if args.predict_with_generate and not callable(getattr(model, "generate", None)):
             raise ConfigError(
                 f"predict_with_generate=True, but {type(model).__name__} has no method generate. Set it to False, or "
-                "pass a model that generates, as those of transformers with a language model's head do."
+                "pass a model that generates, such as a transformers model with a language modeling head."
             )
         if self._generation_config is not None:
             model.generation_config = deepcopy(self._generation_config)
 
     @contextmanager
     def _generating_with(self, given: dict[str, Any]) -> Iterator[None]:
-        """Inside, batches are generated with the keywords ``given`` and those of the arguments."""
+        """Generate with the keywords ``given`` and those of the arguments inside."""
         outer, self._generation_keywords = self._generation_keywords, self._with_arguments(given)
         try:
             yield
@@ -226,7 +226,7 @@ class Seq2SeqTrainer(Trainer):
             self._generation_keywords = outer
 
     def _with_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Keywords of ``generate``: those ``given``, then those of the arguments."""
+        """Keywords of ``generate``: those ``given``, completed by those of the arguments."""
         keywords = {k: v for k, v in given.items() if v is not None or k not in ("max_length", "num_beams")}
         if "max_length" not in keywords and keywords.get("max_new_tokens") is None:
             keywords["max_length"] = self.args.generation_max_length
@@ -238,26 +238,27 @@ class Seq2SeqTrainer(Trainer):
         prepared = self._prepare_inputs(inputs)
         labels, own = prepared.get("labels"), prepared.get("decoder_input_ids")
         if labels is not None and own is not None and labels.shape == own.shape:
-            # Made of the labels, by the collator: the model would go on from the answer instead of finding it.
+            # The collator made them from the labels: the model would continue the answer instead of generating it.
             prepared = {k: v for k, v in prepared.items() if k not in ("decoder_input_ids", "decoder_attention_mask")}
-        sharded = self.compiled.get("zero_optimization.stage") == 3 and not self._gathered
+        sharded = self.compiled.zero_stage == 3 and not self._gathered
         keywords = {"synced_gpus": sharded and distributed.world_size() > 1, **keywords}
         # The ranks of a replica must draw the same tokens where they are sampled: its place alone decides.
         place = Coordinates(self.layout.coordinates(distributed.rank()).dp, 0, 0, 0)
-        self._rounds_generated += 1
-        with randomness_of(self.layout, place, self.args.seed, self.state.global_step, -self._rounds_generated):
+        self._batches_generated += 1
+        with micro_batch_rng(self.layout, place, self.args.seed, self.state.global_step, -self._batches_generated):
             found = self.model.generate(**prepared, **keywords)  # type: ignore[operator]
         return getattr(found, "sequences", found)
 
     @contextmanager
     def _weights_at_hand(self) -> Iterator[None]:
-        """Under ZeRO-3 all weights gathered inside, where ``generation_gather`` says so; in an evaluation until its
-        end. Collective at the first batch."""
+        """With ZeRO-3, gather all weights inside if ``generation_gather`` says so; in an evaluation until its end.
+        Collective at the first batch.
+        """
         with ExitStack() as step:
-            stack = step if self._kept is None else self._kept
-            engine = self._engine or self._evaluation_engine
+            stack = step if self._evaluation_stack is None else self._evaluation_stack
+            engine = self.engines.current
             if engine is not None and self.layout.tp > 1:
-                admit_generation(engine.deepspeed)
+                allow_generation(engine.deepspeed)
             if not self._gathered and engine is not None and self._gathers(engine.deepspeed):
                 stack.enter_context(whole_weights(engine.deepspeed))
                 self._gathered = True
@@ -265,9 +266,9 @@ class Seq2SeqTrainer(Trainer):
             yield
 
     def _gathers(self, engine: Any) -> bool:
-        """Whether ``engine``'s weights are to be gathered. Collective with ZeRO-3, where that is left to us."""
+        """Whether to gather ``engine``'s weights. Collective with ZeRO-3 and ``generation_gather="auto"``."""
         choice = self.args.generation_gather
-        if self.compiled.get("zero_optimization.stage") != 3 or choice == GenerationGather.NEVER:
+        if self.compiled.zero_stage != 3 or choice == GenerationGather.NEVER:
             return False
         if choice == GenerationGather.ALWAYS:
             return True

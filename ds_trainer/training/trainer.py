@@ -1,92 +1,94 @@
-"""``Trainer``: the public class. Its ``train`` method tells the whole story: plan, compile, build, loop."""
+"""``Trainer``: the public class. Its ``train`` method is the outline of a run: check, build, restore, loop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
-from ds_trainer.callbacks.integrations import reporting_callbacks
-from ds_trainer.callbacks.protocol import CallbackHandler
-from ds_trainer.callbacks.records import RecordsCallback
-from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from ds_trainer.checkpoint.manager import choose_checkpoint
-from ds_trainer.checkpoint.protocol.directory import find_checkpoint
+from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
+from ds_trainer.checkpoint.protocol.checkpoint_directory import find_checkpoint
 from ds_trainer.data.collators import collator_for
-from ds_trainer.engine.training_engine import TrainingEngine, precision_of
-from ds_trainer.monitor.memory_tracker import MemoryTracker
-from ds_trainer.optim.library_optimizers import keep_state_where_it_is_saved
-from ds_trainer.optim.swapping import check_swapping
-from ds_trainer.training.batch_size_search import find_batch_size
-from ds_trainer.training.batches import check_dataset
-from ds_trainer.training.construction import check_construction
-from ds_trainer.training.header import print_header
-from ds_trainer.training.hooks.optimizer import members_of
-from ds_trainer.training.hooks.search import SearchHooks
-from ds_trainer.training.loading.model_argument import leave_to_checkpoint, put_on_device
-from ds_trainer.training.model.compilation import compile_options
-from ds_trainer.training.model.preparation import adapt_model, prepared_for_training
-from ds_trainer.training.model.split_attention import use_split_attention
-from ds_trainer.training.process import configure_process
-from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.assembly import Assembly
+from ds_trainer.training.loading.model_argument import defer_to_checkpoint, put_on_device
+from ds_trainer.training.loop.batches import check_dataset
+from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.model.preparation import prepared_for_training
+from ds_trainer.training.resume.compatibility import Changes
+from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.resumption import Resumption
 from ds_trainer.training.signatures import is_overridden
-from ds_trainer.training.start import check_start
-from ds_trainer.training.train_loop import TrainLoop, TrainOutput
-from ds_trainer.training.weight_check import WeightCheck, note_origin
+from ds_trainer.training.startup.batch_size_search import find_batch_size
+from ds_trainer.training.startup.constructor_checks import check_construction
+from ds_trainer.training.startup.preflight import check_start
+from ds_trainer.training.startup.process_setup import configure_process, join_ranks
+from ds_trainer.training.startup.run_header import print_header
+from ds_trainer.training.stopping.stop_controller import StopController
+from ds_trainer.training.train_loop import TrainOutput
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
-from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.host_votes import host_votes
+from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Methods whose override by a subclass changes how a run works.
+_OVERRIDABLE = (
+    *("compute_loss", "training_step", "get_batch_samples", "floating_point_ops"),
+    *("compute_loss_context_manager", "autocast_smart_context_manager"),
+    *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
+)
 
-class Trainer(SearchHooks):
+
+class Trainer(Assembly):
     """Trains and evaluates a model on a DeepSpeed engine.
 
     Args:
-        model: any ``nn.Module`` that is called by keyword with a batch and returns its loss (as a scalar, as the first
-            element of a tuple, or under ``"loss"``); or a directory or hub name, of which each rank reads its shards
-            (docs/loading.md); or a configuration of transformers, for a new model; or none, and ``model_init``.
-        args: what is asked for; default: ``TrainingArguments("tmp_trainer")``.
-        data_collator: makes a batch (a dict of tensors) of a list of samples; default:
-            :func:`ds_trainer.data.collators.default_data_collator`, or padding where ``processing_class`` is a
+        model: an ``nn.Module`` whose keyword arguments are the items of a batch, and that returns its loss (a scalar,
+            the first element of a tuple, or the item ``"loss"``); or a directory or hub name, from which each rank
+            reads its shards (docs/how-to/loading.md); or a configuration of transformers, for a new model; or None
+            with ``model_init``.
+        args: the training arguments; default: ``TrainingArguments("tmp_trainer")``.
+        data_collator: converts a list of samples to a batch (a dict of tensors); default:
+            :func:`ds_trainer.data.collators.default_data_collator`, or padding if ``processing_class`` is a
             tokenizer or feature extractor.
         train_dataset: an object with ``__len__`` and ``__getitem__``, or one that can only be iterated
             (:mod:`ds_trainer.data.stream`).
         eval_dataset: the same for evaluation, or a dict of several.
-        processing_class: tokenizer or processor, saved beside the weights.
-        model_init: makes the model, or names it, so that every :meth:`train` starts from a new one.
-        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` returning the summed loss over that number.
-        compute_metrics: metrics of an evaluation, from its predictions and labels.
+        processing_class: tokenizer or processor, saved with the weights.
+        model_init: returns the model, or its name, so that every :meth:`train` starts from a new one.
+        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` that returns the summed loss divided by this
+            number.
+        compute_metrics: computes the metrics of an evaluation from predictions and labels.
         callbacks: classes or instances, added to the default ones.
         optimizers: optimizer and schedule to use instead of those that ``args`` describe.
         optimizer_cls_and_kwargs: class and arguments of the optimizer to use instead of the one that ``args`` describe;
-            made over the trainer's parameter groups.
-        preprocess_logits_for_metrics: ``f(logits, labels)``, what to keep of the logits of each batch.
-        peft_config: of PEFT: the model gets new adapters, and they alone are trained.
+            it gets the parameter groups of the Trainer.
+        preprocess_logits_for_metrics: ``f(logits, labels)`` that returns what to keep of the logits of each batch.
+        peft_config: a configuration of PEFT: the model gets new adapters, and only they are trained.
 
     Raises:
-        ConfigError: what is asked for cannot run; raised before any process group exists.
+        ConfigError: the run cannot work; raised before any process group exists.
 
     Attributes:
         model: the model itself, never wrapped.
         model_wrapped: the outermost module, to be called in the forward pass: the DeepSpeed engine while there is one.
         is_in_train: whether :meth:`train` is running.
-        place_model_on_device: whether the model is moved to the device at once; False, since the engine does it.
-        is_model_parallel: False: layers are spread by the engine, never by the model itself.
-        state, control, callback_handler: what callbacks see.
-        optimizer, lr_scheduler: those handed in; once training has begun, those in use.
+        place_model_on_device: whether the constructor moves the model to the device; False, because the engine does it.
+        is_model_parallel: False: the engine shards layers, never the model itself.
+        state, control, callback_handler: state, control and handler of the callbacks.
+        optimizer, lr_scheduler: those passed to the constructor; after training has begun, those in use.
 
-    What a subclass may override is in ``ds_trainer/training/hooks``, one file a topic.
-
-    Source of names and meanings: transformers 5, ``transformers.Trainer``.
+    The methods that a subclass may override are in ``ds_trainer/training/overrides``, one file per topic. Names and
+    meanings are those of ``transformers.Trainer`` (transformers 5).
     """
 
     def __init__(
@@ -107,55 +109,40 @@ class Trainer(SearchHooks):
         peft_config: Any = None,
     ) -> None:
         check_construction(model, model_init, optimizers, optimizer_cls_and_kwargs, data_collator)
-        self.args = args if args is not None else TrainingArguments("tmp_trainer")
-        # Kept: asking for it looks for GPUs, which is too slow for every micro-batch.
-        self.device = self.args.device
-        self._memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
-        self.stage = self._memory_tracker.stage("init")
-        configure_process(self.args)
-        self.model_init = model_init
-        self.peft_config = peft_config
-        self.model: nn.Module = self._model_of(model) if model is not None else self.call_model_init()
-        self.model_wrapped: nn.Module = self.model
-        self.is_model_parallel = False
-        self.place_model_on_device = bool(getattr(self.args, "place_model_on_device", None))
-        if self.place_model_on_device:
-            put_on_device(self.model, self.device)
-        self.processing_class = processing_class
-        self.data_collator = data_collator or collator_for(processing_class)
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
-        self.compute_loss_func = compute_loss_func
-        self.compute_metrics = compute_metrics
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = optimizers
-        self._given_optimizers = optimizers
-        self._optimizer_class = self._class_of_optimizer(optimizer_cls_and_kwargs)
-        self.is_in_train = False
-        self._engine: TrainingEngine | None = None
-        self.weight_check = WeightCheck()
-        self._settle()
+        args = args if args is not None else TrainingArguments("tmp_trainer")
+        self.overridden = frozenset(name for name in _OVERRIDABLE if is_overridden(self, Trainer, name))
+        self.make_components(args, processing_class)
+        with self.memory_tracker.stage("init"):
+            configure_process(args)
+            self.model_init = model_init
+            self.peft_config = peft_config
+            self.use_model(self.module_of(model) if model is not None else self.call_model_init())
+            self.is_model_parallel = False
+            self.place_model_on_device = bool(getattr(args, "place_model_on_device", None))
+            if self.place_model_on_device:
+                put_on_device(self.model, self.device)
+            self.processing_class = processing_class
+            self.data_collator = collator_for(processing_class) if data_collator is None else data_collator
+            self.train_dataset = train_dataset
+            self.eval_dataset = eval_dataset
+            self.compute_loss_func = compute_loss_func
+            self.compute_metrics = compute_metrics
+            self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+            self.user_optimizers = optimizers
+            self.use_optimizers(*optimizers)
+            self.optimizer_class = None
+            if optimizer_cls_and_kwargs is not None:
+                origin = f"optimizer_cls_and_kwargs=({optimizer_cls_and_kwargs[0].__name__}, ...) passed to the Trainer"
+                self.optimizer_class = (*optimizer_cls_and_kwargs, origin)
+            self.is_in_train = False
+            self.configure()
+            self.add_callbacks(callbacks or ())
+            self.events.state = self.new_state()
+            if args.push_to_hub:
+                self.publisher.open()
+            self.events.notify("on_init_end")
 
-        progress = PrinterCallback if self.args.disable_tqdm else ProgressCallback
-        defaults: list[Any] = [DefaultFlowCallback, RecordsCallback, progress]
-        trackers = reporting_callbacks(
-            self.args.report_to,
-            lambda: self.compiled.to_dict(),
-            main_process=self.is_world_process_zero(),
-            first_of_machine=self.is_local_process_zero(),
-        )
-        self._own_callbacks = bool(callbacks)
-        self.callback_handler = CallbackHandler(
-            [*defaults, *trackers, *(callbacks or ())], self.model, processing_class, self.optimizer, self.lr_scheduler
-        )
-        self.state = self._new_state()
-        self.control = TrainerControl()
-        if self.args.push_to_hub:
-            self._open_hub()
-        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
-        self.stage.end()
-
-    # -- train ----------------------------------------------------------------------------------------------------
+    # -- train --------------------------------------------------------------------------------------------------------
 
     @fails_together
     def train(
@@ -167,92 +154,102 @@ class Trainer(SearchHooks):
         """Train to the end of ``args``.
 
         Args:
-            resume_from_checkpoint: path of a checkpoint, or True for the newest undamaged one in ``args.output_dir``.
-                The path may be one of DeepSpeed's, or of transformers.Trainer: it is converted first.
-            trial: values of arguments for this training, by name, or an optuna trial; then the model is new, and the
-                trainer has a changed copy of its arguments until it trains without a trial again.
-            ignore_keys_for_eval: keys of the model's output that are no predictions in evaluations meanwhile.
+            resume_from_checkpoint: path of a checkpoint, or True for the newest valid one in ``args.output_dir``.
+                A checkpoint of DeepSpeed or of transformers.Trainer is converted first.
+            trial: values of arguments for this training, by name, or an optuna trial. The model is then new, and the
+                Trainer has a changed copy of its arguments until it trains without a trial again.
+            ignore_keys_for_eval: keys of the model's output that are not predictions, for evaluations during training.
 
         Returns:
             Steps done, mean training loss, metrics.
 
         Raises:
             ConfigError: no training data, or a checkpoint that does not fit.
-            TrainingStopped: a signal, a stop file or a time limit ended it between two steps, at a checkpoint. It is a
-                SystemExit: left alone, it ends the process with the exit code that batch scripts understand.
+            TrainingStopped: a signal, a stop file or a time limit stopped it between two steps, at a checkpoint. It is
+                a SystemExit: unless it is caught, the process ends with the exit code that batch scripts expect.
         """
-        self._take_trial(trial)
-        if self._uncut:
-            raise ConfigError(self._uncut)
-        asked = find_checkpoint(resume_from_checkpoint, self._output_dir) if resume_from_checkpoint else None
+        self.trials.select(trial, self.model_init)
+        self._check_can_train()
+        requested = find_checkpoint(resume_from_checkpoint, self.output_dir) if resume_from_checkpoint else None
+        directory = OutputDirectory(self.args)
 
-        if self.train_dataset is not None:
-            check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
-        elif not is_overridden(self, Trainer, "get_train_dataloader"):
-            raise ConfigError("train() needs a train_dataset: pass one to the Trainer.")
-
-        with self._in_training():
-            check_start(self)
-            # Whether anybody's callbacks could decide differently must not itself differ.
-            self._own_callbacks = bool(distributed.agree(torch.tensor([int(self._own_callbacks)]))[0])
-            self._take_output_dir()
+        with self._training(directory) as (stop, parts):
+            check_start(self.args, self.model, self.compiled, self.layout)
+            self.events.agree_on_user_callbacks()
+            directory.acquire()
             checkpoint = None
-            if resume_from_checkpoint or (self._goes_on_by_itself and trial is None and self._has_begun_before()):
-                asked = self._as_ours(asked)
-                checkpoint, _ = choose_checkpoint(asked, self._output_dir, self._sharing)
-            self._begin_anew()
+            automatic = directory.resumes_automatically and trial is None
+            if resume_from_checkpoint or (automatic and directory.has_checkpoints()):
+                checkpoint, _ = directory.choose(directory.imported(requested, self.describe_running_model))
+            self.start_fresh()
             if self.args.auto_find_batch_size:
-                find_batch_size(self)
+                find_batch_size(
+                    self.args,
+                    self.get_total_train_batch_size(),
+                    self.optimizer,
+                    self.rehearse,
+                    self.resize_micro_batch,
+                )
+
             loader = self.get_train_dataloader()
-            plan = self._plan_of_run(loader, checkpoint)
-            if checkpoint is not None:
-                leave_to_checkpoint(self.model, checkpoint)
-            self._build(plan.max_steps)
-            self.state = self._new_state(plan)
-            self._begin(loader)
-            self._drop_converted()
-            self.callback_handler.train_dataloader = loader
-            print_header(self, plan, checkpoint)
+            plan, resumption, changes = self._plan(loader, checkpoint)
+            self.build_engine(plan.max_steps)
+            self.events.state = self.new_state(plan)
+            run = self.training_run(plan, loader)
+            checkpointer = self.make_checkpointer(run, directory, stop)
+            parts.callback(checkpointer.close)
+            stop.before_exit = checkpointer.finish_before_exit
+            checkpointer.start(resumption, changes, self.engines.weight_check)
+            directory.drop_imported()
+            print_header(run, self.engines, self.telemetry, self.train_dataset, self.eval_dataset, checkpoint)
             with prepared_for_training(self.model, self.args, self.layout):
-                output = TrainLoop(self, plan, self.data_place, ignore_keys_for_eval).run()
+                output = self.train_loop(run, checkpointer, stop, ignore_keys_for_eval).run()
         self.save_state()
-        self._end_pushes()
+        self.publisher.finish()
         return output
 
-    def _build(self, num_training_steps: int) -> None:
-        """Optimizer, schedule and engine, in this order: the engine wraps what the hooks make."""
-        note_origin(self.model)
-        adapt_model(self.model, self.args, self.compiled, self.processing_class)
-        use_split_attention(self.model, self.layout)
-        self.create_optimizer_and_scheduler(num_training_steps)
-        self._check_optimizer_and_schedule()
-        check_swapping(self.optimizer, self.compiled.get("zero_optimization.stage"), precision_of(self.compiled))
-        keep_state_where_it_is_saved(self.optimizer)
-        optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
-        self._group_members = members_of(optimizer)
-        with self._measured_load():
-            self._engine = TrainingEngine(
-                self.model, optimizer, self.compiled, self.layout, compile_options(self.args), self._reads_logits
-            )
-        self.optimizer = self._engine.basic_optimizer
-        if self.lr_scheduler is None:
-            self.lr_scheduler = self._engine.own_schedule or self.create_scheduler(num_training_steps, self.optimizer)
-        self.model_wrapped = self._engine.deepspeed
-        self.model_wrapped.train()
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        if self.is_world_process_zero():
-            write_text_atomic(self._output_dir / "ds_config.json", self.compiled.to_json() + "\n")
+    def _check_can_train(self) -> None:
+        problems = Problems()
+        problems.extend(self.unsharded)
+        if self.train_dataset is not None:
+            with problems.collecting():
+                check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
+        elif "get_train_dataloader" not in self.overridden:
+            problems.add("train() needs a train_dataset: pass one to the Trainer.")
+        problems.raise_if_any()
 
-    def _new_state(self, plan: RunPlan | None = None) -> TrainerState:
-        state = TrainerState(
-            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
-        )
-        if self._trial is not None:
-            state.is_hyper_param_search = True
-            state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
-        if plan is not None:
-            state.max_steps, state.num_train_epochs = plan.max_steps, plan.epochs
-            state.train_batch_size = self.args.per_device_train_batch_size
-            state.compute_steps(self.args, plan.max_steps)
-        return state
+    @contextmanager
+    def _training(self, directory: OutputDirectory) -> Iterator[tuple[StopController, ExitStack]]:
+        """Context of a training that releases its resources, however it ends. Collective."""
+        args = self.args
+        saves = args.enable_jit_checkpoint or (args.save_strategy != SaveStrategy.NO and not args.save_only_model)
+        with ExitStack() as outer:
+            self.stage = outer.enter_context(self.memory_tracker.stage("train"))
+            self.is_in_train = True
+            outer.callback(setattr, self, "is_in_train", False)
+            outer.callback(directory.release)
+            join_ranks(args)
+            votes = host_votes(self.groups.world_host) if distributed.world_size() > 1 else None
+            stop = StopController(self.output_dir, saves, not args.save_only_model, args.time_limit_margin, votes)
+            outer.enter_context(stop)
+            if not saves:
+                outer.enter_context(finish_before_sigterm(lambda: stop.before_exit()))
+            with ExitStack() as parts:
+                yield stop, parts
+
+    def _plan(self, loader: Any, checkpoint: Path | None) -> tuple[RunPlan, Resumption | None, Changes]:
+        """The plan of the run, with the description of the run in the checkpoint. Collective.
+
+        Raises:
+            ConfigError: an argument of the compatibility fingerprint has changed, and ``allow_changed_on_resume`` does
+                not allow it.
+        """
+        args = self.args
+        values = self.set_initial_training_values(args, loader)
+        plan = RunPlan.of_values(values, args.gradient_accumulation_steps)
+        if checkpoint is None:
+            return plan, None, Changes({})
+        defer_to_checkpoint(self.model, checkpoint)
+        resumption = Resumption.of(checkpoint)
+        plan = resumption.plan(args, self.batch_plan, plan, loader)
+        return plan, resumption, resumption.changes(self.fingerprint(plan), args)

@@ -1,1 +1,1 @@
-"""Tiny shared things: errors, logging, files, seeds, rank helpers. Nothing with an opinion about training."""
+"""Shared utilities that do not depend on training: errors, logging, files, seeds, ranks, the rendezvous store."""

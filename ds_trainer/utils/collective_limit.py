@@ -1,4 +1,4 @@
-"""How long collectives of this process may take: what its first process group was started with."""
+"""The time limit of collectives: the one that the first process group of this process was started with."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _limit = timedelta(minutes=30)
 
 
 def collective_limit() -> timedelta:
-    """The limit; torch's own default before there is a group."""
+    """The limit; torch's default before there is a group."""
     return _limit
 
 
 def set_collective_limit(limit: timedelta) -> None:
-    """Remember the limit; groups that exist keep theirs (:func:`ds_trainer.engine.process_group.limit_collectives`)."""
+    """Set the limit. Existing groups keep theirs (:func:`ds_trainer.engine.process_group.limit_collectives`)."""
     global _limit
     _limit = limit

@@ -1,12 +1,12 @@
-"""The TCP connections of the process groups: known, so that they can be ended when a rank fails.
+"""Tracks the TCP connections of process groups, so that they can be closed when a rank fails.
 
-gloo closes its connections when the last reference to a group is gone, which nobody can promise: a model, a closure or
-a C++ object may hold one. A rank that waits for another one in gloo wakes up when the connection ends, not before.
+gloo closes its connections with the last reference to a group, which cannot be guaranteed: a model, a closure or a C++
+object may hold one. A rank that waits for another one in gloo wakes up when the connection is closed, not before.
 
-gloo connects two ranks when they first exchange something (``TORCH_GLOO_LAZY_INIT``), so that it is not enough to look
-when a group is made. Each rank listens at an address of its own for each group: a connection is gloo's if this rank
-accepted it there, or if it leads to where another rank listens. Ranks write their addresses into the store of the
-process group, and read them only when connections are to be ended.
+gloo connects two ranks at their first exchange (``TORCH_GLOO_LAZY_INIT``), so recording connections when a group is
+created is not enough. Each rank listens on an address of its own for each group: a connection belongs to gloo if this
+rank accepted it there, or if its other end is the listening address of another rank. Ranks publish these addresses in
+the rendezvous store, and read them only when connections are to be closed.
 """
 
 from __future__ import annotations
@@ -18,68 +18,67 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_DESCRIPTORS = Path("/proc/self/fd")  # Linux; elsewhere nothing is noted
-_LISTENERS = "ds_trainer/listeners"
+import torch.distributed as dist
+
+from ds_trainer.utils.store import RankStore, group_store
+
+_DESCRIPTORS = Path("/proc/self/fd")  # Linux; on other systems nothing is tracked
+_PREFIX = "ds_trainer/connections"
 Address = tuple[str, int]
-_noted: set[str] = set()
-_own: set[Address] = set()
+_tracked: set[str] = set()
+_listening: set[Address] = set()
 
 
 @contextmanager
-def noted_connections() -> Iterator[None]:
-    """Note the sockets that are made in this block, and tell the other ranks where this one listens now."""
+def tracked_connections() -> Iterator[None]:
+    """Record the sockets that are opened in this block, and publish the addresses on which this rank listens."""
     before = set(_sockets().values())
     yield
     made = {descriptor: name for descriptor, name in _sockets().items() if name not in before}
-    _noted.update(made.values())
-    listeners = {address for descriptor in made if (address := _listens_at(descriptor)) is not None}
-    _own.update(listeners)
+    _tracked.update(made.values())
+    listeners = {address for descriptor in made if (address := _listening_address(descriptor)) is not None}
+    _listening.update(listeners)
     _publish(listeners)
 
 
 def end_connections(store_port: int, store: Any = None) -> int:
-    """End all connections of process groups but those to the rendezvous store, and forget them; how many they were.
+    """Close all connections of process groups except those to the rendezvous store; returns their number.
 
     Args:
         store_port: port of the store, which the ranks still need.
-        store: of the process group, where ranks have written where they listen.
+        store: of the process group, in which the ranks have published their addresses.
     """
     ended = 0
-    known = _own | _published(store)
+    known = _listening | _published(store)
     for descriptor, name in _sockets().items():
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:
                 ends = {connection.getsockname()[:2], connection.getpeername()[:2]}
-                if store_port not in {end[1] for end in ends} and (name in _noted or ends & known):
+                if store_port not in {end[1] for end in ends} and (name in _tracked or ends & known):
                     connection.shutdown(socket.SHUT_RDWR)
                     ended += 1
-            except OSError:  # listening, or closed meanwhile: nobody waits in it
+            except OSError:  # a listening socket, or closed in the meantime: no rank waits in it
                 continue
-    _noted.clear()
-    _own.clear()
+    _tracked.clear()
+    _listening.clear()
     return ended
 
 
 def _publish(listeners: set[Address]) -> None:
-    import torch.distributed as dist
-
     if listeners and dist.is_initialized() and dist.get_world_size() > 1:
-        text = "".join(f"{host} {port}\n" for host, port in sorted(listeners))
-        store: Any = dist.distributed_c10d._get_default_store()
-        store.append(_LISTENERS, text)
+        RankStore(_PREFIX, group_store()).append("listeners", sorted(listeners))
 
 
 def _published(store: Any) -> set[Address]:
-    """Where all ranks listen: some 25 bytes a rank and group, read at a failure only."""
-    if store is None or not store.check([_LISTENERS]):
+    """The addresses on which ranks listen: about 25 bytes per rank and group, read only after a failure."""
+    if store is None:
         return set()
-    lines = (line.split() for line in store.get(_LISTENERS).decode().splitlines())
-    return {(host, int(port)) for host, port in lines}
+    return {(host, port) for listeners in RankStore(_PREFIX, store).get_list("listeners") for host, port in listeners}
 
 
-def _listens_at(descriptor: int) -> Address | None:
+def _listening_address(descriptor: int) -> Address | None:
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return None
@@ -95,7 +94,7 @@ def _sockets() -> dict[int, str]:
     for entry in _DESCRIPTORS.glob("*") if _DESCRIPTORS.is_dir() else ():
         try:
             name = os.readlink(entry)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if name.startswith("socket:"):
             found[int(entry.name)] = name

@@ -1,23 +1,23 @@
-"""What ranks say to each other about control flow. Everything works without a process group too (one process).
+"""Decisions that all ranks take together, and exchange of small objects. Works without a process group (one process).
 
-Ranks decide together: whatever changes control flow (stop, save, evaluate) goes through :func:`agree` at a step
-boundary, so that no rank can wait in a collective that the others never enter.
+Whatever changes control flow (stop, save, evaluate) goes through :func:`agree` at a step boundary, so that no rank can
+wait in a collective that the others never enter.
 
-Control flow lives on the host, so decisions travel between hosts: over a group for tensors in host memory (gloo), once
-:func:`use_host_group` has named it. The device is not asked then, and goes on computing.
+Decisions are made on the host, so they are exchanged over a group for tensors in host memory (gloo) once
+:func:`use_host_group` has set it. They do not synchronize the device, which continues to compute.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import pickle
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from ds_trainer.utils.store import RankStore
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -44,26 +44,28 @@ def group_size(group: ProcessGroup | None = None) -> int:
 
 
 def collective_device() -> torch.device:
-    """The device on which small tensors must lie to take part in a collective of the default group."""
+    """The device of small tensors for collectives of the default group."""
     if is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-_host: tuple[ProcessGroup, ProcessGroup] | None = None  # the world, and all of its ranks for tensors in host memory
+_host: tuple[ProcessGroup, ProcessGroup] | None = (
+    None  # the default group, and the group of all ranks for tensors in host memory
+)
 
 
 def use_host_group(group: ProcessGroup | None) -> None:
-    """Send decisions and objects over ``group``: all ranks, for tensors in host memory. None: as before it was named.
+    """Exchange decisions and objects over ``group``: all ranks, for tensors in host memory. None: the default group.
 
-    On all ranks at the same point of the program.
+    Must be called on all ranks at the same point of the program.
     """
     global _host
     _host = None if group is None or dist.group.WORLD is None else (dist.group.WORLD, group)
 
 
 def host_group() -> ProcessGroup | None:
-    """All ranks for tensors in host memory; None where there is no such group (yet), and the default one must do."""
+    """The group of all ranks for tensors in host memory; None if there is none and the default group must be used."""
     if _host is not None and _host[0] is dist.group.WORLD:
         return _host[1]
     return dist.group.WORLD if is_initialized() and dist.get_backend() == "gloo" else None
@@ -78,7 +80,7 @@ def barrier() -> None:
 def all_reduce_sum(tensor: torch.Tensor, *, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Sum ``tensor`` over the ranks of ``group`` (default: all), in place.
 
-    With ``async_op`` the returned handle must be waited for; None where there is one rank.
+    With ``async_op`` the caller must wait for the returned handle; it is None if there is one rank.
     """
     if group_size(group) == 1:
         return None
@@ -86,15 +88,15 @@ def all_reduce_sum(tensor: torch.Tensor, *, group: ProcessGroup | None = None, a
 
 
 def agree(votes: torch.Tensor) -> list[int]:
-    """The largest of all ranks' ``votes``, element by element. The one primitive behind every shared decision.
+    """The element-wise maximum of all ranks' ``votes``. The primitive of every shared decision. Collective.
 
-    Waits for the slowest host; for the device only before there is a :func:`host_group`.
+    Waits for the slowest host; synchronizes the device only if there is no :func:`host_group`.
     """
     return [int(vote) for vote in largest(votes).tolist()]
 
 
 def largest(values: torch.Tensor) -> torch.Tensor:
-    """The largest of all ranks' ``values``, element by element, in host memory. Collective: one message."""
+    """The element-wise maximum of all ranks' ``values``, in host memory. Collective: one all-reduce."""
     if world_size() > 1:
         group = host_group()
         values = values if group is not None else values.to(collective_device())
@@ -103,17 +105,17 @@ def largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def alike(text: str) -> bool:
-    """Whether all ranks say the same ``text``. Collective; two numbers travel, however many ranks there are."""
+    """Whether all ranks pass the same ``text``. Collective: an all-reduce of two numbers."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     largest, smallest = agree(torch.tensor([number, -number]))
     return largest == -smallest
 
 
 class Agreement:
-    """:func:`agree` on its way: begun at one step boundary and read at a later one, so that nobody waits. Collective.
+    """An asynchronous :func:`agree`: started at one step boundary and read at a later one. Collective.
 
     Args:
-        votes: integers, in host memory; not to be used by others any more.
+        votes: integers in host memory; owned by this object from now on.
     """
 
     def __init__(self, votes: torch.Tensor) -> None:
@@ -125,37 +127,34 @@ class Agreement:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> list[int]:
-        """What all ranks said. To be asked for by all of them at the same boundary."""
+        """The element-wise maximum. All ranks must call it at the same boundary."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         return [int(vote) for vote in self._votes.tolist()]
 
 
-_told = itertools.count()
+_broadcasts = itertools.count()
 
 
-def told_by_main(value: Any) -> Any:
-    """The main process's ``value`` (plain data) on every rank, however long it takes to get there.
+def broadcast_from_main(value: Any) -> Any:
+    """The main process's ``value`` (plain data) on every rank, without a time limit.
 
-    A collective has a time limit; this has none. The others ask the store of the process group ten times a second.
+    Collectives have a time limit; the store, which the other ranks poll, has none.
     """
     if world_size() == 1:
         return value
-    store = dist.distributed_c10d._get_default_store()
-    key = f"ds_trainer/told/{next(_told)}"
+    store, key = RankStore("ds_trainer/broadcasts"), str(next(_broadcasts))
     if rank() == 0:
-        store.set(key, json.dumps(value))
+        store.set(key, value)
         return value
-    while not store.check([key]):
-        time.sleep(0.1)
-    return json.loads(store.get(key))
+    return store.wait(key)
 
 
 def gather_objects(value: Any) -> list[Any]:
     """``value`` of every rank, in rank order. For small things outside the hot path.
 
-    Every rank unpickles what all ranks say: 40 ms a thousand ranks. :func:`gather_to_main` spares the others that.
+    Every rank unpickles the values of all ranks: 40 ms per thousand ranks. :func:`gather_to_main` avoids that.
     """
     if world_size() == 1:
         return [value]
@@ -169,18 +168,18 @@ def gather_to_main(value: Any) -> list[Any] | None:
     if world_size() == 1:
         return [value]
     main = rank() == 0
-    said = bytearray() if main else bytearray(pickle.dumps(value))  # rank 0 may have much to say to itself
+    data = bytearray() if main else bytearray(pickle.dumps(value))  # rank 0 need not send its own value
     device = collective_device()
-    (longest,) = agree(torch.tensor([len(said)]))
-    own = torch.zeros(longest, dtype=torch.uint8)
-    if said:
-        own[: len(said)] = torch.frombuffer(said, dtype=torch.uint8)
-    heard = torch.empty(world_size() * longest, dtype=torch.uint8, device=device)
-    # Not a gather: NCCL would connect rank 0 to every other rank, and keep the buffers of those connections.
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(heard, own.to(device))
+    (longest,) = agree(torch.tensor([len(data)]))
+    sent = torch.zeros(longest, dtype=torch.uint8)
+    if data:
+        sent[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    received = torch.empty(world_size() * longest, dtype=torch.uint8, device=device)
+    # Not a gather: NCCL would connect rank 0 to every other rank and keep buffers for each connection.
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(received, sent.to(device))
     if not main:
         return None
-    rows = heard.cpu().view(world_size(), longest).numpy()
+    rows = received.cpu().view(world_size(), longest).numpy()
     return [value, *(pickle.loads(row.data) for row in rows[1:])]
 
 

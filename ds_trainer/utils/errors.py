@@ -1,17 +1,18 @@
-"""The one exception for everything a user can get wrong, and the "did you mean" helper.
+"""The exception for everything that a user can get wrong, and suggestions for misspelled names.
 
-Rule 4 of the architecture: everything that can be refused is refused before a process group exists, all problems at
-once, each naming the value, where it came from and what to change.
+All problems that can be found before a process group exists are reported at once; each names the value, its source and
+the remedy.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot work. ``problems`` holds one complete sentence for each thing to change."""
+    """The request cannot work. ``problems`` has one complete sentence for each thing to change."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
@@ -24,7 +25,21 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """``" Did you mean 'x'?"`` for the nearest of ``candidates``, or an empty string when none is near: alike by
-    ``cutoff``, 0 to 1."""
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    """``" Did you mean 'x'?"`` for the best match of ``name``, or an empty string if there is none.
+
+    Args:
+        name: as given.
+        candidates: the valid names. One that ``name`` abbreviates by its initials (``lr``: ``learning_rate``) is
+            preferred to one that is spelled similarly.
+        cutoff: minimum similarity, 0 to 1.
+    """
+    candidates = list(candidates)
+    short = name.lstrip("-")
+    matches = [candidate for candidate in candidates if len(short) > 1 and _initials(candidate) == short]
+    matches = matches or difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
+    return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def _initials(name: str) -> str:
+    """``--arguments.learning_rate``: ``lr``."""
+    return "".join(word[0] for word in re.split("[_-]", name.lstrip("-").rpartition(".")[2]) if word)

@@ -1,16 +1,16 @@
-"""What the exit code of a training says to whoever started it: a batch script, a launcher, a scheduler."""
+"""Exit codes of a training run, for the batch script, launcher or scheduler that started it."""
 
 from __future__ import annotations
 
 DONE = 0
 FAILED = 1
 CANNOT_WORK = 2
-"""The request cannot work; it would fail again."""
+"""The request cannot work; a restart would fail again."""
 REQUEUE = 75
-"""Stopped at a complete checkpoint, by a signal or before a time limit: start it again. (As ``EX_TEMPFAIL`` is.)"""
+"""Stopped at a complete checkpoint by a signal or a time limit: restart it. (The value of ``EX_TEMPFAIL``.)"""
 HUNG = 76
-"""The watchdog ended a job that did not get on: start it again, from its last checkpoint."""
+"""The watchdog ended a job that had stalled: restart it from its last checkpoint."""
 STOPPED = 77
-"""Stopped at a complete checkpoint because somebody asked for it: do not start it again."""
+"""Stopped at a complete checkpoint at the request of a person: do not restart it."""
 
 RESTARTABLE = (REQUEUE, HUNG)

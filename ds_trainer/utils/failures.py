@@ -1,26 +1,26 @@
-"""When one rank fails, all ranks end: with one clear error each, within seconds, instead of waiting for ever.
+"""When one rank fails, all ranks end within seconds, each with one clear error, instead of hanging.
 
-A rank that raises leaves the others in a collective that it never enters. Asking everybody before every step would cost
-a wait for the slowest rank, and forward passes under ZeRO-3 are collectives themselves. So nothing is asked while all
-goes well. A rank that fails writes that down in the store which the process group was made with, a channel besides the
-collectives, and waits a moment:
+A rank that raises leaves the others in a collective that it never enters. Checking before every step would cost a wait
+for the slowest rank, and forward passes under ZeRO-3 are collectives themselves. So no messages are sent as long as no
+rank fails. A rank that fails reports it in the rendezvous store, which is independent of collectives, and waits
+briefly:
 
-* All ranks have failed likewise (a setting that every rank refuses, say): each raises its own error, and the process
-  group stays as good as it was.
-* Only some have: each of them gives up its process group and raises its own error. The others get a
-  :class:`PeerFailure` that names the rank and its error: at once where the broken connection ends their collective
-  (gloo), after an abort where it does not (NCCL). What is stuck even then is ended with exit code 1.
+* All ranks failed (each rejected a setting, for example): each raises its own error, and the process group remains
+  usable.
+* Only some failed: each of them aborts its process group and raises its own error. The others get a
+  :class:`PeerFailure` that names the rank and its error: at once if the broken connection ends their collective (gloo),
+  after an abort if it does not (NCCL). A process that is still stuck then ends with exit code 1.
 
-A thread of each rank looks into the store once a second; that is all it costs.
+The cost: a thread of each rank reads the store once a second.
 
-Who can begin anew after a failure (the next trial of a search) calls :func:`leave_group` and :func:`meet_again`: all
-ranks leave the process group, whatever is half done in it, and get a store for another one.
+Code that can continue after a failure (the next trial of a search) calls :func:`leave_group` and
+:func:`rendezvous_again`: all ranks leave the process group, even in the middle of a collective, and get a store for a
+new one.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import threading
@@ -33,17 +33,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
-from ds_trainer.utils.side_store import side_store
+from ds_trainer.utils.store import RankStore, expiry, group_store, side_store
 from ds_trainer.utils.threads import new_thread
 
 POLL_SECONDS = 1.0
-# How long a failed rank waits for the others to fail likewise; ranks that do the same thing are seldom further apart.
+# How long a failed rank waits for the others to fail too; ranks that do the same thing are seldom further apart.
 GRACE_SECONDS = 5.0
 ABORT_SECONDS = 3.0
-ABORT_TAKES_SECONDS = 20.0  # of NCCL; torch itself would wait for it as long as a collective may take
+ABORT_TAKES_SECONDS = 20.0  # of NCCL; torch itself would wait up to the time limit of a collective
 EXIT_SECONDS = 12.0
-PATIENT_SECONDS = 120.0  # the same where the failed rank goes on and breaks the connection itself
-MEETING_SECONDS = 180.0
+PATIENT_SECONDS = 120.0  # the same if the failed rank continues, because it breaks the connection itself
+RENDEZVOUS_SECONDS = 180.0
 
 _PREFIX = "ds_trainer/failures"
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -54,64 +54,58 @@ R = TypeVar("R")
 
 
 class PeerFailure(RuntimeError):
-    """Another rank failed, and this one cannot go on without it. The text names the rank and its error."""
+    """Another rank failed, so this one cannot continue. The message names that rank and its error."""
 
 
 class _Watch:
-    """Failures of this process group: what this rank tells and hears."""
+    """Reports the failure of this rank to the others, and watches for theirs. One per process group."""
 
     def __init__(self) -> None:
-        # Not the connection of the process group: that may be busy waiting for a rank that is gone.
+        # Not the connection of the process group, which may be waiting for a rank that is gone.
         self.store = side_store()
-        _stores.append(dist.distributed_c10d._get_default_store())
+        self.notes = RankStore(_PREFIX, self.store)
+        _stores.append(group_store())
         self.group: Any = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.generation = 0  # of failures that all ranks had alike: everybody counts the same
+        self.generation = 0  # number of failures that all ranks had in common, so every rank counts the same
         self.aborted = False
         self.stuck: str | None = None  # why the process group was not aborted
         self._aborting: threading.Thread | None = None
         self._abort_by = 0.0
         self.lock = threading.Lock()
-        new_thread(self._look, name="ds_trainer-failures").start()
+        new_thread(self._watch_loop, name="ds_trainer-failures").start()
 
     def _key(self, name: str) -> str:
-        return f"{_PREFIX}/{self.generation}/{name}"
+        return f"{self.generation}/{name}"
 
-    def tell(self, error: BaseException, grace: float) -> bool:
-        """Tell the others of this rank's own failure; True if all ranks have failed likewise within ``grace`` s."""
-        if not isinstance(error, PeerFailure):  # or others would hear of that one instead of its cause
-            said = {"rank": self.rank, "error": _described(error)}
-            self.store.compare_set(self._key("first"), "", json.dumps(said))
-        failed = self.store.add(self._key("count"), 1)
-        deadline = time.monotonic() + grace
-        while failed < self.world_size and time.monotonic() < deadline:
-            time.sleep(0.05)
-            failed = self.store.add(self._key("count"), 0)
-        if failed < self.world_size:
+    def report(self, error: BaseException, grace: float) -> bool:
+        """Report this rank's failure to the others; whether all ranks failed within ``grace`` seconds."""
+        if not isinstance(error, PeerFailure):  # otherwise the others would see it instead of its cause
+            self.notes.set_first(self._key("first"), {"rank": self.rank, "error": _described(error)})
+        self.notes.add(self._key("count"))
+        if self.notes.wait_for_count(self._key("count"), self.world_size, expiry(grace)) < self.world_size:
             return False
         self.generation += 1
         return True
 
-    def heard(self, wait: float = 0.0) -> str | None:
-        """What another rank said of its failure."""
-        deadline = time.monotonic() + wait
+    def peer_failure(self, wait: float = 0.0) -> str | None:
+        """The first failure that another rank has reported within ``wait`` seconds, as text; None without one."""
+        expired = expiry(wait)
         while True:
             try:
-                said = (
-                    json.loads(self.store.get(self._key("first"))) if self.store.check([self._key("first")]) else None
-                )
+                first = self.notes.get(self._key("first"))
             except (RuntimeError, OSError) as error:
                 return f"the rank that holds the rendezvous store is gone ({error})"
-            if said is not None and said["rank"] != self.rank:
-                return f"rank {said['rank']} failed with {said['error']}"
-            if time.monotonic() >= deadline:
+            if first is not None and first["rank"] != self.rank:
+                return f"rank {first['rank']} failed with {first['error']}"
+            if expired():
                 return None
             time.sleep(0.05)
 
-    def give_up(self) -> None:
-        """Leave the process group without asking the others; collectives of this rank that hang are ended (NCCL).
+    def abort(self) -> None:
+        """Abort the process group on this rank alone; ends collectives of this rank that hang (NCCL).
 
-        Takes no longer than ``ABORT_TAKES_SECONDS`` and raises nothing: what went wrong is said, and kept in ``stuck``.
+        Takes at most ``ABORT_TAKES_SECONDS`` and raises nothing: a failed abort is printed, and kept in ``stuck``.
         """
         with self.lock:
             first = not self.aborted and dist.is_initialized() and dist.group.WORLD is self.group
@@ -119,20 +113,20 @@ class _Watch:
                 self.aborted = True
                 self.stuck = f"the abort did not end within {ABORT_TAKES_SECONDS:.0f} s"
                 self._abort_by = time.monotonic() + ABORT_TAKES_SECONDS
-                self._aborting = new_thread(self._abort, name="ds_trainer-abort")
+                self._aborting = new_thread(self._run_abort, name="ds_trainer-abort")
                 self._aborting.start()
         self.await_abort()
         if first and self.stuck is not None:
-            _say(f"rank {self.rank} could not abort its process group: {self.stuck}")
+            _print(f"rank {self.rank} could not abort its process group: {self.stuck}")
         if self.aborted:
-            self.group = None  # gloo closes its connections when nobody holds the group any more
+            self.group = None  # gloo closes its connections with the last reference to the group
 
     def await_abort(self) -> None:
-        """Return when the abort has ended, or its time is over. Without one: at once."""
+        """Wait until the abort has ended or its time is over; returns at once if there is none."""
         if self._aborting is not None:
             self._aborting.join(max(0.0, self._abort_by - time.monotonic()))
 
-    def _abort(self) -> None:
+    def _run_abort(self) -> None:
         try:
             dist.distributed_c10d._abort_process_group()
         except BaseException as error:
@@ -140,18 +134,18 @@ class _Watch:
         else:
             self.stuck = None
 
-    def _look(self) -> None:
+    def _watch_loop(self) -> None:
         while not self.aborted:
             time.sleep(POLL_SECONDS)
             if _depth == 0:
-                continue  # no rank can wait for another outside of a section
+                continue  # outside of a section no rank waits for another
             generation = self.generation
-            said = self.heard()
-            if said is not None and self._still_inside(generation, ABORT_SECONDS):
+            failure = self.peer_failure()
+            if failure is not None and self._still_inside(generation, ABORT_SECONDS):
                 if dist.is_initialized() and dist.get_backend() == "nccl":
-                    self.give_up()
-                if self._still_inside(generation, (PATIENT_SECONDS if _patient else EXIT_SECONDS) - ABORT_SECONDS):
-                    _say(f"rank {self.rank} ends: {said}")
+                    self.abort()
+                if self._still_inside(generation, (PATIENT_SECONDS if _surviving else EXIT_SECONDS) - ABORT_SECONDS):
+                    _print(f"rank {self.rank} ends: {failure}")
                     os._exit(1)
 
     def _still_inside(self, generation: int, seconds: float) -> bool:
@@ -164,21 +158,21 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-_stores: list[Any] = []  # kept: one of them is the server itself, which would end with the process group
-_patient = False  # whether failed ranks go on
-_meetings = 0
-_depth = 0  # sections that this process is in, one inside the other
+_stores: list[Any] = []  # kept alive: one of them is the server, which would end with the process group
+_surviving = False  # whether failed ranks continue, see survive_failures
+_rendezvous = 0
+_depth = 0  # nesting of the sections that this process is in
 
 
 def watch_peers() -> None:
-    """Begin to look out for failures of other ranks; to be called when the process group exists. In one: nothing."""
+    """Start to watch for failures of other ranks, once the process group exists. Does nothing in a world of one."""
     global _watch
     if distributed.world_size() > 1 and (_watch is None or _watch.group is not dist.group.WORLD):
         _watch = _Watch()
 
 
 def fails_together(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of what all ranks do together: an exception on one of them ends it on all of them.
+    """Decorator for a function that all ranks call together: an exception on one rank ends it on all ranks.
 
     Raises:
         PeerFailure: another rank failed.
@@ -192,7 +186,7 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except (Exception, SystemExit) as error:
             if _watch is not None and _depth == 1:
-                _share(_watch, error)
+                _handle_failure(_watch, error)
             raise
         finally:
             _depth -= 1
@@ -201,83 +195,80 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def patience() -> Iterator[None]:
-    """For a block in which a failed rank goes on: it breaks the connection soon, so that others need not end."""
-    global _patient
-    before, _patient = _patient, True
+def survive_failures() -> Iterator[None]:
+    """For a block in which a failed rank continues: it breaks the connection soon, so the others need not end."""
+    global _surviving
+    before, _surviving = _surviving, True
     try:
         yield
     finally:
-        _patient = before
+        _surviving = before
 
 
 def leave_group() -> None:
-    """Give up the process group. Connections of gloo end when all that held it has been let go too.
+    """Abort the process group. Connections of gloo end once every reference to it is gone too.
 
     Raises:
-        PeerFailure: it could not be aborted, so that another one cannot be made.
+        PeerFailure: the abort failed, so another process group cannot be made.
     """
     if _watch is not None:
-        _watch.give_up()
+        _watch.abort()
         if _watch.stuck is not None:
             raise PeerFailure(f"Rank {_watch.rank} could not abort its process group: {_watch.stuck}.")
 
 
 def store() -> Any:
-    """The store of the process group, also when that has been left; None where nobody watched."""
+    """The store of the process group, even after the group was left; None without :func:`watch_peers`."""
     return None if _watch is None else _watch.store
 
 
 def end_if_stuck() -> None:
-    """When the process ends: end it at once if its process group could not be aborted; leaving it would hang."""
+    """Exit at once if the process group could not be aborted, as leaving it would hang; for the end of the process."""
     if _watch is None:
         return
     _watch.await_abort()
     if _watch.stuck is not None:
-        _say(f"rank {_watch.rank} ends without leaving its process group")
+        _print(f"rank {_watch.rank} ends without leaving its process group")
         sys.stdout.flush()
         os._exit(1)
 
 
-def meet_again() -> Any:
-    """Wait until all ranks have left the process group; a store to make another one with. Collective.
+def rendezvous_again() -> Any:
+    """Wait until all ranks have left the process group; returns a store for a new group. Collective.
 
     Raises:
-        PeerFailure: not all ranks came.
+        PeerFailure: a rank is missing.
     """
-    global _meetings
-    assert _watch is not None  # there were others
-    _meetings += 1
-    name = f"{_PREFIX}/meeting-{_meetings}"
-    came, deadline = 0, time.monotonic() + MEETING_SECONDS
+    global _rendezvous
+    assert _watch is not None  # a world of one has no peers to fail
+    _rendezvous += 1
+    name, world_size = f"rendezvous-{_rendezvous}", _watch.world_size
     try:
-        came = _watch.store.add(name, 1)
-        while came < _watch.world_size and time.monotonic() < deadline:
-            time.sleep(0.02)
-            came = _watch.store.add(name, 0)
+        _watch.notes.add(name)
+        arrived = _watch.notes.wait_for_count(name, world_size, expiry(RENDEZVOUS_SECONDS))
     except (RuntimeError, OSError) as error:
         raise PeerFailure(f"the rank that holds the rendezvous store is gone ({error}).") from error
-    if came < _watch.world_size:
-        raise PeerFailure(f"{came} of {_watch.world_size} ranks came together again after a failure.")
-    return dist.distributed_c10d.PrefixStore(f"{name}/group", _watch.store)
+    if arrived < world_size:
+        raise PeerFailure(f"Only {arrived} of {world_size} ranks came back within {RENDEZVOUS_SECONDS:.0f} s.")
+    return dist.distributed_c10d.PrefixStore(f"{_PREFIX}/{name}/group", _watch.store)
 
 
-def _share(watch: _Watch, error: BaseException) -> None:
-    """Settle with the other ranks what ``error`` means; returns where this rank's own error is to be raised."""
+def _handle_failure(watch: _Watch, error: BaseException) -> None:
+    """Report ``error``, or raise PeerFailure if another rank caused it."""
     broken = watch.aborted or _is_broken_connection(error)
     if broken:
-        said = watch.heard(wait=2 * POLL_SECONDS)
-        if said is not None:
-            watch.give_up()
+        failure = watch.peer_failure(wait=2 * POLL_SECONDS)
+        if failure is not None:
+            watch.abort()
             raise PeerFailure(
-                f"{said}. Rank {watch.rank} was waiting for it and ends too; its traceback is in that rank's output."
+                f"{failure}. Rank {watch.rank} was waiting for it and ends too; the traceback is in that rank's output."
             ) from error
-    # A connection that broke without a word is that of a rank which was killed: it will not fail likewise.
-    if not watch.tell(error, POLL_SECONDS if broken else GRACE_SECONDS):
-        watch.give_up()
+    # A connection that broke without a report is that of a rank that was killed; it will not report a failure.
+    if not watch.report(error, POLL_SECONDS if broken else GRACE_SECONDS):
+        watch.abort()
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"ds_trainer: {text}.", file=sys.stderr, flush=True)
 
 
@@ -289,5 +280,5 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:_MAX_TEXT] + place
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:_MAX_TEXT] + location

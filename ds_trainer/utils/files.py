@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new one, never a half; reading those that a user names."""
+"""Atomic writes, and reading of files that a user names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_trainer.utils.errors import ConfigError
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` beside ``path``, flush it to the disk and rename it over ``path``."""
+    """Write ``text`` to a temporary file next to ``path``, flush it to the disk and rename it to ``path``."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
@@ -21,7 +21,7 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(partial, 0o644)  # mkstemp makes private files; results are meant to be read by others
+        os.chmod(partial, 0o644)  # mkstemp creates private files; results should be readable by other users
         os.replace(partial, target)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -38,24 +38,24 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def read_users_text(path: str | os.PathLike[str], said: str, kind: str) -> str:
-    """The text of a file that the user names, without a byte order mark.
+def read_user_file(path: str | os.PathLike[str], source: str, kind: str) -> str:
+    """The text of a file that the user named, without a byte order mark.
 
     Args:
         path: as given; ``~`` is the home directory.
-        said: how the user named it, the subject of every error: ``"deepspeed=x.json"``, ``"The recipe 'a.yaml'"``.
-        kind: what it ought to be: ``"JSON file"``.
+        source: how the user named it, the subject of every error: ``"deepspeed=x.json"``, ``"The recipe 'a.yaml'"``.
+        kind: the expected kind of file: ``"JSON file"``.
 
     Raises:
-        ConfigError: it does not exist, is a directory, is no text, or cannot be read.
+        ConfigError: the file does not exist, is a directory, is not UTF-8 text, or cannot be read.
     """
     try:
         return Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{said} does not exist (looked from {Path.cwd()}).") from None
+        raise ConfigError(f"{source} does not exist (working directory: {Path.cwd()}).") from None
     except IsADirectoryError:
-        raise ConfigError(f"{said} is a directory; name a {kind} in it.") from None
+        raise ConfigError(f"{source} is a directory; name a {kind} in it.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{said} is not UTF-8 text (byte {error.start}); is it a {kind}?") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise ConfigError(f"{said} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise ConfigError(f"{source} is not UTF-8 text (byte {error.start}); is it a {kind}?") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ConfigError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}.") from None

@@ -1,18 +1,18 @@
-"""A rendezvous store without what ranks of an earlier attempt left in it.
+"""A rendezvous store without the values of an earlier attempt.
 
-``torchrun --max-restarts`` starts all ranks again when one has died, and (torch 2.13) they meet in the same store: that
-of the launcher, without a prefix. Whoever comes first then reads where the dead ranks listened, and cannot connect; or
-takes a word of theirs, that they failed for instance, for one of today. The number of the attempt is no prefix that all
-ranks know: every machine's launcher counts its own.
+``torchrun --max-restarts`` restarts all ranks when one has died, and (torch 2.13) they use the same store, that of the
+launcher, without a prefix. The first ranks to arrive then read the addresses of dead ranks and cannot connect, or take
+an old value, such as a reported failure, for a new one. The number of the attempt cannot serve as a prefix, because the
+launcher of every machine counts its own attempts.
 
-So the ranks agree on a name that is new, in the old store, where everything that is read may be of dead ranks:
+So the ranks agree on a new name in the old store, in which any value may be that of a dead rank:
 
-* each rank draws a word and writes it down;
-* rank 0 makes a name for the words that it finds, another one whenever it finds others, and leaves it below each word;
-* a rank that finds a name below its own word is counted below that name: dead ranks cannot have been counted there;
-* when all have, rank 0 says below the same name that it holds.
+* each rank writes a random token;
+* rank 0 creates a name for the tokens that it finds, a new one whenever they change, and writes it under each token;
+* a rank that finds a name under its own token counts itself under that name, where dead ranks cannot have counted;
+* once all ranks have, rank 0 confirms the name under the same name.
 
-Only rank 0 reads and writes something for each rank.
+Only rank 0 reads and writes a value for each rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _PREFIX = "ds_trainer/attempt"
-_POLL_SECONDS = 0.01, 0.5  # at first, and at most
+_POLL_SECONDS = 0.01, 0.5  # first and longest pause
 
 
 def outlives_ranks(environment: Mapping[str, str]) -> bool:
-    """Whether the store is that of a launcher which may start ranks again."""
+    """Whether the store belongs to a launcher that may restart ranks."""
     return environment.get(_AGENT_STORE) == "True"
 
 
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Any:
-    """The store that the environment's variables tell of, below a name of this attempt. Collective.
+    """The store that the environment variables name, below a prefix of this attempt. Collective.
 
     Raises:
-        TimeoutError: not all ranks came.
+        TimeoutError: not all ranks arrived.
     """
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -48,31 +48,31 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Any:
 
 
 def agree_on_name(store: Any, rank: int, world_size: int, seconds: float) -> str:
-    """A name that no earlier ranks of ``store`` had. Collective.
+    """A name that no earlier attempt in ``store`` has used. Collective.
 
     Raises:
-        TimeoutError: not all ranks came within ``seconds``.
+        TimeoutError: not all ranks arrived within ``seconds``.
     """
-    own = uuid.uuid4().hex
-    store.set(f"{_PREFIX}/word/{rank}", own)
+    token = uuid.uuid4().hex
+    store.set(f"{_PREFIX}/token/{rank}", token)
     deadline, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
     name, found = "", list[str]()
-    words = [f"{_PREFIX}/word/{one}" for one in range(world_size)] if rank == 0 else []
+    keys = [f"{_PREFIX}/token/{one}" for one in range(world_size)] if rank == 0 else []
     while time.monotonic() < deadline:
-        if rank == 0 and store.check(words):
-            present = [word.decode() for word in store.multi_get(words)]
+        if rank == 0 and store.check(keys):
+            present = [value.decode() for value in store.multi_get(keys)]
             if present != found:
                 found, given = present, uuid.uuid4().hex
-                for word in found:
-                    store.set(f"{_PREFIX}/name/{word}", given)
-        if store.check([f"{_PREFIX}/name/{own}"]):
-            given = store.get(f"{_PREFIX}/name/{own}").decode()
+                for other in found:
+                    store.set(f"{_PREFIX}/name/{other}", given)
+        if store.check([f"{_PREFIX}/name/{token}"]):
+            given = store.get(f"{_PREFIX}/name/{token}").decode()
             if given != name:
                 name = given
                 store.add(f"{_PREFIX}/{name}/agreed", 1)
             if rank == 0 and store.add(f"{_PREFIX}/{name}/agreed", 0) == world_size:
-                store.set(f"{_PREFIX}/{name}/holds", "")
-            if store.check([f"{_PREFIX}/{name}/holds"]):
+                store.set(f"{_PREFIX}/{name}/confirmed", "")
+            if store.check([f"{_PREFIX}/{name}/confirmed"]):
                 return name
         time.sleep(pause)
         pause = min(1.5 * pause, longest)

@@ -1,7 +1,7 @@
-"""How much host memory this process may still take: what the machine has free, and what the job's limit leaves.
+"""Free host memory: of the machine, and within the memory limit of the job.
 
-A batch system (``--mem`` of SLURM) or a container (``--memory`` of docker) limits memory by a cgroup, of which the
-numbers of the machine say nothing: who believes those is killed.
+A batch system (``--mem`` of SLURM) or a container (``--memory`` of docker) limits memory by a cgroup. The statistics of
+the machine do not include that limit, and a process that exceeds it is killed.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import NamedTuple
 import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class CgroupMemory(NamedTuple):
-    """Limit of a cgroup, in bytes, and what of it is used and cannot be reclaimed."""
+    """Memory limit of a cgroup, and the memory in use that cannot be reclaimed; in bytes."""
 
     limit: int
     used: int
 
 
-def free_host_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """Bytes of host memory that are free for this process and the others of its machine and job."""
+def free_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes of free host memory on this machine and in this job, for all of their processes."""
     available = int(psutil.virtual_memory().available)
-    limited = cgroup_memory(cgroups, own)
+    limited = cgroup_memory(cgroups, membership)
     return available if limited is None else max(0, min(available, limited.limit - limited.used))
 
 
-def cgroup_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> CgroupMemory | None:
-    """The cgroup that leaves the least, from this process's own up to the root; None where nothing is limited.
+def cgroup_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> CgroupMemory | None:
+    """The cgroup with the least free memory, from that of this process up to the root; None without a limit.
 
-    Pages of files that nobody has used lately count as free, since the kernel drops them first.
+    Inactive pages of files count as free, since the kernel drops them first.
     """
-    lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
     found: list[CgroupMemory] = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
@@ -71,5 +71,5 @@ def _statistic(directory: Path, name: str) -> int:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:  # no such controller, or not ours to read: then it limits nothing that we know of
+    except OSError:  # no such controller, or no permission: no known limit
         return ""

@@ -1,16 +1,14 @@
-"""Votes of all ranks that do not ask the device: over a group of gloo, or over the rendezvous store.
+"""Votes of all ranks that do not involve the device: over a gloo group, or over the rendezvous store.
 
-With NCCL, a group of gloo is made beside it for what concerns the host. gloo looks for a network by itself: it listens
-at the address that the host's name resolves to, or at that of the interface GLOO_SOCKET_IFNAME. Where names resolve to
-a management network or to 127.0.1.1, NCCL works and gloo waits for ever. :func:`reachable_group` finds that out within
-a time limit, on all ranks alike, and :class:`StoreVotes` does without.
+Next to NCCL, a gloo group is created for tensors in host memory. gloo selects its own network: it listens on the
+address that the host name resolves to, or on the interface GLOO_SOCKET_IFNAME. If host names resolve to a management
+network or to 127.0.1.1, NCCL works and gloo hangs. :func:`reachable_group` detects that within a time limit, with the
+same result on all ranks, and :class:`StoreVotes` needs no gloo.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from ds_trainer.utils import distributed
 from ds_trainer.utils.collective_limit import collective_limit
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.store import RankStore, expiry
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 CONNECT_SECONDS = 60.0
-"""How long ranks may take to find each other over gloo."""
+"""How long ranks may take to connect over gloo."""
 _PREFIX = "ds_trainer/votes"
 
 
 class HostVotes(Protocol):
-    """The element-wise maximum of all ranks' integers, without the device."""
+    """The element-wise maximum of all ranks' integers, computed on the host."""
 
     def begin(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Vote without waiting; what comes back waits for the others and gives the result. Collective, in order."""
+        """Start a vote; the returned function waits for the other ranks and returns the result. Collective."""
         ...
 
 
@@ -51,6 +50,7 @@ class GroupVotes:
         self._group = group
 
     def begin(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin a vote; the returned function waits for its result. Collective."""
         votes = torch.tensor(list(values))
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -62,64 +62,54 @@ class GroupVotes:
 
 
 class StoreVotes:
-    """Votes over the store of the process group; one at a time.
+    """Votes over the rendezvous store; one at a time.
 
-    A vote costs each rank four operations of the store (two when it begins), whatever the number of ranks, and another
-    while it waits for a slower one. The rank that comes last reads all votes at once (a few bytes a rank), and answers.
-    Nothing blocks in the store: its connection may be shared.
+    A vote costs each rank four store operations (two when it begins), whatever the number of ranks, plus polls while it
+    waits for a slower rank. The last rank to vote reads all votes at once (a few bytes per rank) and writes the result.
 
     Args:
-        store: of all ranks; default: that of the process group.
-        world_size: how many vote; default: that of the process group.
-        name: below which nothing else is in the store, alike on all ranks; default: one that rank 0 draws (collective).
+        store: connection of all ranks; default: :func:`~ds_trainer.utils.store.side_store`.
+        world_size: number of voters; default: that of the process group.
+        name: a name in the store that is unused and the same on all ranks; default: a random one (collective).
     """
 
     def __init__(self, store: Any = None, world_size: int | None = None, name: str = "") -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store() if store is None else store
         self._world_size = dist.get_world_size() if world_size is None else world_size
-        self._name = f"{_PREFIX}/{name or distributed.broadcast_object(secrets.token_hex(8))}"
+        prefix = f"{_PREFIX}/{name or distributed.broadcast_object(secrets.token_hex(8))}"
+        self._store = RankStore(prefix, store, self._world_size)
         self._turn = 0
 
     def begin(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin a vote; the returned function waits for its result. Collective."""
         self._turn += 1
-        store, name = self._store, f"{self._name}/{self._turn}"
-        store.append(f"{name}/votes", json.dumps(list(values)) + "\n")
-        if store.add(f"{name}/count", 1) == self._world_size:
-            votes = [json.loads(line) for line in store.get(f"{name}/votes").decode().splitlines()]
-            store.set(f"{name}/result", json.dumps([max(column) for column in zip(*votes, strict=True)]))
-            # All have begun this turn, so that all have read the one before.
-            for key in ("votes", "count", "result"):
-                store.delete_key(f"{self._name}/{self._turn - 1}/{key}")
-        return lambda: self._finish(f"{name}/result")
-
-    def _finish(self, key: str) -> list[int]:
-        pause, seconds = 0.001, collective_limit().total_seconds()
-        deadline = time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {seconds:.0f} s for the votes of the other ranks ({key})")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        return [int(value) for value in json.loads(self._store.get(key))]
+        store, turn = self._store, self._turn
+        store.append(f"{turn}/votes", list(values))
+        if store.add(f"{turn}/count") == self._world_size:
+            votes = store.get_list(f"{turn}/votes")
+            store.set(f"{turn}/result", [max(column) for column in zip(*votes, strict=True)])
+            # All ranks have begun this turn, so all have read the result of the previous one.
+            store.delete(*(f"{turn - 1}/{key}" for key in ("votes", "count", "result")))
+        return lambda: [
+            int(value) for value in store.wait(f"{turn}/result", expiry(collective_limit().total_seconds()))
+        ]
 
 
 def host_votes(group: ProcessGroup | None) -> HostVotes:
-    """Votes over ``group``, or over the store where there is none. Collective."""
+    """Votes over ``group``, or over the store if it is None. Collective."""
     return StoreVotes() if group is None else GroupVotes(group)
 
 
 def reachable_group(make: Callable[[timedelta], ProcessGroup], seconds: float | None = None) -> ProcessGroup | None:
-    """The group that ``make`` gives; None, on all ranks, if the ranks of one of these groups cannot reach each other.
+    """The group that ``make`` returns; None on all ranks if the ranks of any such group cannot connect. Collective.
 
-    Collective.
 
     Args:
-        make: makes a group of gloo with this limit for its collectives; one that works gets that of the others.
-        seconds: how long ranks may take to find each other; default: ``CONNECT_SECONDS``.
+        make: creates a gloo group with the given time limit; a working group then gets the usual limit.
+        seconds: how long ranks may take to connect; default: ``CONNECT_SECONDS``.
     """
     limit = timedelta(seconds=CONNECT_SECONDS if seconds is None else seconds)
     if dist.get_backend() not in ("nccl", "gloo"):
-        return make(limit)  # no ranks to be reached
+        return make(limit)  # no network
     group, failure = None, ""
     try:
         group = make(limit)
@@ -128,14 +118,14 @@ def reachable_group(make: Callable[[timedelta], ProcessGroup], seconds: float | 
         failure = str(error).splitlines()[0]
         logger.debug("rank %d: gloo does not connect: %s", dist.get_rank(), failure)
     if not StoreVotes().begin([int(bool(failure))])()[0]:
-        assert group is not None  # nothing failed
+        assert group is not None  # no rank failed
         dist.distributed_c10d._set_pg_timeout(collective_limit(), group)
         return group
     if dist.get_rank() == 0:
         logger.warning(
-            "Ranks cannot reach each other over gloo%s: votes on stopping go over the rendezvous store. The host names "
-            "probably resolve to another network than the one between the machines; set GLOO_SOCKET_IFNAME to the "
-            "interface of that one (`ip -br address` lists them; NCCL_SOCKET_IFNAME is often set to it already).",
+            "Ranks cannot reach each other over gloo%s; votes on stopping use the rendezvous store instead. Host names "
+            "probably resolve to another network than the one between the machines. Set GLOO_SOCKET_IFNAME to the "
+            "interface of that network (`ip -br address` lists all; NCCL_SOCKET_IFNAME is often set to it already).",
             f" ({failure})" if failure else "",
         )
     return None

@@ -1,4 +1,4 @@
-"""The project's loggers: one root (``ds_trainer``), silent on ranks that should not speak."""
+"""The package's loggers, below ``ds_trainer``; on ranks other than 0 the level is WARNING."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = "ds_trainer"
 def get_logger(name: str = _ROOT) -> logging.Logger:
     """A logger below ``ds_trainer``; messages of level INFO appear on the main process only.
 
-    Handlers are attached once, so that a library user who configured logging keeps his own format.
+    A handler is attached once, and not if the user has configured logging.
     """
     root = logging.getLogger(_ROOT)
     if not root.handlers and not logging.getLogger().handlers:

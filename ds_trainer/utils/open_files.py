@@ -1,8 +1,8 @@
-"""How many files, and so connections, a process may have open.
+"""The limit of open files, which includes connections.
 
-Batch systems start processes with a soft limit of 1,024, which a process may raise to the hard one by itself. The
-process that holds the rendezvous store has a few connections to every rank: rank 0, or under torchrun its agent, which
-keeps the limit that it was started with.
+Batch systems start processes with a soft limit of 1,024, which a process may raise to the hard limit. The process that
+holds the rendezvous store has two connections to every rank. That is rank 0, or under torchrun its agent, which keeps
+the limit that it was started with.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import resource
 from ds_trainer.utils.fresh_store import outlives_ranks
 
 STORE_CONNECTIONS = 2
-"""Connections of each rank to the store: of the process group, and of the threads that look after other ranks."""
+"""Connections of each rank to the store: of the process group, and of the threads that watch other ranks."""
 OTHER_FILES = 1024
-"""Room for data, loading processes, checkpoints, logs and the connections of NCCL and gloo."""
+"""Files for data, loader processes, checkpoints, logs, and the connections of NCCL and gloo."""
 
 _inherited: int | None = None  # soft limit at the start of the process
 
 
 def raise_open_file_limit() -> None:
-    """Set the soft limit of open files to the hard one."""
+    """Set the soft limit of open files to the hard limit."""
     global _inherited
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _inherited is None:
@@ -29,17 +29,17 @@ def raise_open_file_limit() -> None:
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):  # macOS takes no unlimited number of files: the soft limit stays
+        except (ValueError, OSError):  # macOS rejects an unlimited number of files; the soft limit is unchanged
             return
 
 
 def open_file_problem(rank: int, world_size: int) -> tuple[str, bool] | None:
-    """Why a rank may open too few files, and whether ranks cannot even meet; None where the limit is high enough."""
+    """Why the limit is too low, and whether it prevents the rendezvous; None if it is high enough."""
     limit, held_by = _limit_of_store_holder()
     needed = STORE_CONNECTIONS * world_size
     if rank == 0 and limit < needed:
-        said = f"{limit:.0f}, but {held_by} holds {needed} connections of {world_size} ranks to the rendezvous store"
-        return said, True
+        limits = f"{limit:.0f}, but {held_by} holds {needed} connections of {world_size} ranks to the rendezvous store"
+        return limits, True
     soft = _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     needed = OTHER_FILES + (needed if rank == 0 and held_by == "rank 0" else 0)
     if soft < needed:

@@ -1,7 +1,7 @@
-"""How each rank ended, written where whoever started it looks: launchers lose exit codes on their way.
+"""Records how each rank ended, for the process that launched it, since launchers lose exit codes.
 
-``deepspeed`` may give 0 where a signal killed its child, ``torchrun`` gives 1 for every failure, ``pdsh`` the largest
-of all. So a rank writes a small file at its end; a rank without one did not come to its end.
+``deepspeed`` may return 0 if a signal killed its child, ``torchrun`` returns 1 for every failure, ``pdsh`` the largest
+code. So each rank writes a small file when it ends; a rank without one did not end normally.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ VARIABLE = "DS_TRAINER_OUTCOME_DIR"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """End of one rank. ``code``: its exit code, 128 + N where signal N killed it. ``time``: seconds since 1970."""
+class RankOutcome:
+    """How one rank ended. ``code``: its exit code, or 128 + N if signal N killed it. ``time``: seconds since 1970."""
 
     rank: int
     code: int
@@ -37,24 +37,24 @@ class Outcome:
 
 
 def record_outcome(code: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Write down that this rank ends with ``code``, if ``DS_TRAINER_OUTCOME_DIR`` names a directory.
+    """Record in the directory ``DS_TRAINER_OUTCOME_DIR``, if set, that this rank ends with ``code``.
 
     Returns:
-        False where that directory does not exist on this machine.
+        False if that directory does not exist on this machine.
     """
     directory = environment.get(VARIABLE)
     if not directory:
         return True
     if not os.path.isdir(directory):
         return False
-    outcome = Outcome(likely_rank(environment), code, socket.gethostname(), time.time())
+    outcome = RankOutcome(likely_rank(environment), code, socket.gethostname(), time.time())
     write_json(_path(Path(directory), outcome.rank), asdict(outcome))
     return True
 
 
-def read_outcomes(directory: Path) -> dict[int, Outcome]:
+def read_outcomes(directory: Path) -> dict[int, RankOutcome]:
     """The outcomes in ``directory``, by rank."""
-    found = [Outcome(**read_json(path)) for path in directory.glob("rank-*.json")]
+    found = [RankOutcome(**read_json(path)) for path in directory.glob("rank-*.json")]
     return {outcome.rank: outcome for outcome in sorted(found, key=lambda outcome: outcome.rank)}
 
 

@@ -1,16 +1,16 @@
-"""Which rank this process is, under any launcher: one pure function of the environment.
+"""The rank of this process under any launcher, as a pure function of the environment.
 
 ``deepspeed`` and ``torchrun`` set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 ``srun`` sets ``SLURM_*`` (also under ``deepspeed --launcher slurm``, which adds nothing), Open MPI's ``mpirun`` sets
 ``OMPI_COMM_WORLD_*``, the Hydra of MPICH and Intel MPI ``PMI_*`` and ``MPI_LOCAL*``, MVAPICH ``MV2_COMM_WORLD_*``.
 Plain ``python`` sets nothing and is a world of one.
 
-Several of them may be there at once. What describes this process must agree. What describes the program around it is
-left alone: under ``torchrun`` inside of ``srun``, SLURM's task is the agent of a machine; under ``mpirun`` inside of an
-allocation, it is a daemon of MPI.
+Several sets may be present at once. Variables that describe this process must agree. Variables that describe an
+enclosing program are ignored: under ``torchrun`` inside ``srun``, the SLURM task is the agent of a machine; under
+``mpirun`` inside an allocation, it is an MPI daemon.
 
-DeepSpeed, accelerate and transformers take ``LOCAL_RANK`` for the index of the GPU. Where a rank is shown one GPU only,
-that index is 0 on every rank, and the rank on the machine is kept in ``DS_TRAINER_LOCAL_RANK``
+DeepSpeed, accelerate and transformers use ``LOCAL_RANK`` as the index of the GPU. If each rank sees one GPU only, that
+index is 0 on every rank, and the local rank is kept in ``DS_TRAINER_LOCAL_RANK``
 (:mod:`ds_trainer.utils.devices`).
 """
 
@@ -25,19 +25,19 @@ from dataclasses import dataclass, replace
 from ds_trainer.utils.errors import ConfigError
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL_SIZES = ("LOCAL_SIZE",)  # deepspeed's; not LOCAL_WORLD_SIZE, where accelerate writes a 1 that nobody said
-# Set by torchrun and by deepspeed's launcher of a machine: they start several ranks, and may be a task themselves.
+_LOCAL_SIZES = ("LOCAL_SIZE",)  # set by deepspeed; not LOCAL_WORLD_SIZE, which accelerate sets to 1 if it is missing
+# Set by torchrun and by deepspeed's per-machine launcher, which start several ranks and may be a task themselves.
 _MACHINE_LAUNCHER_NAMES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
-# A SLURM job has no free port to announce, but its id is known to all its ranks; likewise with Open MPI.
+# A SLURM job cannot announce a free port, but all of its ranks know its id; likewise with Open MPI.
 _FIRST_PORT, _PORTS = 20000, 20000
-_USUAL_PORT = 29500  # torch's own default
+_DEFAULT_PORT = 29500  # of torch
 _MPI_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-_KEPT = "DS_TRAINER_LOCAL_RANK"
+_LOCAL_RANK_NAME = "DS_TRAINER_LOCAL_RANK"
 
 
 @dataclass(frozen=True)
-class _Names:
-    """Variables of one launcher: its name, and what rank, world, local rank and local size are called."""
+class _LauncherVariables:
+    """The environment variables of one launcher."""
 
     launcher: str
     rank: str
@@ -47,9 +47,11 @@ class _Names:
 
 
 _MPI = (
-    _Names("openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    _Names("mvapich", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _LauncherVariables(
+        "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    ),
+    _LauncherVariables("mvapich", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    _LauncherVariables("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 _SLURM_NAMES = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID")
 _ALL_NAMES = (
@@ -63,10 +65,10 @@ _ALL_NAMES = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process in the job. ``launcher`` is ``"environment"`` (deepspeed, torchrun, by hand), ``"srun"``,
-    ``"openmpi"``, ``"mvapich"``, ``"mpich"`` (Intel MPI as well) or ``"python"``.
+    """Rank and rendezvous address of this process. ``launcher`` is ``"environment"`` (deepspeed, torchrun, or set by
+    the user), ``"srun"``, ``"openmpi"``, ``"mvapich"``, ``"mpich"`` (or Intel MPI) or ``"python"``.
 
-    A port of 0 says that any free one will do: a world of one has nobody to meet.
+    A port of 0 means any free port; it occurs only in a world of one.
     """
 
     rank: int
@@ -80,8 +82,8 @@ class RankInfo:
         """The five variables that torch.distributed and DeepSpeed read.
 
         Args:
-            device_index: the GPU of this process, which DeepSpeed looks for in LOCAL_RANK; default: ``local_rank``.
-                Where they differ, a sixth variable tells :func:`resolve_ranks` the local rank.
+            device_index: the GPU of this process, which DeepSpeed reads from LOCAL_RANK; default: ``local_rank``. If
+                they differ, a sixth variable has the local rank for :func:`resolve_ranks`.
         """
         index = self.local_rank if device_index is None else device_index
         names = {
@@ -92,42 +94,42 @@ class RankInfo:
             "MASTER_PORT": str(self.master_port),
         }
         if index != self.local_rank:
-            # With the rank that it holds for: a process of another job may inherit it.
-            names[_KEPT] = f"{self.local_rank} of {self.rank}/{self.world_size}/{index}"
+            # Includes the rank that it is valid for, since a process of another job may inherit it.
+            names[_LOCAL_RANK_NAME] = f"{self.local_rank} of {self.rank}/{self.world_size}/{index}"
         return names
 
 
 def resolve_ranks(environment: Mapping[str, str]) -> RankInfo:
-    """Work out rank, world size and rendezvous from ``environment``.
+    """Derive rank, world size and rendezvous address from ``environment``.
 
     Raises:
-        ConfigError: some, but not all, of the launcher's variables are set, or they contradict each other.
+        ConfigError: only some of the launcher's variables are set, or they contradict each other.
     """
     mpi = [names for names in _MPI if names.rank in environment]
     in_step = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
     if "RANK" in environment:
         info = _from_launcher(environment)
-        kept, _, place = environment.get(_KEPT, "").partition(" of ")
-        if place == f"{info.rank}/{info.world_size}/{info.local_rank}":
-            return replace(info, local_rank=int(kept))  # resolved before, by this process or the one that started it
+        local_rank, _, valid_for = environment.get(_LOCAL_RANK_NAME, "").partition(" of ")
+        if valid_for == f"{info.rank}/{info.world_size}/{info.local_rank}":
+            return replace(info, local_rank=int(local_rank))  # set by this process or its parent
     elif mpi and not (mpi[0].local_rank not in environment and in_step):
         info = _from_mpi(environment, mpi[0])
     elif in_step:
         info = _from_slurm_step(environment)
     elif "WORLD_SIZE" in environment:
-        info = _from_launcher(environment)  # refuses it
+        info = _from_launcher(environment)  # reports the missing variables
     else:
         return RankInfo(0, 1, 0, "127.0.0.1", 0, "python")
     _check_sizes(info, environment)
     if "RANK" not in environment or not any(name in environment for name in _MACHINE_LAUNCHER_NAMES):
         _check_against_mpi(info, environment, mpi)
-        if in_step and not mpi:  # SLURM's task may be a daemon of MPI
+        if in_step and not mpi:  # the SLURM task may be an MPI daemon
             _check_against_step(info, environment)
     return info
 
 
 def likely_rank(environment: Mapping[str, str]) -> int:
-    """The rank of this process as far as anything says it, also where :func:`resolve_ranks` would refuse; else 0."""
+    """The rank of this process, even if :func:`resolve_ranks` would raise an error; 0 if unknown."""
     try:
         return resolve_ranks(environment).rank
     except ConfigError:
@@ -137,7 +139,7 @@ def likely_rank(environment: Mapping[str, str]) -> int:
 
 
 def known_local_size(environment: Mapping[str, str]) -> int | None:
-    """How many ranks the launcher has started on this machine; None where it does not say."""
+    """Number of ranks on this machine; None if the launcher does not set it."""
     names = ("LOCAL_WORLD_SIZE", *_LOCAL_SIZES, *(names.local_size for names in _MPI))
     sizes = [int(text) for name in names if (text := environment.get(name, "")).isdigit()]
     counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
@@ -150,7 +152,7 @@ def known_local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """A TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -161,7 +163,7 @@ def _from_launcher(environment: Mapping[str, str]) -> RankInfo:
     if missing:
         found = ", ".join(f"{name}={environment[name]}" for name in _LAUNCHER_NAMES if environment.get(name))
         raise ConfigError(
-            f"The environment says {found}, but not {', '.join(missing)}. Start with `ds-trainer launch`, `deepspeed`, "
+            f"The environment sets {found}, but not {', '.join(missing)}. Start with `ds-trainer launch`, `deepspeed`, "
             "`torchrun`, `srun` or `mpirun`, or unset these variables to train in one process."
         )
     numbers = {name: _integer(environment, name) for name in _LAUNCHER_NAMES if name != "MASTER_ADDR"}
@@ -183,9 +185,7 @@ def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
     address = environment.get("MASTER_ADDR") or first_host(nodes)
     if world_size > 1 and not address:
-        raise ConfigError(
-            "srun gave neither SLURM_STEP_NODELIST nor SLURM_NODELIST: set MASTER_ADDR to the first node."
-        )
+        raise ConfigError("srun set neither SLURM_STEP_NODELIST nor SLURM_NODELIST; set MASTER_ADDR to the first node.")
     if environment.get("MASTER_PORT"):
         port = _integer(environment, "MASTER_PORT")
     else:
@@ -195,7 +195,7 @@ def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
     return RankInfo(rank, world_size, _integer(environment, "SLURM_LOCALID"), address or "127.0.0.1", port, "srun")
 
 
-def _from_mpi(environment: Mapping[str, str], names: _Names) -> RankInfo:
+def _from_mpi(environment: Mapping[str, str], names: _LauncherVariables) -> RankInfo:
     rank, world_size = _integer(environment, names.rank), _integer(environment, names.world_size)
     _check_rank(rank, world_size, names.rank, names.world_size)
     if world_size == 1 and names.local_rank not in environment:
@@ -203,11 +203,11 @@ def _from_mpi(environment: Mapping[str, str], names: _Names) -> RankInfo:
     local_rank = _integer(environment, names.local_rank)
     address = environment.get("MASTER_ADDR", "")
     if not address and environment.get(names.local_size) == str(world_size):
-        address = "127.0.0.1"  # all of them are on this machine
+        address = "127.0.0.1"  # all ranks are on this machine
     if not address:
         local_size = environment.get(names.local_size, "an unknown number")
         raise ConfigError(
-            f"mpirun does not say where the ranks meet: {names.world_size}={world_size}, of which {local_size} are on "
+            f"mpirun sets no rendezvous address: {names.world_size}={world_size}, of which {local_size} are on "
             f"this machine ({names.local_size}), and MASTER_ADDR is not set. Start with `ds-trainer launch --launcher "
             "openmpi`, or pass the first host: mpirun -x MASTER_ADDR=HOST (Open MPI), -genv MASTER_ADDR HOST (Hydra)."
         )
@@ -218,11 +218,11 @@ def _mpi_port(environment: Mapping[str, str]) -> int:
     if environment.get("MASTER_PORT"):
         return _integer(environment, "MASTER_PORT")
     job = next((environment[name] for name in _MPI_JOB_NAMES if environment.get(name)), None)
-    return _USUAL_PORT if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+    return _DEFAULT_PORT if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
 def _check_sizes(info: RankInfo, environment: Mapping[str, str]) -> None:
-    """That local numbers fit into the whole; ``info`` is the choice made."""
+    """Check local rank and local size against the world size of ``info``."""
     if info.local_rank >= info.world_size:
         raise _contradiction(f"A local rank of {info.local_rank} in a world of {info.world_size}", environment)
     sizes = list(_LOCAL_SIZES) if info.launcher == "environment" else []
@@ -236,13 +236,13 @@ def _check_sizes(info: RankInfo, environment: Mapping[str, str]) -> None:
         if size > info.world_size:
             raise _contradiction(f"{name}={size} in a world of {info.world_size}", environment)
     if info.master_port > 65535 or (info.master_port == 0 and info.world_size > 1):
-        raise ConfigError(f"The environment says MASTER_PORT={info.master_port}, which is no port to meet at.")
+        raise ConfigError(f"The environment sets MASTER_PORT={info.master_port}, which is not a valid port.")
     if info.launcher != "environment" and environment.get("WORLD_SIZE", str(info.world_size)) != str(info.world_size):
-        raise _contradiction(f"{info.launcher} says a world of {info.world_size}", environment)
+        raise _contradiction(f"{info.launcher} with a world size of {info.world_size}", environment)
 
 
-def _check_against_mpi(info: RankInfo, environment: Mapping[str, str], mpi: list[_Names]) -> None:
-    """What MPI says of this process must be what was chosen."""
+def _check_against_mpi(info: RankInfo, environment: Mapping[str, str], mpi: list[_LauncherVariables]) -> None:
+    """Check that MPI's variables agree with ``info``."""
     for names in mpi:
         for name, chosen in (
             (names.rank, info.rank),
@@ -251,14 +251,14 @@ def _check_against_mpi(info: RankInfo, environment: Mapping[str, str], mpi: list
         ):
             if name not in environment:
                 continue
-            said = _integer(environment, name)
-            # A rank that is shown one device only may be told to use the first.
-            if said != chosen and not (name == names.local_rank and chosen == 0):
-                raise _contradiction(f"{name}={said} and {_described(info)}", environment)
+            value = _integer(environment, name)
+            # If each rank sees one GPU, LOCAL_RANK may be 0 on every rank.
+            if value != chosen and not (name == names.local_rank and chosen == 0):
+                raise _contradiction(f"{name}={value} and {_described(info)}", environment)
 
 
 def _check_against_step(info: RankInfo, environment: Mapping[str, str]) -> None:
-    """SLURM's task is this process, or something around it that started more ranks than there are tasks."""
+    """Check SLURM's variables: its task is this process, or an enclosing program that started several ranks."""
     name = _step_size_name(environment)
     if name not in environment:
         return
@@ -278,8 +278,8 @@ def _described(info: RankInfo) -> str:
 def _contradiction(what: str, environment: Mapping[str, str]) -> ConfigError:
     values = ", ".join(f"{name}={environment[name]}" for name in _ALL_NAMES if name in environment)
     return ConfigError(
-        f"{what} contradict each other: which rank is this? The environment says {values}. Unset those that another "
-        "launcher has left behind (in a job script, or in the shell's start-up files)."
+        f"{what} contradict each other, so the rank is unknown. The environment sets {values}. Unset the variables "
+        "that another launcher has left (in a job script, or in the shell's start-up files)."
     )
 
 
@@ -306,4 +306,4 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 def _check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> None:
     if rank >= world_size:
-        raise ConfigError(f"The environment says {rank_name}={rank} in a world of {world_name}={world_size}.")
+        raise ConfigError(f"The environment sets {rank_name}={rank}, which is not below {world_name}={world_size}.")

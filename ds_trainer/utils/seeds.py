@@ -1,4 +1,4 @@
-"""Everything random, seeded together; and its state, taken and put back."""
+"""Seeds of all random generators, and their state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 
 def set_seed(seed: int) -> None:
-    """Seed python, numpy and torch (CPU and all GPUs)."""
+    """Seed Python, NumPy and torch (CPU and all GPUs)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # seeds the GPUs too
 
 
 def seed_this_process(seed: int) -> None:
-    """As :func:`set_seed`, but only the generators that :func:`random_state` takes: cheap enough for a micro-batch.
+    """Like :func:`set_seed`, for the generators of :func:`random_state` only: cheap enough for every micro-batch.
 
-    ``torch.manual_seed`` also looks for every other kind of device, which takes longer than all else here.
+    ``torch.manual_seed`` also checks for all other device types, which takes longer than everything else here.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -29,7 +29,7 @@ def seed_this_process(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """State of every generator of this process, as values that ``torch.load(weights_only=True)`` can read."""
+    """The state of every generator of this process, as values that ``torch.load(weights_only=True)`` can load."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -40,7 +40,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`random_state` took."""
+    """Restore the state that :func:`random_state` returned."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Human-readable sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _SIZE_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like ``"5GB"`` or ``"200MiB"``. Raises ValueError for anything else."""
+    """Bytes of a size such as ``"5GB"`` or ``"200MiB"``. Raises ValueError for anything else."""
     compact = text.replace(" ", "").upper()
     for unit in sorted(_SIZE_UNITS, key=len, reverse=True):
         number = compact.removesuffix(unit)
         if number != compact and number.replace(".", "", 1).isdigit() and float(number) > 0:
             return int(float(number) * _SIZE_UNITS[unit])
-    raise ValueError(f"{text!r} is no size; write it like '5GB' or '200MB'")
+    raise ValueError(f"{text!r} is not a size; use a form like '5GB' or '200MB'")

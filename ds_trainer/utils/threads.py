@@ -1,8 +1,8 @@
-"""Threads that work on this process's GPU: the only place of the package that starts any.
+"""Threads that use the GPU of this process. All threads of the package are started here.
 
-CUDA's current device belongs to a thread, and a new thread has device 0. Whatever touches CUDA there (a stream, an
-event, the abort of a communicator, page-locked memory) makes a context of this process on device 0: half a GB of GPU 0
-for every rank of the machine. So each thread first takes over the device of the thread that starts it.
+CUDA's current device is a property of a thread, and a new thread has device 0. Any use of CUDA there (a stream, an
+event, the abort of a communicator, page-locked memory) creates a context on device 0: half a GB of GPU 0 for every rank
+of the machine. So each thread first selects the device of the thread that created it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def new_executor(name: str, workers: int = 1) -> ThreadPoolExecutor:
 
 
 def _current_device() -> int | None:
-    """The calling thread's CUDA device; None where this process has not used CUDA. Imports nothing."""
+    """The calling thread's CUDA device; None if this process has not used CUDA. Imports nothing."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -1,9 +1,11 @@
-"""The one place where torch's default process group is made: at the start, before it, and after a failure.
+"""Starts torch's default process group: for ``main_process_first``, for training, and again after a failure.
 
-* its store has nothing of dead ranks in it, also where ``torchrun --max-restarts`` starts ranks again;
-* its device is the rank's own GPU, and no two ranks have the same one;
-* gloo connects ranks when they first talk to each other, not each with all others; all meet in one barrier at once;
-* as many files may be open as the machine allows, since a connection is one.
+Nothing else in the package calls ``init_process_group``. It ensures that
+
+* the store has no values of dead ranks, even if ``torchrun --max-restarts`` restarts ranks;
+* the device is the rank's own GPU, which no other rank uses;
+* gloo connects two ranks at their first exchange, not all ranks with each other; one barrier follows at once;
+* the limit of open files, which includes connections, is as high as the machine allows.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from ds_trainer.utils.collective_limit import set_collective_limit
-from ds_trainer.utils.connections import noted_connections
-from ds_trainer.utils.devices import announce_place, check_own_devices, device_of
+from ds_trainer.utils.connections import tracked_connections
+from ds_trainer.utils.devices import check_distinct_devices, device_of, export_rank
 from ds_trainer.utils.fresh_store import fresh_store, outlives_ranks
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.open_files import open_file_problem, raise_open_file_limit
@@ -24,18 +26,18 @@ from ds_trainer.utils.ranks import RankInfo
 logger = get_logger(__name__)
 
 _PREFIX = "ds_trainer/group"
-_numbers = itertools.count()  # a process may leave its group and start another one in the same store
+_numbers = itertools.count()  # a process may leave its group and start another one with the same store
 
 
 def prepare_process(info: RankInfo, device_type: str) -> None:
-    """What process groups of this process need: its device, its variables in the environment, its limits.
+    """Set the device, the environment variables and the limits that process groups of this process need.
 
     Raises:
-        ConfigError: this process sees GPUs, but fewer than there are ranks on its machine.
+        ConfigError: this process sees several GPUs, but fewer than there are ranks on its machine.
     """
     device = device_of(info, device_type)
-    announce_place(info, device)
-    # Read by torch at every group of gloo: a rank connects to another one when they first exchange something.
+    export_rank(info, device)
+    # torch reads it for every gloo group: two ranks connect at their first exchange.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
     if device_type == "cuda":
@@ -45,17 +47,17 @@ def prepare_process(info: RankInfo, device_type: str) -> None:
 
 
 def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, store: Any = None) -> None:
-    """Make torch's default process group, which DeepSpeed takes over. Collective.
+    """Start torch's default process group, which DeepSpeed uses. Collective.
 
     Args:
         info: this rank; the port must be known.
         device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
         timeout: of its collectives.
-        store: where ranks that have had a group before meet again; default: what the environment tells of.
+        store: rendezvous of ranks that have left a previous group; default: the one that the environment names.
 
     Raises:
-        ConfigError: ranks of a machine do not have a GPU each.
-        TimeoutError: not all ranks came.
+        ConfigError: two ranks have the same GPU, or a machine has fewer GPUs than ranks.
+        TimeoutError: not all ranks arrived.
     """
     import torch.distributed as dist
 
@@ -63,28 +65,33 @@ def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, stor
     set_collective_limit(timeout)
     if info.world_size > 1 and (problem := open_file_problem(info.rank, info.world_size)) is not None:
         logger.warning("Limit of open files: %s. Remedy: ulimit -n 65536 in the batch script.", problem[0])
-    with noted_connections():
+    with tracked_connections():
         first = store is None
         if store is None:
-            store = _first_store(info, timeout)
-        place: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
-        # A rank without others needs no device: with one, torch makes each later group by splitting (DeepSpeed 8248).
+            store = first_store(info, timeout)
+        options: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
+        # Not in a world of one: with a device, torch creates each later group by splitting (DeepSpeed issue 8248).
         if device_type == "cuda" and info.world_size > 1:
             import torch
 
             device = device_of(info, device_type)
             if first:
                 uuid = str(torch.cuda.get_device_properties(device).uuid)
-                check_own_devices(store, info, uuid, timeout)
-            place["device_id"] = device
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, **place)
+                check_distinct_devices(store, info, uuid, timeout)
+            options["device_id"] = device
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, **options)
         if device_type == "cpu" and info.world_size > 1:
-            # gloo lets one of two ranks connect to the other, chosen by address. If that one dies before it connects,
-            # the other waits until the time limit. A barrier connects each rank to log2(world_size) others at once.
+            # Of two ranks gloo has one connect to the other, selected by address. If it dies before it connects, the
+            # other waits until the time limit. A barrier connects each rank to log2(world_size) others at once.
             dist.barrier()
 
 
-def _first_store(info: RankInfo, timeout: timedelta) -> Any:
+def first_store(info: RankInfo, timeout: timedelta) -> Any:
+    """The store of the first process group, without values of earlier groups or of dead ranks. Collective.
+
+    Raises:
+        TimeoutError: not all ranks arrived.
+    """
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 

@@ -66,14 +66,14 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_same_as_transformers(line: str) -> None:
+def test_parsed_values_are_those_of_transformers(line: str) -> None:
     import transformers
 
     ours = HfArgumentParser([Model, Data]).parse_args_into_dataclasses(line.split(), look_for_args_file=False)
-    theirs = transformers.HfArgumentParser([Model, Data]).parse_args_into_dataclasses(
+    reference = transformers.HfArgumentParser([Model, Data]).parse_args_into_dataclasses(
         line.split(), look_for_args_file=False
     )
-    assert [as_plain(one) for one in ours] == [as_plain(other) for other in theirs]
+    assert [as_plain(one) for one in ours] == [as_plain(other) for other in reference]
 
 
 def as_plain(value: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_enums_by_value() -> None:
     assert getattr(model.colour, "value", model.colour) == "blue"
 
 
-def test_remaining_words_and_further_arguments() -> None:
+def test_remaining_and_additional_arguments() -> None:
     parser = HfArgumentParser(Data)
     parser.add_argument("--verbose", action="store_true")
     data, namespace, rest = parser.parse_args_into_dataclasses(
@@ -102,9 +102,9 @@ def test_files_of_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (model,) = HfArgumentParser(Model).parse_args_into_dataclasses()
     assert (model.name, model.width) == ("from a file", 5)  # the command line comes last and counts
     (tmp_path / "more.args").write_text("--rate 0.5")
-    words = ["--name", "n", "--args", str(tmp_path / "more.args")]
+    argv = ["--name", "n", "--args", str(tmp_path / "more.args")]
     (model,) = HfArgumentParser(Model).parse_args_into_dataclasses(
-        words, look_for_args_file=False, args_file_flag="--args"
+        argv, look_for_args_file=False, args_file_flag="--args"
     )
     assert (model.name, model.rate) == ("n", 0.5)
     (model,) = HfArgumentParser(Model).parse_args_into_dataclasses([], args_filename=str(tmp_path / "train.args"))
@@ -143,33 +143,33 @@ def test_training_arguments_are_the_same_as_those_of_transformers() -> None:
         "--eval_strategy epoch "
         "--dataloader_num_workers 2 --dataloader_prefetch_factor 4 --max_grad_norm 0 --activation_checkpointing"
     )
-    (theirs,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses(
+    (reference,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses(
         line.split(), look_for_args_file=False
     )
     ours = parse(line)
     known = {item.name for item in dataclasses.fields(transformers.TrainingArguments)} - {"accelerator_config"}
     different = {
-        name: (getattr(ours, name), getattr(theirs, name))
+        name: (getattr(ours, name), getattr(reference, name))
         for name in known
         if getattr(getattr(ours, name), "value", getattr(ours, name))
-        != getattr(getattr(theirs, name), "value", getattr(theirs, name))
+        != getattr(getattr(reference, name), "value", getattr(reference, name))
     }
     assert different == {}
 
 
-def test_the_parser_of_transformers_takes_them_too() -> None:
+def test_the_parser_of_transformers_accepts_our_arguments() -> None:
     """A script may change one import and keep the other."""
     import transformers
 
-    words = ["--output_dir", "o", "--learning_rate", "2e-5", "--bf16", "--zero_stage", "2", "--optim", "sgd"]
+    argv = ["--output_dir", "o", "--learning_rate", "2e-5", "--bf16", "--zero_stage", "2", "--optim", "sgd"]
     (args,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
-        words, look_for_args_file=False
+        argv, look_for_args_file=False
     )
     assert isinstance(args, TrainingArguments)
     assert (args.learning_rate, args.bf16, args.zero_stage, args.optim) == (2e-5, True, 2, "sgd")
 
 
-def test_places_of_values(tmp_path: Path) -> None:
+def test_sources_of_values(tmp_path: Path) -> None:
     args = parse("--output_dir o --bf16")
     assert args.where("bf16") == "command line" and args.where("fp16") == "default"
     (tmp_path / "a.yaml").write_text("output_dir: o\n\nlearning_rate: 1e-3\n")
@@ -206,13 +206,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG)
-def test_wrong_words(line: str, message: str) -> None:
+def test_wrong_command_line_arguments_are_rejected(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(f"--output_dir o {line}")
     assert len(error.value.problems) == 1 and message in error.value.problems[0]
 
 
-def test_all_wrong_words_together() -> None:
+def test_all_wrong_command_line_arguments_are_reported_together() -> None:
     parser = HfArgumentParser([Model, TrainingArguments])
     with pytest.raises(ConfigError) as error:
         parser.parse_args_into_dataclasses(
@@ -227,8 +227,8 @@ def test_all_wrong_words_together() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "{'a': 1}", "a.json:1:2: no JSON"),
-        ("a.json", "[1]", "a.json: a mapping of argument names"),
+        ("a.json", "{'a': 1}", "a.json:1:2: not valid JSON"),
+        ("a.json", "[1]", "a.json: expected a mapping of argument names"),
         ("a.yaml", "output_dir: o\nseed: [1]\n", "a.yaml:2: seed: expected int"),
         ("a.yaml", "output_dir: o\nsede: 1\n", "a.yaml:2: unknown argument 'sede'. Did you mean 'seed'?"),
         ("a.yaml", "output_dir: o\noptim: adamx\n", "a.yaml:2: optim='adamx' is not one of"),
@@ -252,13 +252,13 @@ def test_missing_files(tmp_path: Path) -> None:
 
 
 def test_help_groups_by_topic(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as exit_info:
         HfArgumentParser([TrainingArguments, Model], prog="train.py").parse_args(["--help"])
-    assert done.value.code == 0
+    assert exit_info.value.code == 0
     text = capsys.readouterr().out
     topics = dict.fromkeys(TrainingArguments.topics().values())
-    places = [text.index(f"\n{title}:\n") for title in topics]
-    assert places == sorted(places)
+    positions = [text.index(f"\n{title}:\n") for title in topics]
+    assert positions == sorted(positions)
     precision = text.split("\nPrecision:\n")[1].split("\n\n")[0]
     assert "--bf16 [BOOL]" in precision and "--learning_rate" not in precision
     assert "100% text" in text and "evaluation_strategy" not in text
@@ -274,7 +274,7 @@ def test_the_parser_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("3", 3), ("500GB", "500GB"), ("1.5 TiB", "1.5 TiB")])
-def test_a_number_or_a_size_is_read_alike_everywhere(text: str, value: int | str, tmp_path: Path) -> None:
+def test_numbers_and_sizes_are_read_alike_everywhere(text: str, value: int | str, tmp_path: Path) -> None:
     parser = HfArgumentParser(TrainingArguments)
     path = tmp_path / "arguments.yaml"
     path.write_text(f"output_dir: out\nsave_total_limit: {text}\n")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ds_trainer.arguments.compat.renamed_arguments import RENAMED, Renamed, translate, warn_renamed
 from ds_trainer.arguments.enums import IntervalStrategy
-from ds_trainer.arguments.renamed import RENAMED, Renamed, translate, warn_renamed
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 
@@ -60,8 +60,9 @@ ACCEPTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("sharded_ddp", [], {}),
     ("fsdp_min_num_params", 0, {}),
     ("fsdp_transformer_layer_cls_to_wrap", None, {}),
-    ("dispatch_batches", False, {}),
+    ("dispatch_batches", True, {}),
     ("split_batches", False, {}),
+    ("split_batches", True, {"accelerator_config": {"split_batches": True}}),
     ("past_index", -1, {}),
     ("use_legacy_prediction_loop", False, {}),
     ("ray_scope", "last", {}),
@@ -88,8 +89,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("sharded_ddp", ["simple"], "zero_stage=2"),
     ("fsdp_min_num_params", 1000, "zero_stage=3"),
     ("fsdp_transformer_layer_cls_to_wrap", "Block", "zero_stage=3"),
-    ("dispatch_batches", True, "every rank"),
-    ("split_batches", True, "per_device_train_batch_size"),
     ("past_index", 2, "compute_loss"),
     ("use_legacy_prediction_loop", True, "one evaluation loop"),
     ("ray_scope", "all", "RAY_SCOPE"),
@@ -97,7 +96,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 # Fields of TrainingArguments in one of the releases 4.0.1, 4.1.1, 4.2.2, 4.6.1, 4.11.3, 4.18.0, 4.25.1, 4.31.0, 4.40.2,
 # 4.46.3 and 4.57.1 that 5.23 does not have.
-GONE = [
+REMOVED = [
     "overwrite_output_dir",
     "evaluation_strategy",
     "per_gpu_train_batch_size",
@@ -140,12 +139,12 @@ def names(cls: type) -> set[str]:
     return {item.name for item in fields(cls)}
 
 
-def test_every_name_that_has_gone_has_a_row_and_a_case() -> None:
-    assert set(RENAMED) == set(GONE)
-    assert {name for name, _, _ in ACCEPTED} == set(GONE)
+def test_every_removed_name_has_a_row_and_a_case() -> None:
+    assert set(RENAMED) == set(REMOVED)
+    assert {name for name, _, _ in ACCEPTED} == set(REMOVED)
     # A row that can refuse a value must have a case that it refuses.
     free = {name for name, row in RENAMED.items() if row.accepts is Renamed.accepts}
-    assert {name for name, _, _ in REFUSED} == set(GONE) - free
+    assert {name for name, _, _ in REFUSED} == set(REMOVED) - free
 
 
 def test_no_row_hides_a_field() -> None:
@@ -165,20 +164,20 @@ def test_accepted(name: str, value: Any, expected: dict[str, Any]) -> None:
     assert "\n" not in line and line.startswith(f"{name}=") and line.endswith(".")
     for field in expected:
         assert f"write {field}=" in line
-    assert expected or "sets nothing" in line
+    assert expected or "has no effect" in line
     assert "secret" not in line
 
 
 @pytest.mark.parametrize(("name", "value", "remedy"), REFUSED)
-def test_refused(name: str, value: Any, remedy: str) -> None:
+def test_removed_names_are_rejected_with_a_remedy(name: str, value: Any, remedy: str) -> None:
     new, deprecations, problems = translate({name: value, "seed": 1})
     assert (new, deprecations) == ({"seed": 1}, [])
     (problem,) = problems
     assert problem.startswith(f"{name}={value!r} ") and remedy in problem
 
 
-@pytest.mark.parametrize("name", GONE)
-def test_none_asks_for_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", REMOVED)
+def test_none_is_ignored(name: str) -> None:
     if "None" in str(RENAMED[name].hint) or RENAMED[name].hint is Any:
         new, deprecations, problems = translate({name: None})
         assert (new, len(deprecations), problems) == ({}, 1, [])
@@ -205,7 +204,7 @@ def test_a_value_of_the_wrong_type(name: str, value: Any, expected: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("keywords", "words"),
+    ("keywords", "message_parts"),
     [
         ({"evaluation_strategy": "steps", "eval_strategy": "epoch"}, ["'steps'", "'epoch'"]),
         ({"per_gpu_train_batch_size": 4, "per_device_train_batch_size": 8}, ["=4", "=8"]),
@@ -218,10 +217,10 @@ def test_a_value_of_the_wrong_type(name: str, value: Any, expected: str) -> None
         ({"push_to_hub_model_id": "me/a", "push_to_hub_organization": "us"}, ["'me/a'", "'us'", "hub_model_id"]),
     ],
 )
-def test_old_and_new_contradict(keywords: dict[str, Any], words: list[str]) -> None:
+def test_old_and_new_contradict(keywords: dict[str, Any], message_parts: list[str]) -> None:
     _, _, problems = translate(keywords)
     (problem,) = problems
-    assert all(word in problem for word in [*words, *list(keywords)]), problem
+    assert all(part in problem for part in [*message_parts, *list(keywords)]), problem
     assert "'one'" not in problem and "'two'" not in problem
 
 
@@ -253,7 +252,7 @@ def test_old_and_new_agree(keywords: dict[str, Any], expected: dict[str, Any]) -
     assert {name: getattr(value, "value", value) for name, value in new.items()} == expected
 
 
-def test_all_problems_at_once_and_the_input_is_left_alone() -> None:
+def test_all_problems_are_reported_at_once_and_the_input_is_not_changed() -> None:
     keywords = {"use_ipex": True, "warmup_ratio": "x", "no_cuda": True, "use_cpu": False, "adafactor": True, "seed": 3}
     before = dict(keywords)
     new, deprecations, problems = translate(keywords)
@@ -262,21 +261,21 @@ def test_all_problems_at_once_and_the_input_is_left_alone() -> None:
     assert new == {"use_cpu": False, "optim": "adafactor", "seed": 3}
 
 
-def test_calls_share_nothing() -> None:
+def test_calls_share_no_state() -> None:
     translate({"include_inputs_for_metrics": True})[0]["include_for_metrics"].append("loss")
     assert translate({"include_inputs_for_metrics": True})[0] == {"include_for_metrics": ["inputs"]}
 
 
-def test_names_of_version_5_pass_untouched() -> None:
+def test_names_of_version_5_are_not_changed() -> None:
     value = object()
     assert translate({"eval_strategy": value, "unknown": value}) == ({"eval_strategy": value, "unknown": value}, [], [])
 
 
-def test_a_name_that_a_subclass_declares_is_its_own() -> None:
+def test_a_name_that_a_subclass_declares_is_not_translated() -> None:
     assert translate({"logging_dir": 3, "no_cuda": True}, {"logging_dir"})[0] == {"logging_dir": 3, "use_cpu": True}
 
 
-def test_a_whole_set_of_version_4_defaults_asks_for_nothing() -> None:
+def test_a_full_set_of_version_4_defaults_is_accepted() -> None:
     """A JSON that transformers 4 has written names every field."""
     new, deprecations, problems = translate({name: row.default for name, row in RENAMED.items()})
     assert (new, problems) == ({}, [])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_trainer.arguments.compat.setters import Setters
 from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy
-from ds_trainer.arguments.setters import Setters
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 
@@ -110,17 +110,17 @@ class Recorder(Setters):
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
-    def _changed(self, **values: Any) -> Recorder:
+    def change(self, **values: Any) -> Recorder:
         self.values.update(values)
         return self
 
 
 def plain(value: Any) -> Any:
-    """Enum members by value, whoever's they are."""
+    """Members of any enum are set by value."""
     return value.value if isinstance(value, Enum) else value
 
 
-def theirs(**keywords: Any) -> Any:
+def transformers_arguments(**keywords: Any) -> Any:
     """transformers' arguments; on the CPU, so that nothing of the machine shows."""
     import transformers
 
@@ -153,7 +153,7 @@ def test_sets_what_transformers_sets(setter: str, call: dict[str, Any]) -> None:
     """Which fields a setter touches, and their values, are found by comparing transformers' object with a new one."""
     recorder = Recorder()
     assert getattr(recorder, setter)(**call) is recorder
-    reference, untouched = theirs(), theirs()
+    reference, untouched = transformers_arguments(), transformers_arguments()
     # A value that no setter gives, so that a field set to its default shows as well.
     for field in fields(reference):
         setattr(reference, field.name, untouched)
@@ -185,7 +185,7 @@ def test_the_real_arguments_end_as_those_of_transformers(setter: str) -> None:
         if not accepted(setter, call):  # a feature that is refused, with its own sentence
             continue
         ours = getattr(TrainingArguments(use_cpu=True), setter)(**call)
-        reference = getattr(theirs(), setter)(**{name: plain(value) for name, value in call.items()})
+        reference = getattr(transformers_arguments(), setter)(**{name: plain(value) for name, value in call.items()})
         different = {
             field.name: (getattr(ours, field.name), getattr(reference, field.name))
             for field in fields(reference)
@@ -203,7 +203,7 @@ def test_the_real_arguments_end_as_those_of_transformers(setter: str) -> None:
     assert compared or setter == "set_push_to_hub"
 
 
-def test_chained() -> None:
+def test_setters_can_be_chained() -> None:
     args = TrainingArguments()
     assert args.set_training(learning_rate=1e-4, batch_size=32).set_save(steps=10).set_testing(batch_size=2) is args
     assert (args.learning_rate, args.per_device_train_batch_size, args.save_steps) == (1e-4, 32, 10)
@@ -212,7 +212,7 @@ def test_chained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setter", "call", "words"),
+    ("setter", "call", "message"),
     [
         ("set_training", {"batch_size": 0}, "per_device_train_batch_size"),
         ("set_training", {"learning_rate": -1.0}, "learning_rate"),
@@ -229,10 +229,10 @@ def test_chained() -> None:
         ("set_dataloader", {"num_workers": 0, "prefetch_factor": 2}, "prefetch_factor"),
     ],
 )
-def test_a_refused_call_changes_nothing(setter: str, call: dict[str, Any], words: str) -> None:
+def test_a_rejected_call_changes_nothing(setter: str, call: dict[str, Any], message: str) -> None:
     args = TrainingArguments()
     before = args.to_dict(), dict(args.origins)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         getattr(args, setter)(**call)
     assert (args.to_dict(), args.origins) == before
 
@@ -248,7 +248,7 @@ def test_the_old_name_in_set_training_warns_at_the_caller() -> None:
 
 
 @given(st.integers(1, 64), st.floats(0.1, 5), st.integers(1, 9), st.integers(0, 99))
-def test_the_last_call_wins_whatever_came_before(batch: int, epochs: float, accumulation: int, seed: int) -> None:
+def test_the_last_call_wins(batch: int, epochs: float, accumulation: int, seed: int) -> None:
     call = {"batch_size": batch, "num_epochs": epochs, "gradient_accumulation_steps": accumulation, "seed": seed}
     once = TrainingArguments().set_training(**call)
     twice = TrainingArguments().set_training(batch_size=99, max_steps=5, activation_checkpointing=True)

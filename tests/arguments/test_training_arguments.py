@@ -30,15 +30,15 @@ OWN = {
     "max_shard_size",
     "save_async",
     "save_model_in_checkpoints",
-    "save_failure",
+    "save_failure_policy",
     "hang_timeout",
     "hang_factor",
-    "hang_action",
+    "hang_policy",
     "straggler_steps",
     "save_keep_every",
     "self_test",
     "verify_weights",
-    "allow_changed",
+    "allow_changed_on_resume",
     "start_from_weights",
     "model_init_kwargs",
     "allow_new_weights",
@@ -65,11 +65,11 @@ def test_names_and_defaults_are_those_of_transformers(name: str) -> None:
     import transformers
 
     own_class = {"TrainingArguments": TrainingArguments, "Seq2SeqTrainingArguments": Seq2SeqTrainingArguments}[name]
-    theirs = {f.name: default_of(f) for f in dataclasses.fields(getattr(transformers, name))}
+    reference = {f.name: default_of(f) for f in dataclasses.fields(getattr(transformers, name))}
     ours = {f.name: default_of(f) for f in dataclasses.fields(own_class)}
-    assert ours.keys() - theirs.keys() == OWN | ({"generation_gather"} if name.startswith("Seq2Seq") else set())
-    assert theirs.keys() - ours.keys() == set()
-    assert {name: (ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]} == {}
+    assert ours.keys() - reference.keys() == OWN | ({"generation_gather"} if name.startswith("Seq2Seq") else set())
+    assert reference.keys() - ours.keys() == set()
+    assert {name: (ours[name], reference[name]) for name in reference if ours[name] != reference[name]} == {}
 
 
 def test_every_field_has_help_and_a_topic() -> None:
@@ -97,7 +97,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": float("nan")}, "learning_rate=nan must be"),
     ({"learning_rate": float("inf")}, "learning_rate=inf must be"),
     ({"weight_decay": None}, "weight_decay=None: expected float, got null"),
-    ({"adam_beta1": 1.0}, "adam_beta1=1.0 must be a number from 0 up to"),
+    ({"adam_beta1": 1.0}, "adam_beta1=1.0 must be a number of at least 0"),
     ({"adam_beta2": -0.1}, "adam_beta2=-0.1 must be"),
     ({"bf16": "yes"}, "bf16='yes': expected bool"),
     ({"fp16": 1}, "fp16=1: expected bool"),
@@ -117,8 +117,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": None}, "seed=None: expected int"),
     ({"data_seed": -2}, "data_seed=-2 must be"),
     ({"save_total_limit": 0}, "save_total_limit=0 must be a positive integer or None"),
-    ({"save_total_limit": "3"}, "save_total_limit='3' must be .* or a size as '500GB'"),
-    ({"save_total_limit": "a lot"}, "save_total_limit='a lot' must be .* or a size as '500GB'"),
+    ({"save_total_limit": "3"}, "save_total_limit='3' must be .* or a size such as '500GB'"),
+    ({"save_total_limit": "a lot"}, "save_total_limit='a lot' must be .* or a size such as '500GB'"),
     ({"save_total_limit": 2.5}, "save_total_limit=2.5: expected"),
     ({"logging_steps": 1.5}, "logging_steps=1.5 must be a whole number of steps"),
     ({"logging_steps": 0}, "logging_steps=0 must be positive"),
@@ -131,26 +131,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_stage": 4}, "zero_stage=4 must be 0, 1, 2, 3"),
     ({"zero_stage": "3"}, "zero_stage='3': expected int or null"),
     ({"optim_args": "momentum"}, "'momentum' is not of the form name=value"),
-    ({"lr_scheduler_kwargs": "{num_cycles: 2}"}, "lr_scheduler_kwargs=.* is no JSON"),
+    ({"lr_scheduler_kwargs": "{num_cycles: 2}"}, "lr_scheduler_kwargs=.* is not valid JSON"),
     ({"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs=.* must be a mapping in JSON"),
-    ({"model_init_kwargs": "{auto_class: AutoModel}"}, "model_init_kwargs=.* is no JSON"),
-    ({"model_init_kwargs": "AutoModel"}, "model_init_kwargs=.* is no JSON"),
+    ({"model_init_kwargs": "{auto_class: AutoModel}"}, "model_init_kwargs=.* is not valid JSON"),
+    ({"model_init_kwargs": "AutoModel"}, "model_init_kwargs=.* is not valid JSON"),
     ({"max_shard_size": "5 apples"}, "max_shard_size='5 apples'"),
     ({"label_names": 3}, "label_names=3: expected a list of str or null"),
     ({"ddp_timeout": 0}, "ddp_timeout=0 must be a positive integer"),
     ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1 must be"),
-    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 is about loading processes"),
-    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True is about loading processes"),
+    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 configures data loading workers"),
+    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True configures data loading workers"),
     (
         {"dataloader_multiprocessing_context": "thread", "dataloader_num_workers": 1},
         "dataloader_multiprocessing_context='thread' is not one of",
     ),
-    ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps=0 must be a positive integer"),
+    ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps=0 must be .* leave it out to keep the cache"),
+    ({"torch_empty_cache_steps": -1}, "torch_empty_cache_steps=-1 must be .* leave it out to keep the cache"),
     ({"debug": "overflow"}, "'overflow' is not one of underflow_overflow"),
     ({"include_num_input_tokens_seen": "some"}, "include_num_input_tokens_seen='some' is not one of no, all"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a positive integer"),
     ({"parallelism_config": 3}, "parallelism_config=3 is neither"),
-    ({"parallelism_config": {"tp": 2}}, "parallelism_config: 'tp' is not known"),
+    ({"parallelism_config": {"tp": 2}}, "parallelism_config: unknown key 'tp'"),
     ({"parallelism_config": {"tp_size": "two"}}, "parallelism_config: tp_size='two' must be a positive integer"),
     (
         {"parallelism_config": {"tp_size": 2}, "tensor_parallel_size": 4},
@@ -158,20 +159,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"activation_checkpointing": True, "gradient_checkpointing": False},
-        "gradient_checkpointing=False and activation_checkpointing=True are two names of one thing",
+        "gradient_checkpointing=False and activation_checkpointing=True are two names of one argument",
     ),
     ({"local_rank": 3}, "local_rank=3, but the environment"),
-    ({"accelerator_config": {"split_batch": True}}, "accelerator_config: 'split_batch' is not known"),
-    ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches=True would change"),
-    ({"accelerator_config": "{broken"}, "accelerator_config=.* is no JSON"),
-    ({"accelerator_config": "accelerate.json"}, "give its fields as a mapping, not a file"),
     ({"learning_rte": 1e-3}, "learning_rte is not an argument of TrainingArguments. Did you mean 'learning_rate'"),
     ({"evaluation_strategy": "steps", "eval_strategy": "epoch"}, "evaluation_strategy.*eval_strategy"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_each_wrong_value_gives_one_sentence(changes: dict[str, Any], message: str) -> None:
+def test_each_wrong_value_gives_one_message(changes: dict[str, Any], message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         with pytest.raises(ConfigError, match=message) as error:
@@ -185,7 +182,7 @@ def test_all_wrong_values_are_reported_together() -> None:
     assert len(error.value.problems) == 4
 
 
-def test_secrets_are_not_repeated_in_refusals() -> None:
+def test_secrets_are_not_shown_in_errors() -> None:
     for value in (["hf_verysecret"], 12345):  # no text
         with pytest.raises(ConfigError) as error:
             TrainingArguments("out", hub_token=value)  # type: ignore[arg-type]
@@ -220,7 +217,7 @@ def test_parallelism_config_of_accelerate_is_understood() -> None:
 # -- where values come from --------------------------------------------------------------------------------------
 
 
-def test_given_values_are_told_from_defaults() -> None:
+def test_given_values_are_distinguished_from_defaults() -> None:
     args = TrainingArguments("out", learning_rate=5e-5)
     assert args.given("learning_rate") and args.where("learning_rate") == "argument"
     assert not args.given("weight_decay") and args.where("weight_decay") == "default"
@@ -242,7 +239,7 @@ def test_copies_keep_everything() -> None:
 
 @dataclass(repr=False)
 class Own(TrainingArguments):
-    """A subclass of a user, who says what a batch is, and adds a field."""
+    """A user's subclass that redefines the batch size and adds a field."""
 
     learning_rate: float = 0.5
     beta: float = 0.1

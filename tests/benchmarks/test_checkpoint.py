@@ -24,7 +24,7 @@ def _leave_the_process_group() -> Iterator[None]:
     stop_process_group()
 
 
-def test_every_way_writes_its_bytes(tmp_path: Path) -> None:
+def test_every_save_mode_writes_its_bytes(tmp_path: Path) -> None:
     case = replace(benchmark.CASES["cpu"][0], hidden=64, layers=2, vocabulary=512, sequence=16, rounds=2)
     result = benchmark.measure(case, tmp_path, "cpu")
     state = 12 * result["parameters"]  # master weights and two moments in float32

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoint formats: both ways go on with the unbroken run's losses."""
+"""The benchmark of checkpoint formats: both formats resume with the losses of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are sc
 import checkpoint_formats as benchmark
 
 
-def test_both_ways_are_exact_and_one_writes_less() -> None:
+def test_both_formats_are_exact_and_one_writes_less() -> None:
     result = benchmark.measure("ZeRO-1 x2 -> ZeRO-1 x1", (64, 2))
     assert result["ours"]["difference"] == pytest.approx(0, abs=1e-6)
     assert result["universal"]["difference"] == pytest.approx(0, abs=1e-6)

@@ -28,9 +28,9 @@ def test_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     guarded: dict[int, bool] = {}
     step = TrainingEngine.step
 
-    def noted(self: TrainingEngine, leave_out: bool = False) -> bool:
+    def noted(self: TrainingEngine, skip_update: bool = False) -> bool:
         guarded[id(self)] = self.guarded
-        return step(self, leave_out)
+        return step(self, skip_update)
 
     monkeypatch.setattr(TrainingEngine, "step", noted)
     result = benchmark.measure(benchmark.LINES[1]._replace(rounds=1, block=2))

@@ -37,7 +37,7 @@ def test_a_line_of_the_table(index: int) -> None:
     assert f"| {case.name} |" in benchmark.table([result])
 
 
-def test_unequal_work_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unequal_work_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(benchmark.CASES[1], rounds=1, samples=16, hidden=16)
     build, calls = benchmark.build_model, []
 

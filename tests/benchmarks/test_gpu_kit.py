@@ -38,10 +38,10 @@ def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
-    done = kit("--cpu", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    completed = kit("--cpu", "--out", str(tmp_path))
+    assert completed.returncode == 0, completed.stdout[-6000:] + completed.stderr[-4000:]
     for stage in ("oracle", "kernels", "throughput", "stalls"):
-        assert f"[gpu] {stage}: passed after" in done.stdout
+        assert f"[gpu] {stage}: passed after" in completed.stdout
         assert (tmp_path / f"{stage}.log").stat().st_size > 0
     found: dict[str, list[dict[str, Any]]] = {
         name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["cases"]
@@ -57,7 +57,7 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert found["saves"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
 
 
-def test_words_that_it_does_not_know() -> None:
+def test_unknown_commands_are_rejected() -> None:
     unknown = kit("--cpu", "kernel")
     assert unknown.returncode == 2
     assert "unknown stage or option 'kernel'. Stages: oracle kernels throughput stalls" in unknown.stderr
@@ -70,8 +70,8 @@ def test_words_that_it_does_not_know() -> None:
 def test_an_interrupted_oracle_keeps_its_cases_and_leaves_no_process(tmp_path: Path) -> None:
     out = tmp_path / "oracle.json"
     command = [sys.executable, str(BENCHMARKS / "gpu_oracle.py"), "--device", "cpu", "--world", "1", "--out", str(out)]
-    own = {**environment(), "GPU_KIT_TEST": str(out)}
-    process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    variables = {**environment(), "GPU_KIT_TEST": str(out)}
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 180
     assert not ranks_of(out.with_name("other"))
     while not (out.exists() and ranks_of(out)) and time.monotonic() < deadline:
@@ -83,9 +83,9 @@ def test_an_interrupted_oracle_keeps_its_cases_and_leaves_no_process(tmp_path: P
     assert cases
     assert f"| {cases[0]['name']} |" in text.split("\n\n")[-1]
     deadline = time.monotonic() + 60
-    while (left := ranks_of(out)) and time.monotonic() < deadline:
+    while (remaining := ranks_of(out)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left
+    assert not remaining
 
 
 def ranks_of(out: Path) -> list[str]:
@@ -112,7 +112,7 @@ def test_results_are_on_the_disk_after_every_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "factor"), [("losses", 1.001), ("norms", 2.0), ("losses", float("nan")), ("weights", 1.01)]
 )
-def test_the_oracle_finds_what_is_wrong(key: str, factor: float) -> None:
+def test_the_oracle_detects_wrong_results(key: str, factor: float) -> None:
     wanted = gpu_oracle.plain(range(2))
     found = gpu_oracle.plain(range(2))
     assert gpu_oracle.differences(found, wanted, 2) == {"loss": 0.0, "norm": 0.0, "weights": 0.0}
@@ -132,7 +132,7 @@ def test_a_bad_row_makes_the_loss_nan_where_the_rollback_expects_it() -> None:
         assert bool(model(input_ids=tokens, labels=tokens).loss.isnan()) == (step == gpu_oracle.BAD_STEP - 1)
 
 
-def test_another_loss_than_the_bare_loops_is_no_measurement() -> None:
+def test_a_loss_that_differs_from_the_bare_loop_invalidates_the_measurement() -> None:
     case = gpu_throughput.CASES["cpu"][0]
     turns = [
         {"round": 0, "loop": name, "seconds": 0.5, "peak_gb": None, "losses": [5.0, losses]}
@@ -158,7 +158,7 @@ def test_flops_of_adapters_are_those_of_a_frozen_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "who"),
+    ("files", "origin"),
     [
         (["ds_trainer/engine/x.py", "deepspeed/runtime/engine.py"], "ds_trainer"),
         (["torch/_tensor.py", "deepspeed/runtime/engine.py", "ds_trainer/engine/x.py"], "deepspeed"),
@@ -167,5 +167,5 @@ def test_flops_of_adapters_are_those_of_a_frozen_model() -> None:
         (["torch/_tensor.py", "benchmarks/x.py"], "others"),
     ],
 )
-def test_who_waits(files: list[str], who: str) -> None:
-    assert gpu_syncs.origin(files) == who
+def test_the_origin_of_a_host_sync_is_found(files: list[str], origin: str) -> None:
+    assert gpu_syncs.origin(files) == origin

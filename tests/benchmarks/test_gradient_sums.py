@@ -1,4 +1,4 @@
-"""The table of docs/loss.md is the simulation's, and the limits of the compiler follow from it."""
+"""The table of docs/explanation/loss.md is the simulation's, and the limits of the compiler follow from it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_trainer.config.gradient_dtypes import TERMS
+from ds_trainer.config.gradient_sum_dtypes import TERMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts, not a package
 
 from gradient_sums import SIGNALS, ring, row, sum_in, tree
 
-PAGE = Path(__file__).parents[2] / "docs" / "loss.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "loss.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("terms", [8, 64, 256])
-def test_the_page_has_what_the_simulation_gives(terms: int) -> None:
+def test_the_page_has_the_results_of_the_simulation(terms: int) -> None:
     assert row(terms) in PAGE.read_text(encoding="utf-8")
 
 

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are sc
 
 import loading as benchmark
 
-from ds_trainer.checkpoint.weights.geometry import View
+from ds_trainer.checkpoint.weights.strided_views import StridedView
 
 
-def test_the_bytes_of_all_ways(tmp_path: Path) -> None:
+def test_the_bytes_read_by_each_loading_mode(tmp_path: Path) -> None:
     setting = benchmark.Setting(ranks=2, tensor_bytes=2**18, tensors=4, files=2, rounds=1)
     result = benchmark.measure(setting, tmp_path)
     assert result["same"]
@@ -28,15 +28,15 @@ def test_the_bytes_of_all_ways(tmp_path: Path) -> None:
     assert "| local | shards | own ranges |" in benchmark.table(result, setting)
 
 
-def test_the_slow_disk_is_slow_for_all_together(tmp_path: Path) -> None:
+def test_the_slow_disk_is_shared_by_all_ranks(tmp_path: Path) -> None:
     free_at = get_context("fork").Value("d", 0.0)
     setting = benchmark.Setting(tensor_bytes=100 * 1024, tensors=2, files=1)
     file_bytes = benchmark.write_model(tmp_path, setting)
     stored = benchmark.stored_tensors(tmp_path)
-    began = time.monotonic()
+    started = time.monotonic()
     for tensor in stored.values():  # a reader of its own for each
         reader = benchmark.SlowReader(free_at, rate=1e6)
         target = torch.empty(tensor.numel, dtype=tensor.dtype)
-        view = View((tensor.numel,), (1,))
+        view = StridedView((tensor.numel,), (1,))
         reader.read([(tensor, view, view)], target)
-    assert file_bytes / 1e6 <= time.monotonic() - began < 3 * file_bytes / 1e6
+    assert file_bytes / 1e6 <= time.monotonic() - started < 3 * file_bytes / 1e6

@@ -26,9 +26,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("way", [benchmark.THEIRS, benchmark.OURS, benchmark.PATH])
-def test_a_load_takes_no_memory_beside_the_shards(found: dict[str, dict[str, Any]], way: str) -> None:
+def test_a_load_takes_no_memory_besides_the_shards(found: dict[str, dict[str, Any]], way: str) -> None:
     figures = found[way]
-    # What does not grow with the model: pieces of the heap, and a parameter that is on its way. The buffer of the
+    # What does not grow with the model: fragments of the heap, and a parameter that is on its way. The buffer of the
     # files' reader is not used: shards of the files' own type are read straight to their places.
     assert figures["peak"] <= 1.10 * figures["holds"] + 16 * 2**20
     assert figures["load_peak"] <= 1.10 * figures["file_bytes"] / 2 + 16 * 2**20
@@ -40,11 +40,11 @@ def test_a_load_takes_no_memory_beside_the_shards(found: dict[str, dict[str, Any
     assert figures["holds"] == pytest.approx(4 * figures["file_bytes"] / 2, rel=0.1)
 
 
-def test_a_whole_model_on_every_rank_is_seen(found: dict[str, dict[str, Any]]) -> None:
+def test_control_a_full_model_on_every_rank_is_detected(found: dict[str, dict[str, Any]]) -> None:
     assert found[benchmark.COPIED]["load_peak"] >= 0.95 * found[benchmark.COPIED]["file_bytes"]
 
 
-def test_the_table_has_a_line_for_each_way(found: dict[str, dict[str, Any]]) -> None:
+def test_the_table_has_a_line_for_each_mode(found: dict[str, dict[str, Any]]) -> None:
     table = benchmark.table(list(found.values())).splitlines()
     assert len(table) == 2 + len(found)
     assert all(way in line for way, line in zip(found, table[2:], strict=True))

@@ -25,30 +25,32 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     figures = {}
     for tp in (1, 8):
         for ranks in RANKS:
-            said: list[bytes] = []
+            messages: list[bytes] = []
             for rank in (0, ranks // 2 + tp // 2):
                 line = benchmark.Line("small", ranks, tp, rank)
-                figures[ranks, tp, int(rank > 0)] = benchmark.measure(line, files, tiny, said)
+                figures[ranks, tp, int(rank > 0)] = benchmark.measure(line, files, tiny, messages)
     return figures
 
 
 @pytest.mark.parametrize("tp", [1, 8])
 @pytest.mark.parametrize("middle", [0, 1])
-def test_more_ranks_ask_for_fewer_bytes_each_and_do_nothing_more_often(found: Figures, tp: int, middle: int) -> None:
+def test_more_ranks_read_fewer_bytes_each_without_more_calls(found: Figures, tp: int, middle: int) -> None:
     few, many = (found[ranks, tp, middle] for ranks in RANKS)
     assert many["opened"] <= few["opened"]
     assert many["reads"] <= 1.5 * few["reads"]  # where a range begins decides what is read along
     assert many["collectives"] <= few["collectives"] + 6  # votes follow the clock
-    assert many["objects"] - few["objects"] <= RANKS[1] - RANKS[0]  # what rank 0 hears, once
+    assert many["objects"] - few["objects"] <= RANKS[1] - RANKS[0]  # what rank 0 receives, once
     assert many["asked"] < few["asked"]
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-def test_all_ranks_together_ask_for_the_file_once(found: Figures, tp: int) -> None:
-    for (ranks, cut, _), one in found.items():
-        if cut == tp:
+def test_all_ranks_together_read_the_file_once(found: Figures, tp: int) -> None:
+    for (ranks, tp_size, _), one in found.items():
+        if tp_size == tp:
             assert one["whole"] == 0
             sizes = benchmark.MODELS["small"]
-            embedding = sizes["vocab_size"] * sizes["hidden_size"] * 2  # not cut: each of the tp slices has all of it
+            embedding = (
+                sizes["vocab_size"] * sizes["hidden_size"] * 2
+            )  # not partitioned: each tensor-parallel rank has all of it
             uncut = (tp - 1) * embedding
             assert one["shards"] * ranks <= 1.1 * (one["file_bytes"] + uncut)

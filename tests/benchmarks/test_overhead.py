@@ -47,7 +47,7 @@ def test_one_thread_runs_at_a_time_in_the_order_of_the_schedule() -> None:
     assert [(name, len(steps)) for name, steps in turns.times] == schedule[:4]
 
 
-def test_the_time_of_a_step_is_the_loops_own_and_not_that_of_those_it_waited_for() -> None:
+def test_the_time_of_a_step_excludes_waiting_for_other_loops() -> None:
     turns = Turns([("slow", 1), ("quick", 1), ("slow", 1), ("quick", 1), ("slow", 0), ("quick", 0)])
 
     def loop(name: str, seconds: float) -> None:
@@ -73,8 +73,8 @@ WORLD, ACCUMULATION = 2, 4
 
 def _equal() -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
     """What loops keep that do the same work: losses, divided as each of them does, and weights."""
-    share = {BARE: 1, CONTROL: 1, OURS: WORLD * ACCUMULATION, THEIRS: ACCUMULATION}
-    losses = {name: [torch.tensor(value / share[name]) for value in (4.0, 3.5, 3.0)] for name in LOOPS}
+    samples = {BARE: 1, CONTROL: 1, OURS: WORLD * ACCUMULATION, THEIRS: ACCUMULATION}
+    losses = {name: [torch.tensor(value / samples[name]) for value in (4.0, 3.5, 3.0)] for name in LOOPS}
     return losses, {name: torch.arange(1.0, 9.0).double() for name in LOOPS}
 
 
@@ -89,7 +89,7 @@ def test_equal_work_passes() -> None:
 
 @pytest.mark.parametrize("name", [CONTROL, OURS, THEIRS])
 @pytest.mark.parametrize("broken", ["loss", "nan", "missing", "weights"])
-def test_a_loop_that_does_other_work_is_found(name: str, broken: str) -> None:
+def test_a_loop_that_does_other_work_is_detected(name: str, broken: str) -> None:
     losses, weights = _equal()
     if broken == "loss":
         losses[name][1] = losses[name][1] * 1.001

@@ -62,10 +62,10 @@ def test_the_script_trains_every_layout_to_the_same_losses(tmp_path: Path) -> No
     out = tmp_path / "parallel.json"
     command = [sys.executable, str(BENCHMARKS / "parallel.py"), "--quick", "--world", "2", "--length", "256"]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=300, env=environment
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
     report = json.loads(out.read_text())
     assert report["losses_agree"]
     sent = {row["name"]: row["megabytes"] for row in report["layouts"]}

@@ -26,7 +26,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[dict
     return code, json.loads(out.read_text(encoding="utf-8"))["cases"]
 
 
-def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, results = run(monkeypatch, tmp_path)
     assert code == 0
     assert [result["check"]["passed"] for result in results] == [True] * 3
@@ -37,7 +39,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("| yes |") == 6
 
 
-def test_other_results_are_no_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_different_results_invalidate_the_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = ring_kernels.ring_attention
     monkeypatch.setattr(ring_kernels, "ring_attention", lambda *args, **options: 1.001 * right(*args, **options))
     code, results = run(monkeypatch, tmp_path)

@@ -1,4 +1,4 @@
-"""What rank 0 of 1,024 ranks does is what rank 0 of 64 does, except where docs/scale.md says so."""
+"""What rank 0 of 1,024 ranks does is what rank 0 of 64 does, except where docs/explanation/scale.md says so."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def in_a_fork(function: Any, *args: Any) -> Any:
     """``function(*args)`` in a process that has imported everything and has no process group."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(theirs, function, args), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_answer, args=(child_end, function, args), daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        assert mine.poll(300), "no answer"
-        good, value = mine.recv()
+        assert parent_end.poll(300), "no answer"
+        good, value = parent_end.recv()
     finally:
         process.kill()
         process.join()
@@ -91,7 +91,7 @@ def test_a_step_gathers_nothing_and_opens_nothing(lines: Lines, layout: str, zer
 
 
 @LAYOUTS
-def test_what_rank_0_hears_is_small_and_asked_for_at_once(lines: Lines, layout: str, zero: int, groups: int) -> None:
+def test_rank_0_receives_little_and_requests_it_at_once(lines: Lines, layout: str, zero: int, groups: int) -> None:
     many = lines[1024, layout, zero]
     for phase in PHASES:
         counts = many[phase]
@@ -111,21 +111,21 @@ def counted_by_hand() -> dict[str, float]:
     with fake_world(64, counts):
         for first in range(0, 64, 8):
             dist.new_group(list(range(first, first + 8)))
-        said: list[Any] = [None] * 64
-        dist.all_gather_object(said, "here")
+        objects: list[Any] = [None] * 64
+        dist.all_gather_object(objects, "here")
         for _ in range(3):
             dist.distributed_c10d._get_default_store().set("key", "value")
-    assert said == ["here"] * 64
+    assert objects == ["here"] * 64
     return counts.now()
 
 
-def test_what_does_not_scale_is_counted() -> None:
+def test_operations_that_do_not_scale_are_counted() -> None:
     counts = in_a_fork(counted_by_hand)
     assert (counts["groups"], counts["groups_of_others"], counts["group_members"]) == (8, 7, 64)
     assert (counts["object_gathers"], counts["objects"], counts["store_operations"]) == (1, 64, 3)
 
 
-def test_a_growth_is_named() -> None:
+def test_growth_is_reported() -> None:
     ranks: list[dict[str, Any]] = [{"ranks": 64}, {"ranks": 1024}]
     assert benchmark.growth(ranks, [5, 5]) == "no"
     assert benchmark.growth(ranks, [128, 2048]) == "2 a rank"

@@ -1,4 +1,4 @@
-"""When the default flow acts (as in transformers), and what the progress callbacks show on terminals and elsewhere."""
+"""What the progress callbacks print on terminals and elsewhere."""
 
 from __future__ import annotations
 
@@ -11,151 +11,15 @@ import struct
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import trainer_callback as theirs
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from ds_trainer.callbacks import defaults
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-
-
-class PlainEnum(Enum):
-    """A strategy enum whose members are no strings themselves."""
-
-    no = "no"
-    steps = "steps"
-    epoch = "epoch"
-    best = "best"
-
-
-def flow_args(**changes: Any) -> SimpleNamespace:
-    values = {
-        "logging_strategy": "no", "eval_strategy": "no", "save_strategy": "no",
-        "logging_first_step": False, "eval_delay": 0,
-    }  # fmt: skip
-    return SimpleNamespace(**{**values, **changes})
-
-
-def decide(step: int, max_steps: int, args: SimpleNamespace, **state: Any) -> TrainerControl:
-    trainer_state = TrainerState(global_step=step, max_steps=max_steps, **state)
-    return CallbackHandler([DefaultFlowCallback]).on_step_end(args, trainer_state, TrainerControl())
-
-
-@settings(max_examples=300)
-@given(
-    logging_strategy=st.sampled_from(IntervalStrategy),
-    eval_strategy=st.sampled_from(IntervalStrategy),
-    save_strategy=st.sampled_from(SaveStrategy),
-    logging_steps=st.integers(1, 7),
-    eval_steps=st.integers(1, 7),
-    save_steps=st.integers(0, 7),
-    logging_first_step=st.booleans(),
-    eval_delay=st.one_of(st.integers(0, 12), st.floats(0, 3)),
-    steps_in_epoch=st.integers(1, 6),
-    max_steps=st.integers(1, 15),
-    form=st.sampled_from([lambda strategy: strategy, lambda strategy: strategy.value, lambda s: PlainEnum[s.value]]),
-)
-def test_every_decision_is_that_of_transformers(
-    logging_strategy: IntervalStrategy,
-    eval_strategy: IntervalStrategy,
-    save_strategy: SaveStrategy,
-    logging_steps: int,
-    eval_steps: int,
-    save_steps: int,
-    logging_first_step: bool,
-    eval_delay: float,
-    steps_in_epoch: int,
-    max_steps: int,
-    form: Any,
-) -> None:
-    """A whole run through both handlers, in the order of events of the loop, with the states of either side."""
-    rest = {"logging_first_step": logging_first_step, "eval_delay": eval_delay}
-    their_args = SimpleNamespace(
-        logging_strategy=logging_strategy, eval_strategy=eval_strategy, save_strategy=save_strategy, **rest
-    )
-    our_args = SimpleNamespace(
-        logging_strategy=form(logging_strategy),
-        eval_strategy=form(eval_strategy),
-        save_strategy=form(save_strategy),
-        **rest,
-    )
-    numbers = {
-        "max_steps": max_steps, "logging_steps": logging_steps, "eval_steps": eval_steps, "save_steps": save_steps,
-    }  # fmt: skip
-    # Their callback in our handler is the third: callbacks of transformers must run here unchanged.
-    runs = [
-        (CallbackHandler([DefaultFlowCallback]), our_args, TrainerState(**numbers), TrainerControl()),
-        (
-            theirs.CallbackHandler([theirs.DefaultFlowCallback], None, None, None, None),
-            their_args,
-            theirs.TrainerState(**numbers),
-            theirs.TrainerControl(),
-        ),
-        (CallbackHandler([theirs.DefaultFlowCallback]), their_args, TrainerState(**numbers), TrainerControl()),
-    ]
-    histories = []
-    for handler, args, state, control in runs:
-        history = []
-        control = handler.on_train_begin(args, state, control)
-        while not control.should_training_stop:
-            control = handler.on_epoch_begin(args, state, control)
-            for _ in range(steps_in_epoch):
-                control = handler.on_step_begin(args, state, control)
-                state.global_step += 1
-                state.epoch = state.global_step / steps_in_epoch
-                control = handler.on_step_end(args, state, control)
-                history.append((state.global_step, control.state()["args"]))
-                if control.should_training_stop:
-                    break
-            control = handler.on_epoch_end(args, state, control)
-            history.append((state.global_step, control.state()["args"]))
-        histories.append(history)
-    ours, original, borrowed = histories
-    assert ours == original == borrowed
-    assert ours[-1][0] == max_steps
-
-
-def test_logging() -> None:
-    args = flow_args(logging_strategy="steps", logging_first_step=True)
-    logged = [step for step in range(1, 12) if decide(step, 99, args, logging_steps=5).should_log]
-    assert logged == [1, 5, 10]
-    assert decide(1, 99, flow_args(logging_first_step=True)).should_log
-
-
-def test_the_last_step_is_evaluated_and_saved_and_ends_the_run() -> None:
-    args = flow_args(eval_strategy="steps", save_strategy="steps", logging_strategy="steps")
-    controls = {step: decide(step, 10, args, eval_steps=4, save_steps=3, logging_steps=6) for step in range(1, 11)}
-    assert [step for step, control in controls.items() if control.should_evaluate] == [4, 8, 10]
-    assert [step for step, control in controls.items() if control.should_save] == [3, 6, 9, 10]
-    assert [step for step, control in controls.items() if control.should_log] == [6]
-    assert [step for step, control in controls.items() if control.should_training_stop] == [10]
-
-
-def test_saving_the_best_is_left_to_the_loop() -> None:
-    args = flow_args(save_strategy="best", eval_strategy="steps")
-    control = decide(10, 10, args, eval_steps=5)
-    assert control.should_evaluate and not control.should_save
-    control.should_save = True
-    assert CallbackHandler([DefaultFlowCallback]).on_epoch_end(args, TrainerState(), control).should_save
-
-
-def test_steps_below_one_mean_never() -> None:
-    args = flow_args(logging_strategy="steps", eval_strategy="steps", save_strategy="steps")
-    for never in (0, -1):
-        control = decide(6, 10, args, logging_steps=never, eval_steps=never, save_steps=never)
-        assert control == TrainerControl()
-
-
-def test_no_delay_may_be_none() -> None:
-    args = flow_args(eval_strategy="epoch", eval_delay=None)
-    assert CallbackHandler([DefaultFlowCallback]).on_epoch_end(args, TrainerState(), TrainerControl()).should_evaluate
+from tests.callbacks.test_default_flow import flow_args
 
 
 class Terminal:
@@ -201,6 +65,8 @@ TRAIN_LOGS = {
     "tokens_per_second": 12_345.0, "memory_gb": 0.81,
 }  # fmt: skip
 TRAIN_LINE = "step 40/300  epoch 0.13  loss 2.314  lr 2.9e-03  grad norm 0.84  12.3k tok/s  0.81 GB"
+TIMES = r"  [\d.e-]+ s/step  time [\d.]+ s  ETA [\d.]+ s"
+TIMED_LINE = re.escape(TRAIN_LINE) + TIMES
 EVAL_LOGS = {"eval_loss": 2.25, "eval_runtime": 1.5, "epoch": 0.1333}
 EVAL_LINE = "step 40/300  epoch 0.13  eval loss 2.250  eval time 1.50 s"
 
@@ -230,7 +96,7 @@ class Run:
         self.fire("on_evaluate", EVAL_LOGS)
 
 
-def test_where_there_is_no_terminal_each_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_each_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(ProgressCallback)
     run.fire("on_train_begin")
     run.steps(40)
@@ -239,8 +105,37 @@ def test_where_there_is_no_terminal_each_log_is_one_line(capsys: pytest.CaptureF
     run.fire("on_log", {"train_runtime": 75.0, "train_loss": 2.5})
     run.fire("on_train_end")
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == [TRAIN_LINE, EVAL_LINE, "step 40/300  train time 1 min 15 s  train loss 2.500"]
+    first, *others = shown.out.splitlines()
+    assert re.fullmatch(TIMED_LINE, first)
+    assert others == [EVAL_LINE, "step 40/300  train time 1 min 15 s  train loss 2.500"]
     assert shown.err == ""
+
+
+def test_times_of_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seconds a step leave out evaluations and saves; the remaining time includes them."""
+    now = 1000.0
+    monkeypatch.setattr(defaults.time, "monotonic", lambda: now)
+    run = Run(ProgressCallback, step=100)  # resumed at 100
+    run.fire("on_train_begin")
+    for step in range(100, 110):
+        now += 0.5
+        run.steps(step + 1)
+    run.fire("on_log", {"loss": 1.0})
+    now += 10.0
+    run.evaluate([0], 1)
+    now += 5.0
+    run.fire("on_save")
+    for step in range(110, 120):
+        now += 0.25
+        run.steps(step + 1)
+    run.fire("on_log", {"loss": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 110/300  loss 1.000  0.5 s/step  time 5.00 s  ETA 1 min 35 s"
+    # 22.5 s for 20 steps, so 202.5 s for the other 180
+    assert lines[2] == "step 120/300  loss 1.000  0.25 s/step  time 22.5 s  ETA 3 min 22 s"
+    run.state.global_step = 300
+    run.fire("on_log", {"loss": 1.0})
+    assert "ETA" not in capsys.readouterr().out
 
 
 def test_lines_reach_a_pipe_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,27 +143,34 @@ def test_lines_reach_a_pipe_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     with open(path, "w", encoding="utf-8") as stream:  # a file is buffered by blocks
         monkeypatch.setattr(sys, "stdout", stream)
         for callback in (ProgressCallback, PrinterCallback):
-            run = Run(callback, step=40)
+            run = Run(callback, step=39)
             run.fire("on_train_begin")
+            run.steps(40)
             run.fire("on_log", TRAIN_LOGS)
-            assert path.read_text().splitlines()[-1] == TRAIN_LINE
-        assert path.read_text().splitlines() == [TRAIN_LINE] * 2
+            assert re.fullmatch(TIMED_LINE, path.read_text().splitlines()[-1])
+        assert len(path.read_text().splitlines()) == 2
         monkeypatch.undo()
 
 
-def test_on_a_terminal_the_bar_carries_the_values(open_terminal: Callable[..., Terminal]) -> None:
-    terminal = open_terminal()
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_each_log_is_a_line_above_the_bar(open_terminal: Callable[..., Terminal], columns: int) -> None:
+    terminal = open_terminal(columns=columns)
     run = Run(ProgressCallback)
     run.fire("on_train_begin")
     assert "0/300" in terminal.text()
     run.steps(40)
     terminal.text()
-    run.fire("on_log", TRAIN_LOGS)
+    for _ in range(2):
+        run.fire("on_log", TRAIN_LOGS)
     shown = terminal.text()
-    assert re.search(
-        r"13%\|.*\| 40/300 \[\d\d:\d\d<\d\d:\d\d, loss 2.314  lr 2.9e-03  grad norm 0.84  12.3k tok/s  0.81 GB\]", shown
+    lines = re.findall(rf"(?:^|[\r\n])({TIMED_LINE}|{re.escape(TRAIN_LINE)}[^\r\n]*)\r\n", shown)
+    assert len(lines) == 2  # complete, whatever the width
+    bar = shown.split("\r")[-1]
+    found = re.fullmatch(
+        r" 13%\|(.*)\| 40/300 \[\d\d:\d\d<\d\d:\d\d, +[\d.]+(?:step/s|s/step), loss 2.314\](?:\x1b\[A)?", bar
     )
-    assert "\n" not in shown  # the bar is redrawn in place
+    assert found is not None and len(found[1]) >= columns - 65  # room for the bar itself, and nothing truncated
+    assert len(bar.removesuffix("\x1b[A")) <= columns
     run.steps(300)
     run.fire("on_train_end")
     assert "300/300" in terminal.text()
@@ -300,7 +202,7 @@ def test_a_loader_without_length_has_no_evaluation_bar(open_terminal: Callable[.
     run.fire("on_train_end")
 
 
-def test_prediction_alone_has_a_bar_that_is_closed(open_terminal: Callable[..., Terminal]) -> None:
+def test_prediction_has_its_own_progress_bar(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal()
     run = Run(ProgressCallback)
     run.handler.eval_dataloader = [0] * 2
@@ -311,7 +213,7 @@ def test_prediction_alone_has_a_bar_that_is_closed(open_terminal: Callable[..., 
     assert run.handler.callbacks[1].prediction_bar is None
 
 
-def test_a_resumed_run_starts_where_it_stands(open_terminal: Callable[..., Terminal]) -> None:
+def test_the_bar_of_a_resumed_run_starts_at_its_step(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal()
     run = Run(ProgressCallback, step=150)
     run.fire("on_train_begin")
@@ -321,7 +223,7 @@ def test_a_resumed_run_starts_where_it_stands(open_terminal: Callable[..., Termi
     run.fire("on_train_end")
 
 
-def test_a_run_after_one_that_was_interrupted_starts_anew(open_terminal: Callable[..., Terminal]) -> None:
+def test_a_run_after_an_interrupted_one_has_a_new_bar(open_terminal: Callable[..., Terminal]) -> None:
     open_terminal()
     run = Run(ProgressCallback)
     run.fire("on_train_begin")
@@ -341,15 +243,18 @@ def test_tqdm_can_be_switched_off_on_a_terminal(open_terminal: Callable[..., Ter
     run.fire("on_log", TRAIN_LOGS)
     run.evaluate([0] * 3, 3)
     run.fire("on_train_end")
-    assert terminal.text().split("\r\n") == [TRAIN_LINE, EVAL_LINE, ""]
+    first, *others = terminal.text().split("\r\n")
+    assert re.fullmatch(TIMED_LINE, first)
+    assert others == [EVAL_LINE, ""]
 
 
-def test_a_terminal_without_lines_gets_lines(open_terminal: Callable[..., Terminal]) -> None:
+def test_a_terminal_without_size_gets_log_lines(open_terminal: Callable[..., Terminal]) -> None:
     tiny = open_terminal(lines=0, columns=0)  # a container without a window: tqdm would show nothing at all
-    run = Run(ProgressCallback, step=40)
+    run = Run(ProgressCallback, step=39)
     run.fire("on_train_begin")
+    run.steps(40)
     run.fire("on_log", TRAIN_LOGS)
-    assert tiny.text() == TRAIN_LINE + "\r\n"
+    assert re.fullmatch(TIMED_LINE + "\r\n", tiny.text())
 
 
 def test_only_the_first_process_shows_anything(open_terminal: Callable[..., Terminal]) -> None:
@@ -363,7 +268,7 @@ def test_only_the_first_process_shows_anything(open_terminal: Callable[..., Term
     assert terminal.text() == ""
 
 
-def test_the_printer_speaks_once_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printer_writes_once_per_machine(capsys: pytest.CaptureFixture[str]) -> None:
     logs = dict(TRAIN_LOGS, total_flos=1e18)
     run = Run(PrinterCallback, step=40, is_world_process_zero=False, is_local_process_zero=True)
     run.fire("on_log", logs)
@@ -372,7 +277,7 @@ def test_the_printer_speaks_once_a_machine(capsys: pytest.CaptureFixture[str]) -
     assert "total_flos" in logs  # the logs belong to the loop
 
 
-def test_long_strings_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_strings_are_truncated(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(ProgressCallback(max_str_len=5), step=40)
     run.fire("on_log", {"sample": "abcdefgh"})
     assert capsys.readouterr().out == "step 40/300  sample abcde... (8 characters)\n"

@@ -36,19 +36,21 @@ def evaluate(callback: Any, args: Any, state: TrainerState, value: float) -> boo
     st.sampled_from([0.0, 0.04, 0.06, 0.11, None]),
     st.booleans(),
 )
-def test_it_counts_as_transformers(values: list[float], patience: int, threshold: float | None, greater: bool) -> None:
+def test_early_stopping_counts_like_transformers(
+    values: list[float], patience: int, threshold: float | None, greater: bool
+) -> None:
     from transformers import EarlyStoppingCallback as Theirs
 
     args = args_of(greater_is_better=greater)
-    mine, other = EarlyStoppingCallback(patience, threshold), Theirs(patience, threshold or 0.0)
+    ours, other = EarlyStoppingCallback(patience, threshold), Theirs(patience, threshold or 0.0)
     states = TrainerState(), TrainerState()
     for value in values:
-        assert evaluate(mine, args, states[0], value) == evaluate(other, args, states[1], value)
-        assert mine.early_stopping_patience_counter == other.early_stopping_patience_counter
-    assert mine.state()["attributes"] == other.state()["attributes"]
+        assert evaluate(ours, args, states[0], value) == evaluate(other, args, states[1], value)
+        assert ours.early_stopping_patience_counter == other.early_stopping_patience_counter
+    assert ours.state()["attributes"] == other.state()["attributes"]
 
 
-def test_it_remembers() -> None:
+def test_early_stopping_state_is_restored() -> None:
     callback, state = EarlyStoppingCallback(3, 0.1), TrainerState()
     for value in (0.5, 0.6, 0.7):
         assert not evaluate(callback, args_of(), state, value)
@@ -56,11 +58,11 @@ def test_it_remembers() -> None:
     restore_states([other], export_states([callback]))
     assert other.early_stopping_patience_counter == 2
     assert evaluate(other, args_of(), state, 0.6)
-    again = EarlyStoppingCallback.from_state(callback.state())
-    assert (again.early_stopping_patience, again.early_stopping_threshold) == (3, 0.1)
+    restored = EarlyStoppingCallback.from_state(callback.state())
+    assert (restored.early_stopping_patience, restored.early_stopping_threshold) == (3, 0.1)
 
 
-def test_sets_without_the_metric_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_sets_without_the_metric_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("ds_trainer").propagate = True
     callback, state, control = EarlyStoppingCallback(), TrainerState(best_metric=0.1), TrainerControl()
     with caplog.at_level(logging.WARNING, "ds_trainer"):
@@ -71,7 +73,7 @@ def test_sets_without_the_metric_are_passed_over(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("event", ["on_init_end", "on_train_begin"])
-def test_it_needs_a_metric_and_evaluations(event: str) -> None:
+def test_early_stopping_needs_a_metric_and_evaluations(event: str) -> None:
     call = getattr(EarlyStoppingCallback(), event)
     call(args_of(), TrainerState(), TrainerControl())
     with pytest.raises(ConfigError) as error:

@@ -15,7 +15,7 @@ from ds_trainer.callbacks.protocol import EVENTS, CallbackHandler, TrainerCallba
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
 
-from .conftest import Heard
+from .conftest import LogRecords
 
 WITH_RESULT = {"on_evaluate": ({"eval_loss": 1.0},), "on_predict": ({"test_loss": 1.0},), "on_log": ({"loss": 1.0},)}
 
@@ -55,8 +55,8 @@ def everything(base: type) -> Any:
 
 
 def test_the_events_are_those_of_transformers() -> None:
-    theirs = [name for name in vars(transformers.TrainerCallback) if name.startswith("on_")]
-    assert sorted(EVENTS) == sorted(theirs) and len(EVENTS) == 16
+    reference = [name for name in vars(transformers.TrainerCallback) if name.startswith("on_")]
+    assert sorted(EVENTS) == sorted(reference) and len(EVENTS) == 16
     for event in EVENTS:
         ours, other = (
             list(inspect.signature(getattr(base, event)).parameters)
@@ -93,26 +93,26 @@ def test_an_event_reaches_its_listener_with_everything(event: str, base: type) -
 
 
 def test_the_keywords_are_those_that_transformers_passes() -> None:
-    ours, theirs = everything(TrainerCallback), everything(transformers.TrainerCallback)
-    handlers = [CallbackHandler([ours]), TransformersHandler([theirs], None, None, None, None)]
+    ours, reference = everything(TrainerCallback), everything(transformers.TrainerCallback)
+    handlers = [CallbackHandler([ours]), TransformersHandler([reference], None, None, None, None)]
     for event in EVENTS:
         for handler in handlers:
             getattr(handler, event)(None, TrainerState(), TrainerControl(), *WITH_RESULT.get(event, ()))
-    for (event, *_, kwargs), (_, *_, other) in zip(ours.calls, theirs.calls, strict=True):
+    for (event, *_, kwargs), (_, *_, other) in zip(ours.calls, reference.calls, strict=True):
         assert list(kwargs) == list(other), event
 
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_switches_are_reset_as_in_transformers(event: str) -> None:
-    ours, theirs = (
+    ours, reference = (
         TrainerControl(True, True, True, True, True),
         transformers.TrainerControl(True, True, True, True, True),
     )
     handler = TransformersHandler([transformers.trainer_callback.DefaultFlowCallback], None, None, None, None)
     handler.callbacks.clear()
     fire(handler_of(), event, ours)
-    getattr(handler, event)(None, None, theirs, *WITH_RESULT.get(event, ()))
-    assert ours.state() == theirs.state()
+    getattr(handler, event)(None, None, reference, *WITH_RESULT.get(event, ()))
+    assert ours.state() == reference.state()
 
 
 def test_a_callback_may_change_replace_or_ignore_the_control() -> None:
@@ -127,14 +127,14 @@ def test_a_callback_may_change_replace_or_ignore_the_control() -> None:
             assert control.should_log
             return replacement
 
-    class Looks(TrainerCallback):
+    class Probe(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
             assert control is replacement
 
-    assert fire(handler_of(Changes, Replaces, Looks), "on_step_end") is replacement
+    assert fire(handler_of(Changes, Replaces, Probe), "on_step_end") is replacement
 
 
-def test_callbacks_are_called_in_the_order_in_which_they_came() -> None:
+def test_callbacks_are_called_in_the_order_they_were_added() -> None:
     order: list[str] = []
 
     def named(name: str) -> Any:
@@ -151,7 +151,7 @@ def test_callbacks_are_called_in_the_order_in_which_they_came() -> None:
 
 
 @pytest.mark.parametrize("base", [TrainerCallback, transformers.TrainerCallback])
-def test_nobody_is_called_for_an_event_that_nobody_overrides(base: type) -> None:
+def test_callbacks_are_called_only_for_events_they_override(base: type) -> None:
     class OnlyLogs(base):  # type: ignore[misc, valid-type]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             pass
@@ -215,7 +215,7 @@ def test_a_method_replaced_on_an_instance_is_seen_when_training_begins() -> None
     assert called == [1]
 
 
-def test_a_name_of_ones_own_is_an_event_too() -> None:
+def test_custom_events_are_dispatched() -> None:
     class Listens(TrainerCallback):
         def on_full_moon(self, args: Any, state: Any, control: TrainerControl, howl: int, **kwargs: Any) -> None:
             control.should_save = howl > 3
@@ -224,7 +224,7 @@ def test_a_name_of_ones_own_is_an_event_too() -> None:
     assert handler.call_event("on_full_moon", None, TrainerState(), TrainerControl(), howl=4).should_save
 
 
-def test_adding_and_removing(log: Heard) -> None:
+def test_adding_and_removing(log: LogRecords) -> None:
     handler = handler_of(Recorder, DefaultFlowCallback())
     assert handler.callback_list == "Recorder\nDefaultFlowCallback"
     recorder = handler.pop_callback(Recorder)
@@ -240,10 +240,10 @@ def test_adding_and_removing(log: Heard) -> None:
     assert handler.callbacks == [] and log.messages == []
 
 
-def test_a_second_one_of_the_same_class_is_warned_about(log: Heard) -> None:
+def test_a_second_callback_of_the_same_class_is_warned_about(log: LogRecords) -> None:
     handler = handler_of(Recorder, Recorder)
     assert len(handler.callbacks) == 2
-    assert len(log.messages) == 1 and log.messages[0].startswith("WARNING there is already a Recorder")
+    assert len(log.messages) == 1 and log.messages[0].startswith("WARNING a second Recorder was added")
 
     class Special(Recorder):
         pass
@@ -253,14 +253,14 @@ def test_a_second_one_of_the_same_class_is_warned_about(log: Heard) -> None:
 
 
 @pytest.mark.parametrize("thing", [3, "ProgressCallback", lambda: None, SimpleNamespace(on_stepend=print)])
-def test_what_is_no_callback_is_refused(thing: Any) -> None:
+def test_objects_that_are_no_callbacks_are_rejected(thing: Any) -> None:
     with pytest.raises(ConfigError, match="none of the event methods"):
         handler_of(thing)
 
 
-def test_training_without_the_default_flow_is_warned_about(log: Heard) -> None:
+def test_training_without_the_default_flow_is_warned_about(log: LogRecords) -> None:
     fire(handler_of(Recorder), "on_train_begin")
-    assert len(log.messages) == 1 and "no DefaultFlowCallback" in log.text
+    assert len(log.messages) == 1 and "have no DefaultFlowCallback" in log.text
 
     class MyFlow(DefaultFlowCallback):
         pass

@@ -27,7 +27,7 @@ from ds_trainer.callbacks.state import (
 )
 from ds_trainer.utils.errors import ConfigError
 
-from .conftest import Heard
+from .conftest import LogRecords
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -78,7 +78,7 @@ def test_two_states_share_no_history() -> None:
     assert TrainerState().log_history == []
 
 
-def test_all_that_is_saved_comes_back(tmp_path: Path) -> None:
+def test_the_state_survives_a_round_trip(tmp_path: Path) -> None:
     for state in (FULL, TrainerState()):
         state.save_to_json(tmp_path / "trainer_state.json")
         assert TrainerState.load_from_json(tmp_path / "trainer_state.json") == state
@@ -91,16 +91,16 @@ def test_every_field_of_the_example_differs_from_its_default() -> None:
         assert getattr(FULL, item.name) != getattr(TrainerState(), item.name), item.name
 
 
-def test_files_travel_to_and_from_transformers(tmp_path: Path) -> None:
+def test_state_files_are_compatible_with_transformers(tmp_path: Path) -> None:
     path = str(tmp_path / "trainer_state.json")
     FULL.save_to_json(path)
-    theirs = TransformersState.load_from_json(path)
-    assert dataclasses.asdict(theirs) == dataclasses.asdict(FULL)
-    theirs.save_to_json(path)
+    reference = TransformersState.load_from_json(path)
+    assert dataclasses.asdict(reference) == dataclasses.asdict(FULL)
+    reference.save_to_json(path)
     assert TrainerState.load_from_json(path) == FULL
 
 
-def test_what_users_log_is_saved_as_numbers(tmp_path: Path) -> None:
+def test_values_logged_by_users_are_saved_as_numbers(tmp_path: Path) -> None:
     import numpy
     import torch
 
@@ -113,13 +113,13 @@ def test_what_users_log_is_saved_as_numbers(tmp_path: Path) -> None:
     assert loaded.best_metric == 2.0
 
 
-def test_an_older_file_gets_the_defaults_for_what_it_lacks(tmp_path: Path) -> None:
+def test_fields_missing_in_an_older_file_get_their_defaults(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text('{"global_step": 7, "log_history": null, "stateful_callbacks": null}')
     assert TrainerState.load_from_json(path) == TrainerState(global_step=7)
 
 
-def test_keys_of_a_newer_version_are_named_and_ignored(tmp_path: Path, log: Heard) -> None:
+def test_unknown_keys_of_a_newer_version_are_reported_and_ignored(tmp_path: Path, log: LogRecords) -> None:
     path = tmp_path / "s.json"
     path.write_text(json.dumps({"global_step": 7, "zebra": 1, "antelope": 2}))
     assert TrainerState.load_from_json(path) == TrainerState(global_step=7)
@@ -128,7 +128,7 @@ def test_keys_of_a_newer_version_are_named_and_ignored(tmp_path: Path, log: Hear
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (None, "no trainer state at"),
         ('{"global_step": 7', "is not a trainer state"),
@@ -141,13 +141,15 @@ def test_keys_of_a_newer_version_are_named_and_ignored(tmp_path: Path, log: Hear
         ('{"max_steps": true}', "max_steps is True"),
     ],
 )
-def test_a_file_that_holds_no_state_is_refused(tmp_path: Path, content: str | bytes | None, says: str) -> None:
+def test_a_file_without_a_state_is_rejected(tmp_path: Path, content: str | bytes | None, message: str) -> None:
     path = tmp_path / "s.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as refused:
         TrainerState.load_from_json(path)
-    assert says in str(refused.value) and str(path) in str(refused.value) and "another checkpoint" in str(refused.value)
+    assert (
+        message in str(refused.value) and str(path) in str(refused.value) and "another checkpoint" in str(refused.value)
+    )
 
 
 def test_steps_are_numbers_fractions_or_none() -> None:
@@ -162,16 +164,16 @@ def test_steps_are_numbers_fractions_or_none() -> None:
 @given(st.integers(1, 999), st.integers(1, 100_000))
 @example(70, 100)
 @example(1, 1)
-def test_a_fraction_is_rounded_up_and_never_by_binary_noise(thousandths: int, max_steps: int) -> None:
+def test_a_fraction_of_steps_is_rounded_up_without_float_error(thousandths: int, max_steps: int) -> None:
     steps = SimpleNamespace(logging_steps=thousandths / 1000, eval_steps=None, save_steps=None)
-    ours, theirs = TrainerState(), TransformersState()
+    ours, reference = TrainerState(), TransformersState()
     ours.compute_steps(steps, max_steps)
-    theirs.compute_steps(steps, max_steps)
+    reference.compute_steps(steps, max_steps)
     assert ours.logging_steps == math.ceil(Fraction(thousandths, 1000) * max_steps)
-    assert theirs.logging_steps - ours.logging_steps in (0, 1)  # 100 * 0.07 is 7.000000000000001 in binary
+    assert reference.logging_steps - ours.logging_steps in (0, 1)  # 100 * 0.07 is 7.000000000000001 in binary
 
 
-def test_the_control_is_reset_as_the_loop_goes_on() -> None:
+def test_the_control_is_reset_by_the_loop() -> None:
     every = TrainerControl(True, True, True, True, True)
     every._new_step()
     assert every == TrainerControl(should_training_stop=True, should_epoch_stop=True)
@@ -182,7 +184,7 @@ def test_the_control_is_reset_as_the_loop_goes_on() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=5, max_size=5))
-def test_the_control_comes_back_from_its_state(flags: list[bool]) -> None:
+def test_the_control_is_restored_from_its_state(flags: list[bool]) -> None:
     control = TrainerControl(*flags)
     assert control.state() == TransformersControl(*flags).state()
     assert TrainerControl.from_state(json.loads(json.dumps(control.state()))) == control
@@ -206,32 +208,50 @@ def test_a_callback_without_state_cannot_be_listed_as_stateful() -> None:
         TrainerState(stateful_callbacks=[TrainerCallback()])  # type: ignore[arg-type]
 
 
-def test_what_has_changed_is_restored_in_place() -> None:
+def test_callback_state_is_restored_in_place() -> None:
     one, two = Counter(1), Counter(2)
     one.seen, two.seen = 10, 20
     states = json.loads(json.dumps(export_states([one, two])))
-    again = [Counter(8), Counter(9)]
-    restore_states(again, states)
-    assert [(counter.limit, counter.seen) for counter in again] == [(8, 10), (9, 20)]
-    restore_states(again, states, include_arguments=True)
-    assert [(counter.limit, counter.seen) for counter in again] == [(1, 10), (2, 20)]
-    restore_states(again, states)  # the states themselves are not used up
+    restored = [Counter(8), Counter(9)]
+    restore_states(restored, states)
+    assert [(counter.limit, counter.seen) for counter in restored] == [(8, 10), (9, 20)]
+    restore_states(restored, states, include_arguments=True)
+    assert [(counter.limit, counter.seen) for counter in restored] == [(1, 10), (2, 20)]
+    restore_states(restored, states)  # the states themselves are not used up
     assert len(states["Counter"]) == 2
 
 
-def test_states_that_nobody_claims_are_named(log: Heard) -> None:
+def test_states_without_a_callback_are_reported(log: LogRecords) -> None:
     counter = Counter()
     restore_states([counter], {"Gone": {"args": {}, "attributes": {}}, "Counter": [Counter().state(), {}]})
     assert len(log.messages) == 1 and log.messages[0].endswith("Gone, Counter")
 
 
-def test_a_callback_of_transformers_keeps_its_memory(tmp_path: Path) -> None:
+def test_callbacks_without_a_state_are_reported(log: LogRecords) -> None:
+    seen, fresh = Counter(1), Counter(2)
+    seen.seen = 10
+    first = Counter(3)
+    restore_states([TrainerCallback(), first, fresh, EarlyStoppingCallback()], export_states([seen]))
+    assert (first.seen, fresh.seen) == (10, 0)
+    assert len(log.messages) == 1 and log.messages[0].startswith(
+        "WARNING the checkpoint has no state of these callbacks"
+    )
+    assert log.messages[0].endswith("begin as they are: Counter, EarlyStoppingCallback")
+
+
+def test_the_control_in_a_file_of_transformers_is_no_callback(log: LogRecords) -> None:
+    counter = Counter()
+    restore_states([counter], export_states([Counter(), TrainerControl(should_save=True)]))
+    assert log.messages == []
+
+
+def test_the_state_of_a_transformers_callback_is_restored(tmp_path: Path) -> None:
     stopper = EarlyStoppingCallback(early_stopping_patience=5)
     stopper.early_stopping_patience_counter = 4
     TrainerState(stateful_callbacks=export_states([stopper])).save_to_json(tmp_path / "s.json")
-    again = EarlyStoppingCallback(early_stopping_patience=7)
-    restore_states([again], TrainerState.load_from_json(tmp_path / "s.json").stateful_callbacks)
-    assert (again.early_stopping_patience, again.early_stopping_patience_counter) == (7, 4)
+    restored = EarlyStoppingCallback(early_stopping_patience=7)
+    restore_states([restored], TrainerState.load_from_json(tmp_path / "s.json").stateful_callbacks)
+    assert (restored.early_stopping_patience, restored.early_stopping_patience_counter) == (7, 4)
 
 
 def test_state_must_be_defined_by_the_callback() -> None:

@@ -39,38 +39,38 @@ def output(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_export(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["checkpoint", "export", str(output), "--to", str(output / "out"), "--max-shard-size", "20KB"]
-    assert main(words) == 0
+    argv = ["checkpoint", "export", str(output), "--to", str(output / "out"), "--max-shard-size", "20KB"]
+    assert main(argv) == 0
     assert f"{output}/checkpoint-2 -> {output}/out: " in capsys.readouterr().out
     wanted = load_file(output / "live" / "model.safetensors")
-    parts = [load_file(path) for path in (output / "out").glob("*.safetensors")]
-    assert len(parts) > 2
-    assert all(tensor.equal(wanted[name]) for part in parts for name, tensor in part.items())
-    assert sum(map(len, parts)) == len(wanted)
-    assert main(words) == 2
+    files = [load_file(path) for path in (output / "out").glob("*.safetensors")]
+    assert len(files) > 2
+    assert all(tensor.equal(wanted[name]) for file in files for name, tensor in file.items())
+    assert sum(map(len, files)) == len(wanted)
+    assert main(argv) == 2
     assert "not empty" in capsys.readouterr().err
 
 
 def test_export_in_another_type_in_a_process_without_ranks(output: Path) -> None:
     import torch
 
-    words = ["checkpoint", "export", str(output / "checkpoint-1"), "--to", str(output / "out"), "--dtype", "bf16"]
-    done = subprocess.run([sys.executable, "-m", "ds_trainer", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    argv = ["checkpoint", "export", str(output / "checkpoint-1"), "--to", str(output / "out"), "--dtype", "bf16"]
+    completed = subprocess.run([sys.executable, "-m", "ds_trainer", *argv], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     assert {tensor.dtype for tensor in load_file(output / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_inspect(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(output)]) == 0
     text = capsys.readouterr().out
-    for part in (
+    for line in (
         "checkpoint-2\n",
         "step     2,",
         "2 ranks = dp 2, ZeRO 3, fp32",
         "LlamaForCausalLM, 19,",
         "rank_00001",
     ):
-        assert part in text, text
+        assert line in text, text
     assert "exp_avg" in text and "master" in text
 
 
@@ -91,21 +91,25 @@ def test_verify(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
-        (["inspect", "NOWHERE"], "is no checkpoint"),
-        (["verify", "NOWHERE"], "is no checkpoint"),
-        (["export", "NOWHERE", "--to", "x"], "is no checkpoint"),
-        (["export", "HERE", "--to", "x", "--dtype", "int3"], "--dtype int3: choose one of float32, bfloat16, float16"),
-        (["export", "HERE", "--to", "x", "--max-shard-size", "many"], "--max-shard-size: 'many' is no size"),
+        (["inspect", "NOWHERE"], "is not a checkpoint"),
+        (["verify", "NOWHERE"], "is not a checkpoint"),
+        (["export", "NOWHERE", "--to", "x"], "is not a checkpoint"),
+        (
+            ["export", "HERE", "--to", "x", "--dtype", "int3"],
+            "--dtype int3: the valid types are float32, bfloat16, float16",
+        ),
+        (["export", "HERE", "--to", "x", "--max-shard-size", "many"], "--max-shard-size: 'many' is not a size"),
         (["export", "HERE", "--to", "x", "--merge-lora"], "has no adapters"),
-        (["inspect", "HERE", "--colour"], "--colour is not understood"),
+        (["inspect", "HERE", "--colour"], "unrecognized arguments: --colour"),
+        (["exprt", "HERE"], "checkpoint: unknown action 'exprt'. Did you mean 'export'? Valid actions: inspect,"),
     ],
 )
 def test_mistakes(
-    words: list[str], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {"HERE": str(trained), "NOWHERE": str(tmp_path), "x": str(tmp_path / "x")}
-    assert main(["checkpoint", *(places.get(word, word) for word in words)]) == 2
-    assert said in capsys.readouterr().err
+    paths = {"HERE": str(trained), "NOWHERE": str(tmp_path), "x": str(tmp_path / "x")}
+    assert main(["checkpoint", *(paths.get(argument, argument) for argument in argv)]) == 2
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

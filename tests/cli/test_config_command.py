@@ -27,12 +27,12 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def compiled(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    assert main(["config", *words, "--device", "cpu"]) == 0
+def compiled(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    assert main(["config", *argv, "--device", "cpu"]) == 0
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
-def test_pure_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_command_prints_only_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = compiled(capsys, recipe)
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert config["zero_optimization"]["stage"] == 2  # type: ignore[index]
@@ -40,11 +40,11 @@ def test_pure_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_overrides_and_world_size(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (recipe, "--arguments.zero_stage", "null", "--arguments.bf16", "true")
-    config = compiled(capsys, *words, "--world-size", "4")
+    argv = (recipe, "--arguments.zero_stage", "null", "--arguments.bf16", "true")
+    config = compiled(capsys, *argv, "--world-size", "4")
     assert config["zero_optimization"]["stage"] == 1  # type: ignore[index]
     assert config["bf16"]["enabled"] is True  # type: ignore[index]
-    assert compiled(capsys, *words)["zero_optimization"]["stage"] == 0  # type: ignore[index]
+    assert compiled(capsys, *argv)["zero_optimization"]["stage"] == 0  # type: ignore[index]
 
 
 def test_explain(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,8 +58,8 @@ def test_explain(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_saved_model_gives_the_shape(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096}')
-    words = ("--model.architecture", "null", "--model.path", str(tmp_path / "model"))
-    config = compiled(capsys, recipe, *words)
+    argv = ("--model.architecture", "null", "--model.path", str(tmp_path / "model"))
+    config = compiled(capsys, recipe, *argv)
     assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
 
 
@@ -69,17 +69,17 @@ def test_a_hub_name_gives_the_shape_and_downloads_no_weights(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    words = ["--model.architecture", "null", "--model.path", "me/llama"]
+    argv = ["--model.architecture", "null", "--model.path", "me/llama"]
     with HubServer() as hub, pointed_at(hub.url):
         files = hub.repositories.setdefault("me/llama", Repository(private=False)).branches["main"]
         files.update({"config.json": b'{"model_type": "llama", "hidden_size": 4096}', "model.safetensors": b"x"})
-        config = compiled(capsys, recipe, *words)
+        config = compiled(capsys, recipe, *argv)
         assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
         assert not any("safetensors" in request for request in hub.requests)
-    again = compiled(capsys, "--output_dir", "o", "--zero_stage", "2", "--model", "me/llama")  # offline, of the cache
-    assert again["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
-    assert main(["config", recipe, *words[:-1], "me/other", "--device", "cpu"]) == 2
-    assert "model.path: 'me/other' is no directory" in capsys.readouterr().err
+    second = compiled(capsys, "--output_dir", "o", "--zero_stage", "2", "--model", "me/llama")  # offline, of the cache
+    assert second["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
+    assert main(["config", recipe, *argv[:-1], "me/other", "--device", "cpu"]) == 2
+    assert "model.path: 'me/other' is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "{", "\xff"])
@@ -89,12 +89,12 @@ def test_a_model_that_cannot_be_read(
     (tmp_path / "model").mkdir()
     if content is not None:
         (tmp_path / "model" / "config.json").write_bytes(content.encode("latin-1"))
-    words = ["--model.architecture", "null", "--model.path", str(tmp_path / "model"), "--device", "cpu"]
-    assert main(["config", recipe, *words]) == 2
+    argv = ["--model.architecture", "null", "--model.path", str(tmp_path / "model"), "--device", "cpu"]
+    assert main(["config", recipe, *argv]) == 2
     assert "model.path: " in capsys.readouterr().err
 
 
-def test_a_misspelt_width_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_hidden_size_is_rejected(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(recipe).write_text(Path(recipe).read_text().replace("hidden_size", "hiden_size"))
     assert main(["config", recipe, "--device", "cpu"]) == 2
     assert "r.yaml:1: unknown key 'model.architecture.hiden_size' for a llama model. Did you mean 'hidden_size'?" in (
@@ -102,24 +102,24 @@ def test_a_misspelt_width_is_refused(recipe: str, capsys: pytest.CaptureFixture[
     )
 
 
-def test_what_the_device_cannot_do_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_the_device_cannot_support_are_rejected(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", recipe, "--device", "cpu", "--arguments.fp16", "true"]) == 2
     assert "fp16" in capsys.readouterr().err
     assert main(["config", recipe, "--device", "cuda", "--arguments.fp16", "true"]) == 0
 
 
-def test_it_answers_without_torch() -> None:
+def test_the_config_command_needs_no_torch() -> None:
     code = (
         "import sys; from ds_trainer.cli.main import main; "
         f"code = main(['config', {str(QUICKSTART)!r}, '--device', 'cpu']); "
         "print(code, 'torch' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.split() == ["0", "False"]
-    json.loads(done.stdout)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stderr.split() == ["0", "False"]
+    json.loads(completed.stdout)
 
 
-def test_the_device_of_this_machine(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_device_of_this_machine_is_used(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", recipe]) == 0
     json.loads(capsys.readouterr().out)
 
@@ -127,8 +127,8 @@ def test_the_device_of_this_machine(recipe: str, capsys: pytest.CaptureFixture[s
 def test_arguments_without_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a script is started with can be compiled as it is."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096}')
-    words = ("--output_dir", "o", "--learning_rate", "1e-3", "--zero_stage", "2", "--model", str(tmp_path))
-    config = compiled(capsys, *words, "--world-size", "16")
+    argv = ("--output_dir", "o", "--learning_rate", "1e-3", "--zero_stage", "2", "--model", str(tmp_path))
+    config = compiled(capsys, *argv, "--world-size", "16")
     assert config["optimizer"]["params"]["lr"] == 1e-3  # type: ignore[index]
     assert config["zero_optimization"]["reduce_bucket_size"] == 4096**2  # type: ignore[index]
     assert compiled(capsys)["zero_optimization"]["stage"] == 0  # type: ignore[index]

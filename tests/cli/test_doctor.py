@@ -35,46 +35,58 @@ def started(command: list[str], **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT, timeout=240, check=False)
 
 
-def test_all_that_ranks_differ_in_is_named(tmp_path: Path) -> None:
+def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
     """Two ranks under torchrun; one has another version and another argument. The gradient is right nevertheless."""
     script = tmp_path / "doctor.py"
     script.write_text(OTHER_ON_RANK_1)
     launcher = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]
     launcher[0] = str(Path(sys.executable).with_name("torchrun"))
     options = ["doctor", "--json", "--use_cpu", "true", "--zero_stage", "2", "--bf16", "true"]
-    done = started([*launcher, str(script), *options], XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode != 0
-    answer: dict[str, Any] = json.loads(done.stdout)
+    completed = started([*launcher, str(script), *options], XDG_CACHE_HOME=str(tmp_path))
+    assert completed.returncode != 0
+    answer: dict[str, Any] = json.loads(completed.stdout)
     assert (answer["world_size"], answer["exit_code"]) == (2, 1)
     found = {finding["name"]: finding for finding in answer["findings"]}
     assert [name for name in found if found[name]["level"] == "FAIL"] == ["deepspeed", "arguments"]
-    assert "on rank 0 (" in found["deepspeed"]["said"]
-    assert "but 0.18.0 on rank 1 (" in found["deepspeed"]["said"]
-    assert "learning_rate differs: 5e-05 on rank 0" in found["arguments"]["said"]
-    assert found["gradient, ZeRO-2 bf16"]["said"].startswith("as plain PyTorch on 2 ranks")
-    assert "GB/s on the bus" in found["all-reduce"]["said"]
+    assert "on rank 0 (" in found["deepspeed"]["message"]
+    assert "but 0.18.0 on rank 1 (" in found["deepspeed"]["message"]
+    assert "learning_rate differs: 5e-05 on rank 0" in found["arguments"]["message"]
+    assert found["gradient, ZeRO-2 bf16"]["message"].startswith("equal to plain PyTorch on 2 ranks")
+    assert "GB/s bus bandwidth" in found["all-reduce"]["message"]
 
 
-def test_one_machine_with_a_lock_that_was_left_behind(tmp_path: Path) -> None:
+def test_one_machine_with_a_stale_lock(tmp_path: Path) -> None:
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
     hours_ago = time.time() - 7200
     os.utime(lock, (hours_ago, hours_ago))
     command = [sys.executable, "-m", "ds_trainer", "doctor", "--no-gradients"]
-    done = started(command, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert done.returncode == 1, done.stderr
-    lines = done.stdout.splitlines()
+    completed = started(command, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert completed.returncode == 1, completed.stderr
+    lines = completed.stdout.splitlines()
     (line,) = (index for index, line in enumerate(lines) if line.startswith("FAIL"))
     assert "lock of fused_adam" in lines[line]
     assert lines[line + 1].split() == ["->", "rm", str(lock)]
     assert lines[-1].endswith("1 failures")
     lock.unlink()
-    done = started(command, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert (done.returncode, "FAIL" in done.stdout) == (0, False), done.stdout
+    completed = started(command, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert (completed.returncode, "FAIL" in completed.stdout) == (0, False), completed.stdout
 
 
-@pytest.mark.parametrize("words", [["--zero_stag", "2"], ["--timeout", "0"], ["--recipe", "no-such.yaml"]])
-def test_wrong_use_is_refused_before_anything_starts(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words]) == 2
+@pytest.mark.parametrize("command", ["config", "doctor"])
+@pytest.mark.parametrize("args", [["--help"], ["recipe.yaml", "--help"]])
+def test_help_lists_the_recipe_as_its_usage_does(
+    command: str, args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, *args])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert f"ds-trainer {command} [RECIPE]" in text and "\n  RECIPE " in text and "--recipe" not in text
+
+
+@pytest.mark.parametrize("argv", [["--zero_stag", "2"], ["--timeout", "0"], ["no-such.yaml"]])
+def test_usage_errors_are_reported_before_anything_starts(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *argv]) == 2
     assert capsys.readouterr().err.startswith("ds-trainer: ")

@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: words in, one message and an exit code out."""
+"""The command line as a shell sees it: arguments in, one message and an exit code out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import ds_trainer
+from ds_trainer.cli.argv import split_overrides, without_local_rank
 from ds_trainer.cli.main import main
-from ds_trainer.cli.words import split_overrides, without_local_rank
-from ds_trainer.monitor.health.finite import TrainingDiverged
+from ds_trainer.monitor.health.divergence import TrainingDiverged
 
 RECIPE = """\
 model: {architecture: {model_type: llama, hidden_size: 8}}
@@ -21,10 +21,10 @@ data: {train: nowhere.txt, sequence_length: 8}
 """
 
 
-def shell(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-m", "ds_trainer", *words],
+        [sys.executable, "-m", "ds_trainer", *argv],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -41,7 +41,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ds-trainer {ds_trainer.__version__}\n"
 
 
-def test_without_words_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     output = capsys.readouterr().out
     assert "train" in output
@@ -52,13 +52,26 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
         "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
-        "There are: train, launch, config, checkpoint, doctor, arguments, reference, support.\n"
+        "Valid subcommands: train, launch, run, config, checkpoint, doctor, arguments, support.\n"
     )
+
+
+@pytest.mark.parametrize("recipe", [[], ["recipe.yaml"]])
+def test_an_abbreviated_argument_suggests_the_real_one(
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    assert main(["config", *recipe, "--lr", "1e-3"]) == 2
+    assert "learning_rate'?" in capsys.readouterr().err
 
 
 def test_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "gone.yaml"]) == 2
-    assert capsys.readouterr().err == f"ds-trainer: The recipe 'gone.yaml' does not exist (looked from {Path.cwd()}).\n"
+    assert (
+        capsys.readouterr().err
+        == f"ds-trainer: The recipe 'gone.yaml' does not exist (working directory: {Path.cwd()}).\n"
+    )
 
 
 def test_the_recipe_is_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,14 +90,14 @@ def test_an_override_without_section_is_explained(tmp_path: Path, capsys: pytest
     )
 
 
-def test_overrides_may_stand_anywhere() -> None:
-    words = ["train", "--a.b", "-1", "r.yaml", "--c.d=x y", "--explain", "--e.f", "--g.h", "v"]
-    others, overrides = split_overrides(words)
+def test_overrides_may_be_anywhere() -> None:
+    argv = ["train", "--a.b", "-1", "r.yaml", "--c.d=x y", "--explain", "--e.f", "--g.h", "v"]
+    others, overrides = split_overrides(argv)
     assert others == ["train", "r.yaml", "--explain"]
     assert overrides == ["--a.b", "-1", "--c.d=x y", "--e.f", "--g.h", "v"]
 
 
-def test_a_path_with_a_dot_is_no_override() -> None:
+def test_a_path_with_a_dot_is_not_an_override() -> None:
     assert split_overrides(["train", "./r.yaml", "--world-size", "2"]) == (
         ["train", "./r.yaml", "--world-size", "2"],
         [],
@@ -92,34 +105,37 @@ def test_a_path_with_a_dot_is_no_override() -> None:
     assert split_overrides(["--device=a.b"]) == (["--device=a.b"], [])
 
 
-def test_the_launchers_word_is_dropped() -> None:
+def test_local_rank_of_the_launcher_is_dropped() -> None:
     assert without_local_rank(["--local_rank=0", "train", "--local-rank=12", "r.yaml"]) == ["train", "r.yaml"]
     assert without_local_rank(["--local_rank=x"]) == ["--local_rank=x"]
 
 
 def test_an_error_has_no_traceback_and_comes_before_torch(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE + "argments: {}\n")
-    done = shell("--local_rank=0", "train", "r.yaml", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    said = [line for line in done.stderr.splitlines() if line not in imports]
-    assert said == ["ds-trainer: r.yaml:3: unknown key 'argments'. Did you mean 'arguments'?"]
-    assert any(line.endswith("ds_trainer.arguments.recipe") for line in imports)
+    completed = shell("--local_rank=0", "train", "r.yaml", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    imports = [line for line in completed.stderr.splitlines() if line.startswith("import time:")]
+    messages = [line for line in completed.stderr.splitlines() if line not in imports]
+    assert messages == ["ds-trainer: r.yaml:3: unknown key 'argments'. Did you mean 'arguments'?"]
+    assert any(line.endswith("ds_trainer.recipes.recipe") for line in imports)
     assert not any(line.split("|")[-1].strip() == "torch" for line in imports)
 
 
-def test_other_ranks_let_the_main_process_speak_first(tmp_path: Path) -> None:
-    began = time.monotonic()
-    done = shell("train", "gone.yaml", cwd=tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
-    assert done.returncode == 2
-    assert time.monotonic() - began >= 3
-    assert done.stderr == f"ds-trainer (rank 1): The recipe 'gone.yaml' does not exist (looked from {tmp_path}).\n"
+def test_other_ranks_let_the_main_process_print_first(tmp_path: Path) -> None:
+    started = time.monotonic()
+    completed = shell("train", "gone.yaml", cwd=tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert completed.returncode == 2
+    assert time.monotonic() - started >= 3
+    assert (
+        completed.stderr
+        == f"ds-trainer (rank 1): The recipe 'gone.yaml' does not exist (working directory: {tmp_path}).\n"
+    )
 
 
-def test_several_ranks_say_it_once(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "", "--num_gpus", "2"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*launcher, "--master_port", "29517", "--module", "ds_trainer", "train", "gone.yaml"],
         capture_output=True,
         text=True,
@@ -128,23 +144,25 @@ def test_several_ranks_say_it_once(tmp_path: Path) -> None:
         check=False,
         timeout=300,
     )
-    assert done.returncode != 0
-    assert done.stderr.count("does not exist") == 1
-    assert "ds-trainer: The recipe 'gone.yaml' does not exist (looked from" in done.stderr
+    assert completed.returncode != 0
+    assert completed.stderr.count("does not exist") == 1
+    assert "ds-trainer: The recipe 'gone.yaml' does not exist (working directory:" in completed.stderr
 
 
-def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
     command = f"{sys.executable} -m ds_trainer config r.yaml --device cpu --explain | true"
     env = {**os.environ, "PYTHONPATH": str(Path(ds_trainer.__file__).parents[1])}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
-    assert done.stderr == ""
+    completed = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=env, check=False
+    )
+    assert completed.stderr == ""
 
 
 def test_a_training_that_diverged_fails_with_its_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def diverged(words: list[str]) -> int:
+    def diverged(argv: list[str]) -> int:
         raise TrainingDiverged("Step 3: the loss is not finite on rank 1.")
 
     monkeypatch.setattr("ds_trainer.cli.main._run", diverged)

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.machines import Cluster, why_not
-from tests.cluster.stories import NODES, Story, begin_stories
+from tests.cluster.scenarios import NODES, Scenario, start_scenarios
 
 
 @pytest.fixture(scope="session")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Story]]:
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scenario]]:
     """Jobs that something stops in the middle, by name."""
     reason = why_not()
     if reason is not None:
         pytest.skip(f"no cluster inside this machine: {reason}")
     cluster = Cluster(tmp_path_factory.mktemp("cluster"), NODES)
-    yield begin_stories(cluster, tmp_path_factory.mktemp("stories"))
+    yield start_scenarios(cluster, tmp_path_factory.mktemp("stories"))
     cluster.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _begin_stories_early(request: pytest.FixtureRequest) -> None:
-    if why_not() is None and any("stories" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("stories")
+def _start_scenarios_early(request: pytest.FixtureRequest) -> None:
+    if why_not() is None and any("scenarios" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("scenarios")

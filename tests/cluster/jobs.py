@@ -51,13 +51,13 @@ def users_folder(folder: Path) -> Path:
     return folder
 
 
-def small_words(output: Path, ranks: int) -> list[str]:
+def small_arguments(output: Path, ranks: int) -> list[str]:
     """Overrides of the quickstart: the same global batch of four sequences for any number of ranks."""
     batch = ["--arguments.per_device_train_batch_size", str(4 // ranks)]
     return [*SMALL, *batch, "--arguments.output_dir", str(output)]
 
 
-def sbatch_words(log: Path, tasks: int, *more: str) -> list[str]:
+def sbatch_arguments(log: Path, tasks: int, *more: str) -> list[str]:
     """Words of sbatch that make a script's nodes as small as those of the tests."""
     size = [f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--mem=1000"]
     return [*size, f"--output={log}", *more]

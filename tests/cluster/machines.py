@@ -96,9 +96,9 @@ class Cluster:
 
     # -- commands on its machines ------------------------------------------------------------------------------------
 
-    def command(self, machine: str, words: Sequence[str], cwd: Path | None = None) -> list[str]:
-        """The words that run ``words`` on ``hub`` or a node, for subprocess."""
-        inside = ["bash", "-c", 'cd "$0" && exec "$@"', str(cwd or self.folder), *words]
+    def command(self, machine: str, argv: Sequence[str], cwd: Path | None = None) -> list[str]:
+        """The words that run ``argv`` on ``hub`` or a node, for subprocess."""
+        inside = ["bash", "-c", 'cd "$0" && exec "$@"', str(cwd or self.folder), *argv]
         if machine != "hub":
             inside = ["bash", "-c", f'exec {_enter(f"$(cat /run/node/{machine})")} "$@"', machine, *inside]
         return [*_enter(str(self._first)).split(), *inside]
@@ -106,7 +106,7 @@ class Cluster:
     def run(
         self,
         machine: str,
-        *words: str,
+        *argv: str,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 120,
@@ -117,8 +117,8 @@ class Cluster:
         Raises:
             AssertionError: it failed and ``check`` is on; the text has its output.
         """
-        done = subprocess.run(
-            self.command(machine, words, cwd),
+        completed = subprocess.run(
+            self.command(machine, argv, cwd),
             capture_output=True,
             text=True,
             env={"PATH": _PATH, "HOME": str(self.folder), "LANG": "C.UTF-8", **(env or {})},
@@ -127,23 +127,25 @@ class Cluster:
             check=False,
         )
         if check:
-            assert done.returncode == 0, f"{words} on {machine}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+            assert completed.returncode == 0, (
+                f"{argv} on {machine}: {completed.returncode}\n{completed.stdout}\n{completed.stderr}"
+            )
+        return completed
 
-    def hub(self, *words: str, **options: object) -> str:
+    def hub(self, *argv: str, **options: object) -> str:
         """What a command prints on the login node."""
-        return self.run("hub", *words, **options).stdout.strip()  # type: ignore[arg-type]
+        return self.run("hub", *argv, **options).stdout.strip()  # type: ignore[arg-type]
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def submit(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
+    def submit(self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
         """``sbatch`` with these words; gives the number of the job."""
-        return int(self.hub("sbatch", "--parsable", *words, cwd=cwd, env=env))
+        return int(self.hub("sbatch", "--parsable", *argv, cwd=cwd, env=env))
 
     def job(self, job: int) -> dict[str, str]:
         """What ``scontrol show job`` says: ``JobState``, ``Restarts``, ``ExitCode``, ``Reason`` ..."""
-        words = self.hub("scontrol", "--oneliner", "show", "job", str(job)).split(" ")
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        fields = self.hub("scontrol", "--oneliner", "show", "job", str(job)).split(" ")
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait_until(self, what: Callable[[], object], timeout: float, about: Callable[[], str] = str) -> None:
         """Wait until ``what`` gives something true.
@@ -162,18 +164,18 @@ class Cluster:
         Raises:
             AssertionError: it did not end within ``timeout`` seconds; the text has the end of ``log``.
         """
-        told: dict[str, str] = {}
+        job_state: dict[str, str] = {}
 
         def ended() -> bool:
-            told.update(self.job(job))
-            return told["JobState"] in FINAL
+            job_state.update(self.job(job))
+            return job_state["JobState"] in FINAL
 
         def state() -> str:
             written = log.read_text(encoding="utf-8", errors="replace")[-4000:] if log and log.exists() else ""
-            return f"job {job} is {told}\n{written}"
+            return f"job {job} is {job_state}\n{written}"
 
         self.wait_until(ended, timeout, state)
-        return told
+        return job_state
 
     # -- accidents ---------------------------------------------------------------------------------------------------
 

@@ -21,20 +21,20 @@ exec {python} -m ds_trainer doctor "$@"
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_it_looks_at_both_machines(differ: bool, cluster: Cluster, tmp_path: Path) -> None:
+def test_the_doctor_checks_both_machines(differ: bool, cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "rank.sh"
     script.write_text(RANK.format(python=sys.executable))
     script.chmod(0o755)
     program = [str(script)] if differ else [sys.executable, "-m", "ds_trainer", "doctor"]
-    words = ["salloc", "-Q", "-N2", "--ntasks-per-node=1", "--mem=2000", "srun", *program]
+    argv = ["salloc", "-Q", "-N2", "--ntasks-per-node=1", "--mem=2000", "srun", *program]
     options = ["--json", "--no-gradients", "--use_cpu", "true"]
-    own = environment(DS_ACCELERATOR="cpu", XDG_CACHE_HOME=str(tmp_path))
-    done = cluster.run("hub", *words, *options, cwd=tmp_path, env=own, check=False, timeout=200)
-    answer = json.loads(done.stdout)
+    variables = environment(DS_ACCELERATOR="cpu", XDG_CACHE_HOME=str(tmp_path))
+    completed = cluster.run("hub", *argv, *options, cwd=tmp_path, env=variables, check=False, timeout=200)
+    answer = json.loads(completed.stdout)
     found = {finding["name"]: finding for finding in answer["findings"]}
-    assert (answer["world_size"], answer["exit_code"]) == (2, int(differ)), done.stdout
-    assert found["clocks"]["said"].startswith("2 machines")
-    assert "GB/s" in found["all-reduce"]["said"]
+    assert (answer["world_size"], answer["exit_code"]) == (2, int(differ)), completed.stdout
+    assert found["clocks"]["message"].startswith("2 machines")
+    assert "GB/s" in found["all-reduce"]["message"]
     if differ:
-        said = found["arguments"]["said"]
-        assert "learning_rate differs: 5e-05 on rank 0 (node1), but 0.5 on rank 1 (node2)" in said
+        message = found["arguments"]["message"]
+        assert "learning_rate differs: 5e-05 on rank 0 (node1), but 0.5 on rank 1 (node2)" in message

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.cli.main import main
-from tests.cluster.jobs import environment, sbatch_words, users_folder
+from tests.cluster.jobs import environment, sbatch_arguments, users_folder
 from tests.cluster.machines import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -38,13 +38,13 @@ class Job:
         rank = folder / "rank.sh"
         rank.write_text(f"#!/usr/bin/env bash\n{lines}\n", encoding="utf-8")
         rank.chmod(rank.stat().st_mode | stat.S_IXUSR)
-        words = (*sbatch_words(self.log, 1, "--gpus-per-node=1"), f"launch/{script}.sbatch", str(rank), "a word")
-        self.number = cluster.submit(*words, cwd=folder, env=environment(**variables))
+        argv = (*sbatch_arguments(self.log, 1, "--gpus-per-node=1"), f"launch/{script}.sbatch", str(rank), "a word")
+        self.number = cluster.submit(*argv, cwd=folder, env=environment(**variables))
 
     def end(self) -> tuple[str, str, str]:
         """State, exit code and number of restarts at its end."""
-        told = self._cluster.wait_for(self.number, 120, self.log)
-        return told["JobState"], told["ExitCode"].split(":")[0], told["Restarts"]
+        job_state = self._cluster.wait_for(self.number, 120, self.log)
+        return job_state["JobState"], job_state["ExitCode"].split(":")[0], job_state["Restarts"]
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
@@ -53,7 +53,7 @@ class Job:
         """Both ranks are at work."""
         self._cluster.wait_until(lambda: self.text().count("ready") >= 2, 120, self.text)
 
-    def left(self) -> list[str]:
+    def remaining_processes(self) -> list[str]:
         """What it left beside its log."""
         return sorted(path.name for path in self._folder.glob("slurm-*"))
 
@@ -95,21 +95,25 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ("kill -KILL $$", ("FAILED", "137", "0")),
     ],
 )
-def test_an_end_that_is_final(
+def test_final_exit_codes_are_not_requeued(
     cluster: Cluster, jobs: dict[str, Job], tmp_path: Path, lines: str, end: tuple[str, str, str]
 ) -> None:
     job = Job(cluster, tmp_path, lines)
     assert job.end() == end, job.text()
-    assert job.left() == []
+    assert job.remaining_processes() == []
 
 
-def test_ranks_that_could_say_nothing_have_failed(cluster: Cluster, jobs: dict[str, Job], tmp_path: Path) -> None:
-    """With each rank dies who would have written its code down. srun may end one of them before that: with 143."""
-    job = Job(cluster, tmp_path, "kill -KILL $PPID $$")
-    state, code, restarts = job.end()
-    assert (state, restarts) == ("FAILED", "0") and code in ("137", "143"), job.text()
-    assert f"the ranks ended with {'nothing said' if code == '137' else '143'}, srun with" in job.text()
-    assert job.left() == []
+def test_ranks_without_an_outcome_have_failed(cluster: Cluster, jobs: dict[str, Job], tmp_path: Path) -> None:
+    """With each rank dies the shell that would have written its exit code down.
+
+    srun sends TERM to the rank that is left when the other dies. A rank that TERM reaches first leaves 143, or nothing,
+    with 143 from srun. So both ranks ignore TERM, and neither dies before both do.
+    """
+    both_ignore = "trap '' TERM; touch deaf.$RANK; until [ -e deaf.0 ] && [ -e deaf.1 ]; do sleep 0.1; done"
+    job = Job(cluster, tmp_path, f"{both_ignore}\nkill -KILL $PPID $$")
+    assert job.end() == ("FAILED", "137", "0"), job.text()
+    assert "the ranks ended with no exit codes, srun with 137" in job.text()
+    assert job.remaining_processes() == []
 
 
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
@@ -137,17 +141,19 @@ def test_the_environment_is_prepared(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "says"),
+    ("variables", "message"),
     [
-        ({"DS_TRAINER_VENV": "/no/such"}, "DS_TRAINER_VENV=/no/such is no virtual environment"),
-        ({"DS_TRAINER_ACTIVATE": "/no/such"}, "DS_TRAINER_ACTIVATE=/no/such is no file"),
-        ({"MAX_RESTARTS": "many"}, "MAX_RESTARTS=many: a whole number is needed"),
+        ({"DS_TRAINER_VENV": "/no/such"}, "DS_TRAINER_VENV=/no/such is not a virtual environment"),
+        ({"DS_TRAINER_ACTIVATE": "/no/such"}, "DS_TRAINER_ACTIVATE=/no/such is not a file"),
+        ({"MAX_RESTARTS": "many"}, "MAX_RESTARTS=many must be a whole number"),
     ],
 )
-def test_what_cannot_start_says_why(cluster: Cluster, tmp_path: Path, variables: dict[str, str], says: str) -> None:
+def test_jobs_that_cannot_start_report_why(
+    cluster: Cluster, tmp_path: Path, variables: dict[str, str], message: str
+) -> None:
     job = Job(cluster, tmp_path, "exit 0", **variables)
     assert job.end() == ("FAILED", "1", "0")
-    assert says in job.text()
+    assert message in job.text()
 
 
 def test_the_signal_reaches_every_rank(cluster: Cluster, jobs: dict[str, Job]) -> None:
@@ -163,29 +169,29 @@ def test_the_signal_reaches_every_rank(cluster: Cluster, jobs: dict[str, Job]) -
     assert job.text().splitlines().count("fresh") == 2
 
 
-def test_ranks_ask_to_be_started_again(jobs: dict[str, Job]) -> None:
+def test_ranks_can_request_a_requeue(jobs: dict[str, Job]) -> None:
     """The last one may take its time."""
     job = jobs["again"]
     assert job.end() == ("COMPLETED", "0", "1"), job.text()
     assert all(f"again {rank}/2 a word" in job.text() for rank in range(2))
     assert "*** STEP" not in job.text()  # nobody was killed
-    assert job.left() == []
+    assert job.remaining_processes() == []
 
 
 def test_restarts_are_counted(jobs: dict[str, Job]) -> None:
     """A hung rank has its peers ended with it, and asks for a restart; the second is one too many."""
     job = jobs["hung"]
     assert job.end() == ("FAILED", "76", "1"), job.text()
-    assert "not requeued: MAX_RESTARTS=1 are used up" in job.text()
+    assert "not requeued: no restarts left (MAX_RESTARTS=1)" in job.text()
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_a_written_script_holds_all_it_needs(cluster: Cluster, tmp_path: Path, capsys, launcher: str) -> None:
+def test_a_generated_script_is_self_contained(cluster: Cluster, tmp_path: Path, capsys, launcher: str) -> None:
     """In a folder without launch/, with the script's own words and one more of sbatch's caller."""
     script = tmp_path / "which_rank.py"
     line = "import os, sys; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['BOX'], sys.argv[1:])"
     script.write_text(line, encoding="utf-8")
-    words = [
+    argv = [
         "--nodes",
         "2",
         "--nproc-per-node",
@@ -198,15 +204,26 @@ def test_a_written_script_holds_all_it_needs(cluster: Cluster, tmp_path: Path, c
         "BOX=a b",
     ]
     assert (
-        main(["launch", "--slurm", *words, "--sbatch=--mem=1000", "--cpus-per-rank=1", str(script), "its", "own words"])
+        main(
+            [
+                "launch",
+                "--slurm",
+                *argv,
+                "--sbatch-arg=--mem=1000",
+                "--cpus-per-rank=1",
+                str(script),
+                "its",
+                "own words",
+            ]
+        )
         == 0
     )
     (tmp_path / "job.sbatch").write_text(capsys.readouterr().out, encoding="utf-8")
     log = tmp_path / "log"
     sent = [f"--output={log}", f"--chdir={tmp_path}", "job.sbatch", "more"]
     job = cluster.submit(*sent, cwd=tmp_path, env=environment())
-    told = cluster.wait_for(job, 120, log)
+    job_state = cluster.wait_for(job, 120, log)
     text = log.read_text(encoding="utf-8")
-    assert (told["JobState"], told["NumNodes"]) == ("COMPLETED", "2"), text
+    assert (job_state["JobState"], job_state["NumNodes"]) == ("COMPLETED", "2"), text
     for rank in range(4):
         assert f"{rank} of 4 a b ['its', 'own words', 'more']" in text

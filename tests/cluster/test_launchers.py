@@ -1,4 +1,4 @@
-"""``ds-trainer launch`` over two machines, by every launcher: the ranks meet, the exit code is true, nobody is left."""
+"""``ds-trainer launch`` over two machines with every launcher: ranks connect, exit codes are right, all ranks end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.machines import Cluster
 
 pytestmark = pytest.mark.slurm
 
-# Says who it is, meets the others, and ends as it is told.
+# Prints its rank, connects to the others, and ends as requested.
 PROGRAM = """\
 import os, signal, sys, time
 rank = os.environ["RANK"]
@@ -46,21 +46,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words_of(launcher: str, *words: str) -> list[str]:
+def argv_of(launcher: str, *argv: str) -> list[str]:
     """``ds-trainer launch`` with 2 x 2 ranks, as it is typed on node1 or in an allocation."""
     launch = [sys.executable, "-m", "ds_trainer", "launch", "--launcher", launcher]
     if launcher in BY_SSH:
-        return [*launch, "--hostfile", "hosts", *words]
+        return [*launch, "--hostfile", "hosts", *argv]
     allocation = ["salloc", "-Q", "-N2", "--ntasks-per-node=2", "--mem=1000"]
-    return [*allocation, *launch, "--nproc-per-node", "2", *words]
+    return [*allocation, *launch, "--nproc-per-node", "2", *argv]
 
 
 def run(
-    cluster: Cluster, folder: Path, launcher: str, *words: str, timeout: float = 300
+    cluster: Cluster, folder: Path, launcher: str, *argv: str, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     machine = "node1" if launcher in BY_SSH else "hub"
-    own = environment(DS_ACCELERATOR="cpu", SAID=TRICKY)
-    return cluster.run(machine, *words_of(launcher, *words), cwd=folder, env=own, check=False, timeout=timeout)
+    variables = environment(DS_ACCELERATOR="cpu", SAID=TRICKY)
+    return cluster.run(machine, *argv_of(launcher, *argv), cwd=folder, env=variables, check=False, timeout=timeout)
 
 
 def ranks_left(cluster: Cluster, program: Path) -> list[str]:
@@ -71,10 +71,10 @@ def ranks_left(cluster: Cluster, program: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", [*BY_SSH, *IN_SLURM])
-def test_four_ranks_meet_and_hear_what_they_were_told(cluster: Cluster, folder: Path, launcher: str) -> None:
+def test_four_ranks_connect_and_get_their_arguments(cluster: Cluster, folder: Path, launcher: str) -> None:
     word = "requeue" if launcher in ("pdsh", "slurm") else "it's"
-    done = run(cluster, folder, launcher, "--env", "SAID", "program.py", word, "$HOME %n;")
-    assert done.returncode == (75 if word == "requeue" else 0), done.stdout + done.stderr
+    completed = run(cluster, folder, launcher, "--env", "SAID", "program.py", word, "$HOME %n;")
+    assert completed.returncode == (75 if word == "requeue" else 0), completed.stdout + completed.stderr
     for rank in range(4):
         wanted = f"""node{1 + rank // 2} 4.0 {TRICKY} {[word, "$HOME %n;"]}"""
         assert (folder / f"said{rank}").read_text() == wanted
@@ -82,16 +82,16 @@ def test_four_ranks_meet_and_hear_what_they_were_told(cluster: Cluster, folder: 
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "srun"])
-def test_a_killed_rank_ends_the_job_and_its_code_is_true(cluster: Cluster, folder: Path, launcher: str) -> None:
+def test_a_killed_rank_ends_the_job_with_its_exit_code(cluster: Cluster, folder: Path, launcher: str) -> None:
     program = folder / "program.py"
-    done = run(cluster, folder, launcher, str(program), "killed")
-    assert done.returncode == 137, done.stdout + done.stderr
-    assert "rank 3 on node2 was killed by SIGKILL" in done.stderr
+    completed = run(cluster, folder, launcher, str(program), "killed")
+    assert completed.returncode == 137, completed.stdout + completed.stderr
+    assert "rank 3 on node2 was killed by SIGKILL" in completed.stderr
     assert ranks_left(cluster, program) == []
 
 
 def test_the_command_for_many_machines_can_be_pasted(cluster: Cluster, folder: Path) -> None:
-    printed = run(cluster, folder, "pdsh", "--print-only", "--env", "SAID", "program.py", "x y")
+    printed = run(cluster, folder, "pdsh", "--dry-run", "--env", "SAID", "program.py", "x y")
     assert printed.returncode == 0, printed.stderr
     pasted = environment(DS_ACCELERATOR="cpu")
     cluster.run("node1", "bash", "-c", printed.stdout, cwd=folder, env=pasted, timeout=300)
@@ -101,11 +101,11 @@ def test_the_command_for_many_machines_can_be_pasted(cluster: Cluster, folder: P
 def test_machines_started_by_hand(cluster: Cluster, folder: Path) -> None:
     """``deepspeed --no_ssh`` on each of them."""
     launch = [sys.executable, "-m", "ds_trainer", "launch", "--hostfile", "hosts", "--master-addr", "node1"]
-    own = {"PATH": "/usr/bin:/bin", **environment(DS_ACCELERATOR="cpu")}
+    variables = {"PATH": "/usr/bin:/bin", **environment(DS_ACCELERATOR="cpu")}
     started = [
         subprocess.Popen(
             cluster.command(node, [*launch, "--node-rank", str(number), "program.py", "x"], folder),
-            env=own,
+            env=variables,
             stdin=subprocess.DEVNULL,
         )
         for number, node in enumerate(cluster.nodes)
@@ -139,37 +139,39 @@ BY_HAND = {
 
 @pytest.mark.parametrize("how", BY_HAND)
 def test_scripts_started_by_hand_with_mpi(cluster: Cluster, folder: Path, how: str) -> None:
-    launcher, words = BY_HAND[how]
-    if "mpiexec.hydra" in words and shutil.which("mpiexec.hydra") is None:
+    launcher, argv = BY_HAND[how]
+    if "mpiexec.hydra" in argv and shutil.which("mpiexec.hydra") is None:
         pytest.skip("mpich is not installed")
     (folder / "alone.py").write_text(ALONE)
-    machine = "hub" if words[0] == "salloc" else "node1"
-    done = cluster.run(
-        machine, *words, sys.executable, "alone.py", cwd=folder, env=environment(), check=False, timeout=200
+    machine = "hub" if argv[0] == "salloc" else "node1"
+    completed = cluster.run(
+        machine, *argv, sys.executable, "alone.py", cwd=folder, env=environment(), check=False, timeout=200
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     for rank in range(4):
         assert (folder / f"said{rank}").read_text() == f"node{1 + rank // 2} {rank % 2} 4.0 {launcher}"
 
 
-def test_mpi_over_two_machines_must_be_told_where_to_meet(cluster: Cluster, folder: Path) -> None:
+def test_mpi_over_two_machines_needs_an_address(cluster: Cluster, folder: Path) -> None:
     if shutil.which("mpiexec.hydra") is None:
         pytest.skip("mpich is not installed")
     (folder / "alone.py").write_text(ALONE)
-    words = [*HYDRA, "-launcher", "ssh", "-hosts", "node1,node2", sys.executable, "alone.py"]
-    done = cluster.run("node1", *words, cwd=folder, env=environment(), check=False, timeout=200)
-    assert done.returncode != 0
-    assert "PMI_SIZE=4, of which 2 are on this machine (MPI_LOCALNRANKS), and MASTER_ADDR is not set" in done.stderr
+    argv = [*HYDRA, "-launcher", "ssh", "-hosts", "node1,node2", sys.executable, "alone.py"]
+    completed = cluster.run("node1", *argv, cwd=folder, env=environment(), check=False, timeout=200)
+    assert completed.returncode != 0
+    assert (
+        "PMI_SIZE=4, of which 2 are on this machine (MPI_LOCALNRANKS), and MASTER_ADDR is not set" in completed.stderr
+    )
 
 
 def start_sleepers(cluster: Cluster, folder: Path, launcher: str) -> tuple[subprocess.Popen[bytes], Path]:
     """Ranks that ignore SIGTERM, on both machines, once all of them sleep."""
     program = folder / "program.py"
-    words: Sequence[str] = words_of(launcher, str(program), "sleeps")
-    own = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(folder), **environment(DS_ACCELERATOR="cpu")}
+    argv: Sequence[str] = argv_of(launcher, str(program), "sleeps")
+    variables = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(folder), **environment(DS_ACCELERATOR="cpu")}
     machine = "node1" if launcher in BY_SSH else "hub"
     process = subprocess.Popen(
-        cluster.command(machine, words, folder), env=own, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        cluster.command(machine, argv, folder), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     cluster.wait_until(lambda: len(list(folder.glob("asleep*"))) == 4 or process.poll() is not None, 200)
     assert process.poll() is None
@@ -190,8 +192,8 @@ def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Pat
 
 
 @pytest.mark.parametrize("victims", ["pdsh", "ds_trainer launch|deepspeed.launcher.runner"])
-def test_ranks_elsewhere_end_when_what_started_them_is_killed(cluster: Cluster, folder: Path, victims: str) -> None:
-    """A pdsh that is killed leaves its commands running on other machines; ours notice that the connection is gone."""
+def test_remote_ranks_end_when_the_launcher_is_killed(cluster: Cluster, folder: Path, victims: str) -> None:
+    """A killed pdsh leaves its commands running on other machines; ours detect that the connection is closed."""
     process, program = start_sleepers(cluster, folder, "pdsh")
     cluster.run("node1", "pkill", "-KILL", "-f", f"^([^ ]*python[^ ]* -m )?({victims})( |$)")
     process.wait(timeout=120)

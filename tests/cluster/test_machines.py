@@ -60,6 +60,6 @@ def test_a_crashed_node_comes_back(cluster: Cluster) -> None:
         return cluster.hub("sinfo", "-h", "-N", "-n", "node2", "-p", "main", "-o", "%t") == "idle"
 
     cluster.wait_until(ready, 30, lambda: cluster.hub("sinfo", "-R"))
-    began = time.monotonic()
+    started = time.monotonic()
     assert cluster.hub("srun", "-w", "node2", "hostname") == "node2"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - started < 20

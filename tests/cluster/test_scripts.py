@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import RECIPE, ROOT, STEPS, environment, losses, sbatch_words, small_words, users_folder
+from tests.cluster.jobs import RECIPE, ROOT, STEPS, environment, losses, sbatch_arguments, small_arguments, users_folder
 from tests.cluster.machines import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -35,12 +35,12 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         one = script == "one_node"
         log, output = folder / f"{script}.log", folder / script
         gpus = f"--gpus-per-node={2 if one else 1}"
-        words = [*sbatch_words(log, 1, gpus), f"launch/{script}.sbatch", RECIPE, *small_words(output, 2)]
-        started[script] = Job(cluster.submit(*words, cwd=folder, env=environment()), output, log)
+        argv = [*sbatch_arguments(log, 1, gpus), f"launch/{script}.sbatch", RECIPE, *small_arguments(output, 2)]
+        started[script] = Job(cluster.submit(*argv, cwd=folder, env=environment()), output, log)
     output, log = folder / "python", folder / "python.log"
     with log.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-m", "ds_trainer", "train", RECIPE, *small_words(output, 1)],
+            [sys.executable, "-m", "ds_trainer", "train", RECIPE, *small_arguments(output, 1)],
             stdout=file,
             stderr=file,
             cwd=ROOT,
@@ -54,10 +54,10 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_losses_are_those_of_one_machine(cluster: Cluster, jobs: dict[str, Job], script: str) -> None:
     job = jobs[script]
-    told = cluster.wait_for(job.number, 180, job.log)
+    job_state = cluster.wait_for(job.number, 180, job.log)
     text = job.log.read_text(encoding="utf-8")
-    assert (told["JobState"], told["Restarts"]) == ("COMPLETED", "0"), text
-    assert told["NumNodes"] == ("1" if script == "one_node" else "2")
+    assert (job_state["JobState"], job_state["Restarts"]) == ("COMPLETED", "0"), text
+    assert job_state["NumNodes"] == ("1" if script == "one_node" else "2")
     assert "the ranks ended with 0, srun with 0" in text
     assert (job.output / "results.json").exists()
     wanted = losses(jobs["python"].output)

@@ -68,10 +68,10 @@ def test_any_file(file: dict[str, Any], device: str, world: int, arguments: dict
     except ConfigError as error:
         assert error.problems and all(problem.endswith((".", "?")) for problem in error.problems), error.problems
         return
-    again = compiled(world, device, environment=machine(), deepspeed=json.dumps(config.to_dict()), **arguments)
-    assert again.to_dict() == config.to_dict()
+    recompiled = compiled(world, device, environment=machine(), deepspeed=json.dumps(config.to_dict()), **arguments)
+    assert recompiled.to_dict() == config.to_dict()
     if isinstance(config.get("comet.api_key"), str):
-        with pytest.raises(ConfigError, match="in place of a secret"):
+        with pytest.raises(ConfigError, match="mask for a secret"):
             compiled(world, device, environment=machine(), deepspeed=config.to_json(), **arguments)
     else:
         assert config.to_json() == json.dumps(config.to_dict(), indent=2)

@@ -19,7 +19,7 @@ from tests.config.support import compiled
 
 def leaves(value: Any, path: str = "") -> list[str]:
     if isinstance(value, dict):
-        return [leaf for key, part in value.items() for leaf in leaves(part, f"{path}.{key}" if path else key)]
+        return [leaf for key, item in value.items() for leaf in leaves(item, f"{path}.{key}" if path else key)]
     return [path]
 
 
@@ -58,7 +58,7 @@ def arguments_of(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(valid)
-def test_every_value_has_an_origin_and_nothing_is_left_open(choice: dict[str, Any]) -> None:
+def test_every_value_has_a_source_and_nothing_is_auto(choice: dict[str, Any]) -> None:
     try:
         config = compiled(**arguments_of(choice))
     except ConfigError as error:
@@ -79,8 +79,8 @@ def test_compiling_the_output_again_changes_nothing(choice: dict[str, Any]) -> N
         once = compiled(**arguments)
     except ConfigError:
         return
-    again = compiled(**{**arguments, "deepspeed": once.to_dict()})
-    assert again.to_dict() == once.to_dict()
+    recompiled = compiled(**{**arguments, "deepspeed": once.to_dict()})
+    assert recompiled.to_dict() == once.to_dict()
     as_file = compiled(**{**arguments, "deepspeed": once.to_json()})
     assert as_file.to_dict() == once.to_dict()
 
@@ -102,7 +102,7 @@ DS_CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 @example(
     {"world": 4, "precision": "none"}, DS_CONFIGS[[file.name for file in DS_CONFIGS].index("tensor_parallel.json")]
 )
-def test_with_a_file_too(choice: dict[str, Any], file: Path) -> None:
+def test_compiling_with_a_file(choice: dict[str, Any], file: Path) -> None:
     """Any arguments with any of our files: refused in words, or read by DeepSpeed and compiled again to the same."""
     arguments = {**arguments_of(choice), "deepspeed": str(file), "total_steps": 10}
     try:
@@ -133,7 +133,7 @@ def test_any_number_of_ranks_without_a_process_group() -> None:
 
 
 @given(valid)
-def test_deepspeed_accepts_what_is_compiled(choice: dict[str, Any]) -> None:
+def test_deepspeed_accepts_the_compiled_configuration(choice: dict[str, Any]) -> None:
     """DeepSpeed's own parser and its pydantic models read it, fp16 included, which no CPU could run."""
     arguments = arguments_of(choice)
     try:
@@ -161,14 +161,14 @@ def test_fp16_on_a_gpu_has_a_dynamic_loss_scale() -> None:
     assert read.enabled and read.loss_scale == 0 and read.initial_scale_power == 16
 
 
-def test_fp16_on_a_cpu_is_refused_with_the_remedy() -> None:
+def test_fp16_on_a_cpu_is_rejected_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"fp16=True \(argument\): fp16 needs a GPU.*bf16=True"):
         compiled(fp16=True)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_autocast_to_fp16_is_refused_everywhere_with_the_remedy(stage: int, device: str) -> None:
+def test_autocast_to_fp16_is_rejected_with_the_remedy(stage: int, device: str) -> None:
     with pytest.raises(ConfigError, match=r"torch_autocast=fp16 \(argument\).*torch_autocast=bf16, or fp16=True"):
         compiled(torch_autocast="fp16", zero_stage=stage, device=device)
     for spelled in ("float16", "torch.float16", "fp16"):
@@ -178,13 +178,13 @@ def test_autocast_to_fp16_is_refused_everywhere_with_the_remedy(stage: int, devi
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad"])
-def test_fused_is_written_only_where_it_is_true(optim: str) -> None:
+def test_fused_is_written_only_if_true(optim: str) -> None:
     """torch takes fused=False for "no foreach either", and steps one parameter after the other."""
     for device in ("cpu", "cuda"):
         config = compiled(optim=optim, device=device)
         assert config.get("optimizer.params.fused") is (True if optim == "adamw_torch_fused" else None)
-    asked = compiled(optim="adamw_torch", optim_args="fused=False")
-    assert asked.get("optimizer.params.fused") is False
+    requested = compiled(optim="adamw_torch", optim_args="fused=False")
+    assert requested.get("optimizer.params.fused") is False
     each = compiled(optim_args="foreach=True")
     assert each.get("optimizer.params.fused") is None
 
@@ -216,7 +216,7 @@ def test_stage_follows_the_arguments_then_the_layout(world: int, arguments: dict
     assert compiled(world, **arguments).get("zero_optimization.stage") == stage
 
 
-def test_clipping_is_always_written_because_deepspeed_would_clip_to_one() -> None:
+def test_clipping_is_always_written_because_the_default_of_deepspeed_is_one() -> None:
     assert compiled(max_grad_norm=0.0).to_dict()["gradient_clipping"] == 0.0
 
 
@@ -252,7 +252,7 @@ def test_an_optimizer_of_the_user_leaves_no_optimizer_block() -> None:
     assert str(config.origin("zero_allow_untested_optimizer")) == "derived: handed in"
 
 
-def test_explain_names_value_and_origin() -> None:
+def test_explain_prints_value_and_source() -> None:
     lines = compiled(learning_rate=1e-3).explain().splitlines()
     row = next(line for line in lines if line.startswith("optimizer.params.lr "))
     assert row.split() == ["optimizer.params.lr", "0.001", "argument:", "learning_rate=0.001"]
@@ -261,7 +261,7 @@ def test_explain_names_value_and_origin() -> None:
 def test_a_path_is_set_once() -> None:
     config = CompiledConfig()
     config.set("a.b", 1, Origin("default", "x"))
-    with pytest.raises(ValueError, match=r"a\.b was set already"):
+    with pytest.raises(ValueError, match=r"a\.b is set already"):
         config.set("a.b", 2, Origin("default", "y"))
 
 

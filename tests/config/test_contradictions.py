@@ -1,4 +1,4 @@
-"""What contradicts: arguments against the file, files that cannot be read, and the command that says so."""
+"""Contradictions: arguments against the file, files that cannot be read, and the output of the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.config.test_wrong_input import optimizer, zero
 
 # -- arguments against the file --------------------------------------------------------------------------------------
 
-# Arguments with a file (line by line), both values, both places, the remedy.
+# Arguments with a file (line by line), both values, both sources, the remedy.
 CONTRADICTIONS: list[tuple[dict[str, Any], str, list[str]]] = [
     (
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "tensor_parallel_size": 2, "world": 8},
@@ -76,9 +76,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, list[str]]] = [
         ["torch_autocast.enabled=true in {file}:1, but torch_autocast=none (argument)"],
     ),
     (
-        {"client_optimizer": "optimizers=(SGD, ...) handed to the Trainer"},
+        {"client_optimizer": "optimizers=(SGD, ...) passed to the Trainer"},
         '{\n"optimizer": {\n"type": "AdamW"}}',
-        ["{file}:3 has an optimizer, but optimizers=(SGD, ...) handed to the Trainer. Keep one of them."],
+        ["{file}:3 has an optimizer, but optimizers=(SGD, ...) passed to the Trainer. Keep one of them."],
     ),
     (
         {"parallelism_config": {"dp_shard_size": 4}, "world": 2},
@@ -90,15 +90,15 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text", "sentences"), CONTRADICTIONS, ids=lambda value: str(value)[:50])
-def test_contradiction(arguments: dict[str, Any], text: str, sentences: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "text", "messages"), CONTRADICTIONS, ids=lambda value: str(value)[:50])
+def test_contradictions_are_reported(arguments: dict[str, Any], text: str, messages: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         compiled(deepspeed=str(file), **arguments)
     assert len(error.value.problems) == 1
-    for sentence in sentences:
-        assert sentence.replace("{file}", str(file)) in error.value.problems[0]
+    for message in messages:
+        assert message.replace("{file}", str(file)) in error.value.problems[0]
 
 
 def test_auto_settles_a_contradiction() -> None:
@@ -115,14 +115,14 @@ def test_auto_settles_a_contradiction() -> None:
         assert config.get("optimizer.params.lr") == 1e-3
 
 
-def test_auto_that_nothing_decides_is_deepspeeds_default() -> None:
+def test_undecided_auto_is_the_default_of_deepspeed() -> None:
     config = compiled(deepspeed=zero(stage=3, sub_group_size="auto", overlap_comm="auto"))
     assert config.get("zero_optimization.sub_group_size") == 1_000_000_000
     assert "zero_optimization.overlap_comm" not in config  # DeepSpeed decides by the stage
     assert str(config.origin("zero_optimization.sub_group_size")).startswith("default: DeepSpeed's, for auto")
 
 
-def test_auto_for_a_parameter_that_the_optimizer_lacks_says_nothing() -> None:
+def test_auto_for_a_parameter_that_the_optimizer_lacks_is_ignored() -> None:
     """So one file serves several optimizers."""
     params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     config = compiled(deepspeed={"optimizer": {"type": "SGD", "params": params}})
@@ -134,7 +134,7 @@ def test_tensor_parallelism_of_size_zero_is_none() -> None:
     assert "tensor_parallel" not in config
 
 
-def test_auto_that_is_a_value_stays() -> None:
+def test_auto_that_is_a_valid_value_is_kept() -> None:
     config = compiled(deepspeed={"data_types": {"keep_in_fp32_modules": "auto"}})
     assert config.get("data_types.keep_in_fp32_modules") == "auto"
 
@@ -156,7 +156,7 @@ FILES: list[tuple[str, str]] = [
     ('{"a": 1,,}', "{file}:1:9: "),
     (
         '{"bf16": {enabled: auto}}',
-        "{file}:1: the unquoted text 'auto}}' goes to the end of the line; put quotes around it.",
+        "{file}:1: the unquoted string 'auto}}' extends to the end of the line; put quotes around it.",
     ),
     ("[1, 2]", "{file}: a DeepSpeed configuration is a mapping in braces, not [1, 2]."),
     ("", "{file} is empty; write {} for a configuration without settings."),
@@ -166,26 +166,26 @@ FILES: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "sentence"), FILES)
-def test_file(text: str, sentence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), FILES)
+def test_wrong_files_are_reported(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         compiled(deepspeed=str(file))
     assert len(error.value.problems) == 1
-    assert sentence.replace("{file}", str(file)) in error.value.problems[0]
+    assert message.replace("{file}", str(file)) in error.value.problems[0]
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_paths_that_are_no_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\x80\x81")
-    for source, sentence in (
-        (tmp_path / "nowhere.json", "does not exist (looked from"),
+    for source, message in (
+        (tmp_path / "nowhere.json", "does not exist (working directory:"),
         (tmp_path, "is a directory; name a JSON file in it."),
         (tmp_path / "binary.json", "is not UTF-8 text (byte 0)"),
     ):
         with pytest.raises(ConfigError) as error:
             compiled(deepspeed=str(source))
-        assert sentence in str(error.value) and str(source) in str(error.value)
+        assert message in str(error.value) and str(source) in str(error.value)
     with pytest.raises(ConfigError, match=r"deepspeed=3: expected str or a mapping or null"):
         compiled(deepspeed=3)
 
@@ -193,7 +193,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_answers_without_deepspeed(tmp_path: Path) -> None:
+def test_the_config_command_works_without_deepspeed(tmp_path: Path) -> None:
     """A wrong file ends `ds-trainer config` with exit code 2 before torch or deepspeed are imported."""
     (tmp_path / "ds.json").write_text('{"zero_optimization": {\n"stage": 5}}')
     recipe = tmp_path / "r.yaml"
@@ -206,12 +206,12 @@ def test_the_command_answers_without_deepspeed(tmp_path: Path) -> None:
         "import sys; from ds_trainer.cli.main import main; code = main(['config', sys.argv[1]]);"
         "print(code, [name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "[]"]
-    assert f"{tmp_path}/ds.json:2: zero_optimization.stage=5 must be one of 0, 1, 2, 3." in done.stderr
+    completed = subprocess.run([sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["2", "[]"]
+    assert f"{tmp_path}/ds.json:2: zero_optimization.stage=5 must be one of 0, 1, 2, 3." in completed.stderr
 
 
-def test_a_recipe_may_hold_the_configuration_and_names_its_lines(tmp_path: Path) -> None:
+def test_a_recipe_may_contain_the_configuration_and_problems_name_its_lines(tmp_path: Path) -> None:
     from ds_trainer.cli.main import main
 
     recipe = tmp_path / "r.yaml"

@@ -1,4 +1,4 @@
-"""In which types gradients are summed follows from the number of terms, and says so; arguments and the file win."""
+"""The dtypes in which gradients are summed follow from the number of terms; arguments and the file win."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_many_terms_are_summed_in_float32(arguments: dict[str, Any], few: int, m
     assert ACCUMULATE not in below
     above = compiled(many, gradient_accumulation_steps=many, **arguments)
     assert above.get(COMMUNICATE) == above.get(ACCUMULATE) == "fp32"
-    assert str(above.origin(COMMUNICATE)).startswith(f"derived: {name} with {many} gradient ranks")
+    assert str(above.origin(COMMUNICATE)).startswith(f"derived: {name} with {many} ranks")
     assert str(above.origin(ACCUMULATE)).startswith(f"derived: {name} with {many} micro-batches")
 
 
-def test_ranks_that_hold_slices_are_no_terms_and_ranks_that_hold_sequence_are() -> None:
+def test_tensor_parallel_ranks_are_no_terms_but_sequence_ranks_are() -> None:
     assert COMMUNICATE not in compiled(256, bf16=True, tensor_parallel_size=8)
     sliced = compiled(1024, bf16=True, tensor_parallel_size=8, context_parallel_size=2)
-    assert "bf16 with 128 gradient ranks" in str(sliced.origin(COMMUNICATE))
+    assert "bf16 with 128 ranks" in str(sliced.origin(COMMUNICATE))
 
 
 def test_float32_needs_nothing() -> None:
@@ -41,9 +41,9 @@ def test_float32_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_arguments_decide(stage: int) -> None:
-    asked = {"communication_data_type": "bf16", "grad_accum_dtype": "bf16"}
-    config = compiled(1024, bf16=True, zero_stage=stage, gradient_accumulation_steps=512, **asked)
+def test_arguments_decide_the_gradient_dtype(stage: int) -> None:
+    requested = {"communication_data_type": "bf16", "grad_accum_dtype": "bf16"}
+    config = compiled(1024, bf16=True, zero_stage=stage, gradient_accumulation_steps=512, **requested)
     assert config.get(COMMUNICATE) == config.get(ACCUMULATE) == "bf16"
     assert config.origin(COMMUNICATE).kind == config.origin(ACCUMULATE).kind == "argument"
     few = compiled(bf16=True, zero_stage=stage, communication_data_type="fp32", grad_accum_dtype="fp32")
@@ -60,12 +60,12 @@ def test_the_file_wins_over_what_is_derived_and_contradicts_an_argument() -> Non
     assert "grad_accum_dtype=fp32 (argument)" in str(error.value)
 
 
-def test_autocast_sends_float32_from_as_many_ranks_on() -> None:
+def test_autocast_uses_float32_from_as_many_ranks() -> None:
     """With autocast DeepSpeed looks at nothing but the classes of modules."""
     assert SAFE_MODULES not in compiled(63, torch_autocast="bf16")
     many = compiled(64, torch_autocast="bf16")
     assert many.get(SAFE_MODULES) == []
-    assert "autocast with 64 gradient ranks" in str(many.origin(SAFE_MODULES))
+    assert "autocast with 64 ranks" in str(many.origin(SAFE_MODULES))
     assert SAFE_MODULES not in compiled(64, torch_autocast="bf16", communication_data_type="bf16")
     assert compiled(2, torch_autocast="bf16", communication_data_type="fp32").get(SAFE_MODULES) == []
 
@@ -90,10 +90,10 @@ def test_autocast_of_a_file_without_a_type_is_bf16() -> None:
         },
     ],
 )
-def test_what_deepspeed_cannot_do_is_not_derived(arguments: dict[str, Any]) -> None:
+def test_unsupported_dtypes_are_not_derived(arguments: dict[str, Any]) -> None:
     assert ACCUMULATE not in compiled(bf16=True, gradient_accumulation_steps=512, **arguments)
 
 
-def test_quantized_gradients_stay_what_they_are() -> None:
+def test_quantized_gradients_are_not_changed() -> None:
     own = {"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}
     assert COMMUNICATE not in compiled(1024, bf16=True, zero_stage=3, device="cuda", deepspeed=own)

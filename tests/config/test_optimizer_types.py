@@ -39,13 +39,13 @@ CHECKED = [kind for kind in TYPES.values() if kind.package is None and kind.name
 
 
 @pytest.mark.parametrize("kind", CHECKED, ids=lambda kind: kind.name)
-def test_every_parameter_is_one_of_the_class(kind: OptimizerType) -> None:
+def test_every_parameter_exists_in_the_optimizer_class(kind: OptimizerType) -> None:
     known = parameters(*classes_of(kind)) | OF_DEEPSPEED
     assert {name for name, _ in kind.arguments} <= known
     assert kind.own <= known
 
 
-def test_muon_takes_what_deepspeed_hands_on() -> None:
+def test_muon_accepts_the_parameters_that_deepspeed_passes() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     known = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS} | OF_DEEPSPEED | {"foreach"}
@@ -69,8 +69,8 @@ def test_every_name_compiles_to_its_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(BUILT_HERE))
-def test_what_is_built_here_can_be_built(kind: str) -> None:
-    from ds_trainer.optim.optimizers import build_optimizer, is_built_here
+def test_optimizers_built_here_can_be_built(kind: str) -> None:
+    from ds_trainer.optim.optimizer_builder import build_optimizer, is_built_here
 
     config = compiled(deepspeed={"optimizer": {"type": kind}}, device="cpu", learning_rate=0.1)
     assert is_built_here(config)

@@ -1,4 +1,4 @@
-"""Every rule: a case that breaks it, named in one sentence; and a case close by that does not."""
+"""Every rule: an example that breaks it, with one message, and a similar example that does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Example:
 
     breaks: dict[str, Any]
     repair: dict[str, Any]
-    says: tuple[str, ...] = field(default=())
+    message_parts: tuple[str, ...] = field(default=())
 
 
 def zero(**keys: Any) -> dict[str, Any]:
@@ -63,16 +63,16 @@ EXAMPLES: dict[str, Example] = {
         {"zero_stage": 0},
         ("optim=adafactor (argument) and zero_stage=1 (argument)", "Set zero_stage=0"),
     ),
-    "optimizer-needs-uncut-matrices": Example(
+    "optimizer-needs-whole-matrices": Example(
         {"optim": "adafactor", "zero_stage": 0, "tensor_parallel_size": 2, "world": 2}, {"tensor_parallel_size": 1}
     ),
-    "schedule-free-needs-uncut-weights": Example(
+    "schedule-free-needs-whole-weights": Example(
         {"optim": "schedule_free_adamw", "zero_stage": 2}, {"zero_stage": 0}, ("zero_stage=2",)
     ),
     "schedule-free-needs-float32": Example(
         {"optim": "schedule_free_adamw", "bf16": True}, {"bf16": False, "torch_autocast": "bf16"}
     ),
-    "schedule-free-counts-warm-up": Example(
+    "schedule-free-counts-warmup": Example(
         {"optim": "schedule_free_adamw", "warmup_steps": 0.1}, {"warmup_steps": 10}, ("warmup_steps=0.1 (argument)",)
     ),
     "low-rank-needs-modules": Example({"optim": "galore_adamw"}, {"optim_target_modules": ["q_proj"]}),
@@ -154,7 +154,7 @@ EXAMPLES: dict[str, Example] = {
         {"communication_data_type": "auto"},
         ("zero_quantized_gradients=true", "communication_data_type=fp32 (argument)"),
     ),
-    "half-at-stage-0-with-slices": Example(
+    "half-at-stage-0-with-tensor-parallelism": Example(
         {"bf16": True, "zero_stage": 0, "tensor_parallel_size": 2, "world": 2},
         {"zero_stage": 1},
         ("zero_stage=0 (argument)", "bf16=True (argument)"),
@@ -188,7 +188,7 @@ EXAMPLES: dict[str, Example] = {
     "zeropp-needs-stage-3": Example(
         {"zero_stage": 2, "device": "cuda", "deepspeed": zero(**_QUANTISED)}, {"zero_stage": 3}
     ),
-    "zeropp-quantisation-needs-gpu": Example({"zero_stage": 3, "deepspeed": zero(**_QUANTISED)}, {"device": "cuda"}),
+    "zeropp-quantization-needs-gpu": Example({"zero_stage": 3, "deepspeed": zero(**_QUANTISED)}, {"device": "cuda"}),
     "hpz-divides-ranks": Example(
         {"zero_stage": 3, "world": 6, "deepspeed": zero(zero_hpz_partition_size=4)}, {"world": 8}
     ),
@@ -234,7 +234,7 @@ EXAMPLES: dict[str, Example] = {
         {**_ZENFLOW, "deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": "auto"})},
         {"deepspeed": zero(zenflow={"select_strategy": "step", "select_interval": 4})},
     ),
-    "optimizer-needs-gpu": Example({"optim": "lamb"}, {"device": "cuda"}, ("optim=lamb (argument)", "on the CPU")),
+    "optimizer-needs-gpu": Example({"optim": "lamb"}, {"device": "cuda"}, ("optim=lamb (argument)", "runs on CPUs")),
     "optimizer-without-cpu-version": Example(
         {"optim": "sgd", "offload_optimizer": "cpu"}, {"deepspeed": {"zero_force_ds_cpu_optimizer": False}}
     ),
@@ -265,14 +265,14 @@ EXAMPLES: dict[str, Example] = {
         },
         {"zero_stage": 2},
     ),
-    "recomputation-is-asked-for": Example(
+    "activation-checkpointing-is-enabled": Example(
         {"deepspeed": {"activation_checkpointing": {"cpu_checkpointing": False}}}, {"activation_checkpointing": True}
     ),
     "activations-on-the-host-need-gpu": Example(
         {"activation_checkpointing": True, "deepspeed": {"activation_checkpointing": {"cpu_checkpointing": True}}},
         {"device": "cuda"},
     ),
-    "batch-size-search-needs-one-rank-a-replica": Example(
+    "batch-size-search-needs-one-rank-per-replica": Example(
         {"auto_find_batch_size": True, "world": 2, "tensor_parallel_size": 2},
         {"tensor_parallel_size": 1},
         ("auto_find_batch_size=True (argument)", "tensor_parallel_size=2 (argument)"),
@@ -374,15 +374,15 @@ def test_rule(rule: Any) -> None:
     example = EXAMPLES[rule.name]
     with pytest.raises(ConfigError) as error:
         compiled(**example.breaks)
-    sentences = [problem for problem in error.value.problems if rule.needs in problem]
-    assert len(sentences) == 1
-    assert rule.remedy in sentences[0]
-    for words in example.says:
-        assert words in sentences[0]
+    messages = [problem for problem in error.value.problems if rule.needs in problem]
+    assert len(messages) == 1
+    assert rule.remedy in messages[0]
+    for part in example.message_parts:
+        assert part in messages[0]
     compiled(**{**example.breaks, **example.repair})
 
 
-def test_sentences_are_sentences() -> None:
+def test_messages_are_sentences() -> None:
     for rule in RULES:
         assert rule.remedy.endswith(".") and not rule.needs.endswith(".")
         assert rule.culprits, rule.name

@@ -24,7 +24,7 @@ def schedule(kind: str, **params: Any) -> dict[str, Any]:
     return {"scheduler": {"type": kind, "params": params}}
 
 
-# What is in the mapping, and what the sentence says.
+# A mapping, and a part of the message.
 MAPPINGS: list[tuple[dict[str, Any], str]] = [
     # misspelt
     ({"zero_optimisation": {"stage": 2}}, "unknown key zero_optimisation. Did you mean 'zero_optimization'?"),
@@ -58,7 +58,7 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
     (zero(gradient_clipping=1.0), "unknown key zero_optimization.gradient_clipping. It belongs at the top level."),
     ({"bf16": {"grad_accum_dtype": "fp32"}}, "bf16.grad_accum_dtype. It belongs in data_types."),
     ({"ratio": 0.5}, "unknown key ratio. It belongs in zero_optimization.offload_optimizer."),
-    ({"learning_rate": 1e-3}, "unknown key learning_rate. It is an argument, not a key of DeepSpeed."),
+    ({"learning_rate": 1e-3}, "unknown key learning_rate. It is an argument, not a DeepSpeed key."),
     ({"lr": 1e-3}, "unknown key lr. It belongs in optimizer.params."),
     # of the wrong type
     (optimizer(lr="5e-5"), 'optimizer.params.lr="5e-5" must be a number'),
@@ -86,7 +86,7 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipping": True}, "gradient_clipping=true must be a number"),
     ({"train_batch_size": 4.5}, "train_batch_size=4.5 must be a whole number at least 1."),
     ({"optimizer": "AdamW"}, 'optimizer="AdamW" must be a mapping'),
-    ({"optimizer": {"type": 3}}, "optimizer.type=3 must be a text."),
+    ({"optimizer": {"type": 3}}, "optimizer.type=3 must be a string."),
     ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params=[1] must be a mapping"),
     ({"scheduler": ["WarmupLR"]}, 'scheduler=["WarmupLR"] must be a mapping'),
     ({"data_types": {"grad_accum_dtype": 32}}, "data_types.grad_accum_dtype=32 must be one of"),
@@ -141,7 +141,7 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
         "zero_optimization.stage3_prefetch_bucket_size is another name of zero_optimization.prefetch_bucket_size",
     ),
     # optimizers and schedules
-    (optimizer("AdmaW"), 'optimizer.type="AdmaW" in deepspeed.optimizer.type is not an optimizer that works here. Did'),
+    (optimizer("AdmaW"), 'optimizer.type="AdmaW" in deepspeed.optimizer.type is not a supported optimizer. Did'),
     (optimizer("OneBitAdam"), 'optimizer.type="OneBitAdam"'),
     (optimizer(beta=0.9), "AdamW has no parameter 'beta'. Did you mean 'betas'?"),
     (optimizer(max_grad_norm=1.0), "AdamW has no parameter 'max_grad_norm'. Set gradient_clipping (max_grad_norm)."),
@@ -180,12 +180,12 @@ MAPPINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("mapping", "sentence"), MAPPINGS, ids=lambda value: str(value)[:60])
-def test_mapping(mapping: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize(("mapping", "message"), MAPPINGS, ids=lambda value: str(value)[:60])
+def test_wrong_mappings_are_rejected(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         compiled(deepspeed=mapping)
     assert len(error.value.problems) == 1
-    assert sentence in error.value.problems[0]
+    assert message in error.value.problems[0]
     assert "deepspeed." in error.value.problems[0]  # the place
 
 
@@ -202,7 +202,7 @@ def test_removed_keys(path: str) -> None:
     assert "http" not in problem and problem.endswith(".")
 
 
-def test_the_table_is_long() -> None:
+def test_the_table_has_many_cases() -> None:
     assert len(MAPPINGS) + len(load_schema().removed) > 120
 
 

@@ -33,7 +33,7 @@ ROWS: list[tuple[str, str, str]] = [
     ("lr_scheduler_type: cosin", "", "{recipe}:4: arguments: lr_scheduler_type='cosin' is not one of linear, cosine"),
     ("optim: adamw8bit", "", "optim='adamw8bit' is not one of the 43 of OptimizerNames. Did you mean 'adamw_8bit'?"),
     ("save_strategy: step", "", "{recipe}:4: arguments: save_strategy='step' is not one of"),
-    ("parallelism_config: {tp: 2}", "", "parallelism_config: 'tp' is not known."),
+    ("parallelism_config: {tp: 2}", "", "parallelism_config: unknown key 'tp'."),
     # of the wrong type or unit
     ("learning_rate: 1e-4x", "", "{recipe}:4: arguments.learning_rate: expected float, got '1e-4x' (str)."),
     ("learning_rate: fast", "", "arguments.learning_rate: expected float, got 'fast' (str)."),
@@ -62,11 +62,11 @@ ROWS: list[tuple[str, str, str]] = [
     # that do not go together
     ("bf16: true\n  fp16: true", "", "{recipe}: arguments: bf16 and fp16 are different precisions; keep one of them."),
     ("torch_autocast: bf16\n  bf16: true", "", "bf16 and torch_autocast=bf16 are different precisions; keep one"),
-    ("fp16: true", "--device cpu", "fp16=True ({recipe}:4): fp16 needs a GPU, and this run is on the CPU. Use bf16"),
+    ("fp16: true", "--device cpu", "fp16=True ({recipe}:4): fp16 needs a GPU, and this job runs on CPUs. Use bf16"),
     (
         "offload_param: cpu\n  zero_stage: 2",
         "",
-        "offload_param=cpu ({recipe}:4) and zero_stage=2 ({recipe}:5): offload of parameters needs ZeRO stage 3. Set",
+        "offload_param=cpu ({recipe}:4) and zero_stage=2 ({recipe}:5): parameter offload needs ZeRO stage 3. Set",
     ),
     ("offload_optimizer: nvme", "", "offload_optimizer=nvme ({recipe}:4): offload to NVMe needs a directory"),
     ("nvme_path: /x", "", "nvme_path=/x ({recipe}:4), but nothing is offloaded to NVMe. Set offload_optimizer=nvme"),
@@ -76,7 +76,7 @@ ROWS: list[tuple[str, str, str]] = [
         "",
         "tensor_parallel_size=4 and parallelism_config",
     ),
-    ("fsdp: full_shard", "", "fsdp=full_shard makes no sense under a DeepSpeed engine. ZeRO is DeepSpeed's"),
+    ("fsdp: full_shard", "", "fsdp=full_shard makes no sense under a DeepSpeed engine. DeepSpeed shards with ZeRO"),
     ("optim_args: lr=1", "", "optim_args=lr=1 ({recipe}:4): set learning_rate instead of 'lr'."),
     ("optim: sgd\n  optim_args: mom=1", "", "({recipe}:5): 'mom' is not an argument of SGD (optim=sgd). "),
     # a DeepSpeed configuration in the recipe: its own lines
@@ -89,7 +89,7 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "deepspeed:\n    zero_optimization:\n      stage: 2\n      stage: 3",
         "",
-        "{recipe}:7: duplicate key 'stage', first given in line 6; remove one.",
+        "{recipe}:7: duplicate key 'stage', first given on line 6; remove one.",
     ),
     (
         "deepspeed:\n    zero_optimization:\n      stage: 2\n  zero_stage: 3",
@@ -114,30 +114,30 @@ ROWS: list[tuple[str, str, str]] = [
         "command line: zero_optimization.stage=9 must be",
     ),
     ("deepspeed: {elasticity: {}}", "", "{recipe}:4: elasticity was removed from DeepSpeed. Elastic training has been"),
-    ("deepspeed: {optimizer: {type: AdmW}}", "", 'optimizer.type="AdmW" in {recipe}:4 is not an optimizer that works'),
+    ("deepspeed: {optimizer: {type: AdmW}}", "", 'optimizer.type="AdmW" in {recipe}:4 is not a supported optimizer'),
     (
         "deepspeed: {scheduler: {type: WarmupDecayLR, params: {total_num_steps: auto, warmup_num_steps: 1}}}",
         "",
         'scheduler.params.total_num_steps="auto" in {recipe}:4 needs the number of optimizer steps',
     ),
     # or beside it
-    ("deepspeed: nowhere.json", "", "deepspeed=nowhere.json does not exist (looked from "),
+    ("deepspeed: nowhere.json", "", "deepspeed=nowhere.json does not exist (working directory: "),
     ("bf16: true", "--arguments.deepspeed nowhere.json", "deepspeed=nowhere.json does not exist"),
     ('deepspeed: \'{"bf16": {"enabled": true}}\'', "", "bf16.enabled=true in deepspeed:1, but bf16=False (default)."),
     ("deepspeed: '{\"bf16\"}'", "", "deepspeed:1:8: a ':' is missing after the key."),
 ]
 # Whole recipes.
-WHOLE: list[tuple[str, str]] = [
+ALL_MESSAGES: list[tuple[str, str]] = [
     (HEAD + "argument:\n  bf16: true\n", "{recipe}:3: unknown key 'argument'. Did you mean 'arguments'?"),
     (HEAD + "arguments: 3\n", "{recipe}:3: arguments must be a mapping, got 3."),
     (HEAD + "arguments:\n\tbf16: true\n", "{recipe}:4: not valid YAML: while scanning for the next token, found"),
     (HEAD + "arguments: {bf16: true\n", "{recipe}:4: not valid YAML: while parsing a flow mapping"),
-    (HEAD + "arguments:\n  bf16: true\n  bf16: false\n", "{recipe}:5: duplicate key 'bf16', first given in line 4"),
+    (HEAD + "arguments:\n  bf16: true\n  bf16: false\n", "{recipe}:5: duplicate key 'bf16', first given on line 4"),
     (HEAD + HEAD, "2 problems:"),
     ("- 1\n", "{recipe}:1: a recipe is a mapping with the sections model, data, arguments, report."),
     (DATA, "{recipe}: model: give either 'path' or 'architecture', but neither is given."),
     (MODEL, "{recipe}: data.train is missing"),
-    ("model: {path: nowhere}\n" + DATA, "{recipe}:1: model.path: 'nowhere' is no directory"),
+    ("model: {path: nowhere}\n" + DATA, "{recipe}:1: model.path: 'nowhere' is not a directory"),
 ]
 
 
@@ -146,31 +146,31 @@ def recipe_of(arguments: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(("arguments", "words", "sentence"), ROWS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("arguments", "message", "problem"), ROWS, ids=lambda value: str(value)[:60])
 def test_wrong_arguments(
-    arguments: str, words: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One sentence on standard error with the place, exit code 2, nothing on standard output."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text(recipe_of(arguments))
-    assert main(["config", str(recipe), *words.split()]) == 2
+    assert main(["config", str(recipe), *message.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ds-trainer: ") and err.count("\n") == 1
-    assert sentence.replace("{recipe}", str(recipe)) in err
+    assert problem.replace("{recipe}", str(recipe)) in err
 
 
-@pytest.mark.parametrize(("text", "sentence"), WHOLE, ids=lambda value: str(value)[-40:])
-def test_wrong_recipes(text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("text", "message"), ALL_MESSAGES, ids=lambda value: str(value)[-40:])
+def test_wrong_recipes(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(text)
     assert main(["config", str(recipe)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert sentence.replace("{recipe}", str(recipe)) in err
+    assert message.replace("{recipe}", str(recipe)) in err
 
 
-def test_mistakes_of_recipe_and_file_and_command_line_come_together(
+def test_mistakes_of_recipe_file_and_command_line_are_reported_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "r.yaml"
@@ -188,32 +188,32 @@ def test_mistakes_of_recipe_and_file_and_command_line_come_together(
 
 
 def test_a_missing_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, sentence in (
-        (["config", str(tmp_path / "nowhere.yaml")], "nowhere.yaml' does not exist (looked from"),
+    for argv, message in (
+        (["config", str(tmp_path / "nowhere.yaml")], "nowhere.yaml' does not exist (working directory:"),
         (["config", str(tmp_path)], "is a directory; name a YAML file in it."),
         (["confg", "r.yaml"], "unknown subcommand 'confg'. Did you mean 'config'?"),
     ):
-        assert main(words) == 2
-        assert sentence in capsys.readouterr().err
+        assert main(argv) == 2
+        assert message in capsys.readouterr().err
 
 
-def test_none_of_them_reaches_torch_or_deepspeed(tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_torch_or_deepspeed_is_imported(tmp_path: Path) -> None:
     """All of the table in one process: every one ends with 2, and neither torch nor deepspeed was imported."""
     commands = []
-    for index, (arguments, words, _) in enumerate(ROWS):
+    for index, (arguments, argv, _) in enumerate(ROWS):
         recipe = tmp_path / f"{index}.yaml"
         recipe.write_text(recipe_of(arguments))
-        commands.append(["config", str(recipe), *words.split()])
+        commands.append(["config", str(recipe), *argv.split()])
     code = (
         "import json, sys; from ds_trainer.cli.main import main;"
         "codes = [main(words) for words in json.load(sys.stdin)];"
         "print(json.dumps([codes, [name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules]]))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(commands), capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout) == [[2] * len(ROWS), []]
-    assert done.stderr.count("ds-trainer: ") == len(ROWS)
+    assert json.loads(completed.stdout) == [[2] * len(ROWS), []]
+    assert completed.stderr.count("ds-trainer: ") == len(ROWS)
 
 
 SETTLED = [
@@ -243,14 +243,14 @@ SETTLED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words", "path", "value"), SETTLED, ids=[row[2] for row in SETTLED])
-def test_auto_settles_it(
-    arguments: str, words: str, path: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("arguments", "message", "path", "value"), SETTLED, ids=[row[2] for row in SETTLED])
+def test_auto_resolves_a_contradiction(
+    arguments: str, message: str, path: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same with "auto" where the file contradicted: the argument's value is printed."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text(recipe_of(arguments))
-    assert main(["config", str(recipe), *words.split()]) == 0
+    assert main(["config", str(recipe), *message.split()]) == 0
     out = capsys.readouterr().out
     assert '"auto"' not in out
     found = json.loads(out)

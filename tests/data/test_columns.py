@@ -15,13 +15,13 @@ from torch import nn
 
 from ds_trainer import ConfigError, Trainer, TrainingArguments
 from ds_trainer.data.columns import (
-    CollatorOfWantedColumns,
+    ColumnFilterCollator,
+    accepted_columns,
+    accepts_any_keyword,
     base_model,
     drop_unused_columns,
     find_label_names,
     forward_names,
-    takes_any_name,
-    wanted_columns,
 )
 from tests.support.models import Regression, regression_rows, tiny_llama
 
@@ -57,12 +57,12 @@ def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
 @pytest.mark.parametrize(
     "wrap", [lambda m: m, LooksLikePeft, Wrapped, lambda m: Wrapped(LooksLikePeft(m)), torch.compile]
 )
-def test_the_base_model_is_asked(wrap: Any) -> None:
+def test_columns_are_those_of_the_base_model(wrap: Any) -> None:
     model = Regression()
     assert base_model(wrap(model)) is model
     assert forward_names(wrap(model)) == ["x", "labels"]
     assert find_label_names(wrap(model)) == ["labels"]
-    assert not takes_any_name(wrap(model))
+    assert not accepts_any_keyword(wrap(model))
 
 
 def test_label_names_are_those_of_transformers() -> None:
@@ -94,9 +94,9 @@ def test_the_trainer_counts_the_labels_of_the_model(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_items"] == 6
 
 
-def test_a_model_that_names_nothing_gets_everything() -> None:
-    assert wanted_columns(Anything(), ["labels"]) is None
-    assert CollatorOfWantedColumns(lambda rows: rows, Anything(), [])([{"a": 1}]) == [{"a": 1}]
+def test_a_model_without_named_arguments_gets_all_columns() -> None:
+    assert accepted_columns(Anything(), ["labels"]) is None
+    assert ColumnFilterCollator(lambda rows: rows, Anything(), [])([{"a": 1}]) == [{"a": 1}]
 
 
 # -- unused keys -----------------------------------------------------------------------------------------------------
@@ -120,40 +120,42 @@ def kinds_of_data(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["table", "list", "reader", "stream"])
-def test_what_the_model_does_not_take_is_left_out(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_that_the_model_does_not_accept_are_removed(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = kinds_of_data([{**row, "source": "web", "number": 5} for row in regression_rows(4)])[kind]
     logging.getLogger("ds_trainer").propagate = True
     with caplog.at_level("INFO", logger="ds_trainer"):
         trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=data)
         batches = list(trainer.get_train_dataloader())
     assert [sorted(batch) for batch in batches] == [["labels", "x"]] * 2
-    said = [record.getMessage() for record in caplog.records if "does not take" in record.getMessage()]
-    assert len(said) == 1 and "number, source" in said[0].replace("source, number", "number, source")
+    message = [record.getMessage() for record in caplog.records if "does not accept" in record.getMessage()]
+    assert len(message) == 1 and "number, source" in message[0].replace("source, number", "number, source")
     trainer.args.remove_unused_columns = False
     assert "number" in next(iter(trainer.get_train_dataloader()))
 
 
 @pytest.mark.parametrize("kind", ["table", "list"])
-def test_nothing_left_is_an_error(kind: str, tmp_path: Path) -> None:
+def test_no_remaining_columns_is_an_error(kind: str, tmp_path: Path) -> None:
     data = kinds_of_data([{"text": "a"}, {"text": "b"}])[kind]
-    with pytest.raises(ConfigError, match=r"\(text\) are none that LlamaForCausalLM.forward takes.*Tokenize"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.forward accepts none of .*\(text\).*Tokenize"):
         list(Trainer(tiny_llama(), arguments(tmp_path), train_dataset=data).get_train_dataloader())
 
 
-def test_a_collator_that_misses_a_key_is_explained(tmp_path: Path) -> None:
+def test_a_key_missing_in_the_collator_is_explained(tmp_path: Path) -> None:
     rows = [{**row, "weight": 2.0} for row in regression_rows(4)]
 
     def collate(samples: list[Any]) -> Any:
         return {"x": torch.stack([s["x"] for s in samples]), "labels": torch.tensor([s["weight"] for s in samples])}
 
     trainer = Trainer(Regression(), arguments(tmp_path), data_collator=collate, train_dataset=rows)
-    with pytest.raises(ConfigError, match=r"asks for 'weight'.*Set remove_unused_columns=False"):
+    with pytest.raises(ConfigError, match=r"needs 'weight'.*Set remove_unused_columns=False"):
         trainer.train()
     trainer.args.remove_unused_columns = False
     assert trainer.train().global_step == 1
 
 
-def test_columns_are_known_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_known_without_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
     rows = [{"x": 1}]
     assert drop_unused_columns(rows, Regression(), []) is rows
@@ -171,10 +173,10 @@ def as_label(rows: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("collate", "words"),
+    ("collate", "message"),
     [
-        (as_lists, r"holds no tensor \(x: list, labels: list\)"),
-        (lambda rows: {}, "holds no tensor"),
+        (as_lists, r"has no tensor \(x: list, labels: list\)"),
+        (lambda rows: {}, "has no tensor"),
         (
             as_label,
             "have 'label', which Regression.forward does not take; it takes x, labels. Rename 'label' to 'labels'",
@@ -182,13 +184,13 @@ def as_label(rows: list[Any]) -> Any:
         (lambda rows: {**as_label(rows), "other": torch.ones(1)}, "have 'label', 'other'"),
     ],
 )
-def test_wrong_batches_are_refused_in_words(collate: Any, words: str, tmp_path: Path) -> None:
+def test_wrong_batches_are_rejected_with_a_message(collate: Any, message: str, tmp_path: Path) -> None:
     trainer = Trainer(Regression(), arguments(tmp_path), data_collator=collate, train_dataset=regression_rows(4))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         trainer.train()
 
 
-def test_a_loss_of_ones_own_may_take_what_it_likes(tmp_path: Path) -> None:
+def test_a_custom_loss_may_use_any_column(tmp_path: Path) -> None:
     class Weighted(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
             inputs["labels"] = inputs.pop("label")
@@ -198,8 +200,8 @@ def test_a_loss_of_ones_own_may_take_what_it_likes(tmp_path: Path) -> None:
     assert trainer.train().global_step == 1
 
 
-def test_tensors_inside_are_moved_and_counted(tmp_path: Path) -> None:
-    from ds_trainer.training.batches import checked_batch, on_device
+def test_nested_tensors_are_moved_and_counted(tmp_path: Path) -> None:
+    from ds_trainer.training.loop.batches import checked_batch, on_device
 
     batch = {"image": {"pixels": torch.ones(2), "name": "a"}, "parts": [torch.ones(1), 3]}
     assert checked_batch(batch) is batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ds_trainer.data.collators import collator_for
 from tests.support.models import tiny_llama
 
 TEXTS = ["the cat sat", "the dog sat on the mat and the cat", "a mat", "the dog and the cat sat on a mat"]
-NAMES = [name for name in ds_trainer.__all__ if name.startswith(("DataCollator", "DefaultDataCollator"))]
+NAMES = [name for name in ds_trainer.__all__ if name.startswith("DataCollator")]
 
 
 @cache
@@ -26,12 +26,12 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    vocabulary = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[MASK]", "[EOS]"]
-    words.train_from_iterator(TEXTS, trainers.WordLevelTrainer(special_tokens=special))
+    vocabulary.train_from_iterator(TEXTS, trainers.WordLevelTrainer(special_tokens=special))
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]", eos_token="[EOS]"
+        tokenizer_object=vocabulary, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]", eos_token="[EOS]"
     )
 
 
@@ -69,15 +69,15 @@ def bert(kind: str, **more: Any) -> Any:
     return getattr(transformers, kind)(transformers.BertConfig(vocab_size=len(tokenizer()), **sizes, **more))
 
 
-def test_all_names_are_there() -> None:
+def test_all_collators_of_transformers_are_exported() -> None:
     import transformers
 
-    assert len(NAMES) == 6
+    assert len(NAMES) == 5
     for name in NAMES:
         assert getattr(ds_trainer, name) is getattr(transformers, name)
 
 
-def test_a_tokenizer_pads_without_being_asked(tmp_path: Path) -> None:
+def test_a_tokenizer_pads_by_default(tmp_path: Path) -> None:
     rows = [{**row, "label": n % 2} for n, row in enumerate(encoded())]
     trainer = Trainer(
         bert("BertForSequenceClassification"), arguments(tmp_path), train_dataset=rows, processing_class=tokenizer()
@@ -89,7 +89,7 @@ def test_a_tokenizer_pads_without_being_asked(tmp_path: Path) -> None:
     assert first_loss(trainer) > 0
 
 
-def test_a_feature_extractor_pads_and_other_things_do_not() -> None:
+def test_a_feature_extractor_pads_but_other_processors_do_not() -> None:
     from transformers import Wav2Vec2FeatureExtractor
 
     pad = collator_for(Wav2Vec2FeatureExtractor(return_attention_mask=True))
@@ -139,6 +139,51 @@ def test_default_collator_class(tmp_path: Path) -> None:
     assert first_loss(trainer) == pytest.approx(plain_loss(default_data_collator(rows)), rel=1e-5)
 
 
+class Collator:
+    """A collator with state and a length of 0, which is false in a condition."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return default_data_collator(rows)
+
+    def collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return self(rows)
+
+
+@pytest.mark.parametrize("form", ["lambda", "partial", "object", "bound method", "class"])
+def test_any_callable_is_a_collator(form: str, tmp_path: Path) -> None:
+    """It is called for training, evaluation and prediction, and is what the Trainer shows."""
+    rows = [{"input_ids": [4, 5, 6], "labels": [4, 5, 6], "note": "x"}] * 4
+    counter = Collator()
+    collate: Any = {
+        "lambda": lambda rows: counter(rows),
+        "partial": partial(Collator.collate, counter),
+        "object": counter,
+        "bound method": counter.collate,
+        "class": Rows,
+    }[form]
+    trainer = Trainer(tiny_llama(), arguments(tmp_path), collate, train_dataset=rows, eval_dataset=rows)
+    assert trainer.data_collator is collate
+    wanted = plain_loss(default_data_collator(rows))
+    assert first_loss(trainer) == pytest.approx(wanted, rel=1e-5)
+    trainer.evaluate()
+    trainer.predict(rows)
+    assert form == "class" or counter.calls == 3
+
+
+class Rows(dict[str, Any]):
+    """A batch class: its constructor collates."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(default_data_collator(rows))
+
+
 def test_flattened_samples_have_the_loss_of_padded_ones(tmp_path: Path) -> None:
     """Padding-free: all samples in one row, kept apart by their positions; the same tokens count."""
     losses, weights = [], []
@@ -153,18 +198,18 @@ def test_flattened_samples_have_the_loss_of_padded_ones(tmp_path: Path) -> None:
     assert torch.allclose(weights[0], weights[1], atol=2e-4)
 
 
-def test_without_transformers_they_say_what_to_install() -> None:
+def test_without_transformers_collators_name_the_package_to_install() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import ds_trainer\n"
         "try: ds_trainer.DataCollatorWithPadding\n"
         "except ds_trainer.ConfigError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "DataCollatorWithPadding comes from transformers" in done.stdout and "pip install" in done.stdout
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "DataCollatorWithPadding comes from transformers" in completed.stdout and "pip install" in completed.stdout
 
 
-def test_unknown_names_stay_unknown() -> None:
+def test_unknown_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError):
         ds_trainer.DataCollatorForNothing  # noqa: B018
     assert issubclass(ConfigError, ValueError)

@@ -1,4 +1,4 @@
-"""Orders and shares that look at lengths: nothing lost, nothing twice, the same global batches for every layout."""
+"""Orders and balancing by length: no sample lost or repeated, the same global batches for every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds_trainer import ConfigError, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from ds_trainer.data.lengths import (
-    BalancedShareSampler,
+    BalancedBatchSampler,
     GroupedByLength,
     RoughlySorted,
     balanced_groups,
@@ -22,7 +22,7 @@ from ds_trainer.data.lengths import (
 from ds_trainer.data.order import epoch_order
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.batches import Sampling
+from ds_trainer.training.loop.batches import Sampling
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import train_plainly
@@ -49,8 +49,8 @@ def test_grouping_is_that_of_transformers_in_one_process() -> None:
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     lengths = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
-    theirs = get_length_grouped_indices(lengths, 8, generator=torch.Generator().manual_seed(7 + 2))
-    assert in_full(GroupedByLength(lengths, 8, seed=7)(2)) == theirs
+    reference = get_length_grouped_indices(lengths, 8, generator=torch.Generator().manual_seed(7 + 2))
+    assert in_full(GroupedByLength(lengths, 8, seed=7)(2)) == reference
 
 
 def test_grouping_saves_padding() -> None:
@@ -62,7 +62,7 @@ def test_grouping_saves_padding() -> None:
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 3))
-def test_a_rough_order_is_a_permutation_whose_first_batch_has_the_longest(
+def test_a_roughly_sorted_order_is_a_permutation_that_begins_with_the_longest(
     lengths: list[int], step: int, epoch: int
 ) -> None:
     order = in_full(RoughlySorted(lengths, step, seed=4)(epoch))
@@ -71,7 +71,7 @@ def test_a_rough_order_is_a_permutation_whose_first_batch_has_the_longest(
     assert order == in_full(RoughlySorted(lengths, step, seed=4)(epoch))
 
 
-def test_a_rough_order_saves_padding_and_is_no_sorted_one() -> None:
+def test_a_roughly_sorted_order_saves_padding_but_is_not_sorted() -> None:
     lengths = torch.randint(1, 500, (1003,), generator=torch.Generator().manual_seed(0)).tolist()
     batches = chunks(RoughlySorted(lengths, 16, 0)(0), 16)
     random = chunks(epoch_order(1003, 0, 0, True), 16)
@@ -91,10 +91,10 @@ def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
         plan = BatchPlan(ParallelLayout(world), 4 // world)
         args = Seq2SeqTrainingArguments(str(tmp_path), sortish_sampler=True, use_cpu=True)
         samplers = [Sampling(args, rows).sampler(plan, len(rows), rank) for rank in range(world)]
-        batches[world] = [list(chain(*shares)) for shares in zip(*samplers, strict=True)]
+        batches[world] = [list(chain(*shards)) for shards in zip(*samplers, strict=True)]
         for sampler in samplers:
             sampler.first_sample = 8  # two global batches
-        assert [list(chain(*shares)) for shares in zip(*samplers, strict=True)] == batches[world][2:]
+        assert [list(chain(*shards)) for shards in zip(*samplers, strict=True)] == batches[world][2:]
     assert batches[1][:5] == batches[2][:5] and sorted(batches[1][5]) == sorted(set(batches[2][5]))
     assert batches[1][:5] == chunks(RoughlySorted(lengths, 4, 42)(0), 4)[:5]
     with pytest.raises(ConfigError, match="sortish_sampler needs the length of every sample"):
@@ -103,7 +103,7 @@ def test_the_sortish_sampler_of_a_trainer(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
-def test_groups_hold_everything_once(lengths: list[int], groups: int) -> None:
+def test_balanced_groups_hold_every_sample_once(lengths: list[int], groups: int) -> None:
     found = balanced_groups(lengths, groups)
     assert len(found) == groups
     assert sorted(position for group in found for position in group) == list(range(len(lengths)))
@@ -112,8 +112,8 @@ def test_groups_hold_everything_once(lengths: list[int], groups: int) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 4))
-def test_the_dearest_group_is_as_cheap_as_can_be(lengths: list[int], groups: int) -> None:
-    """Against all ways to cut the sorted samples."""
+def test_the_most_expensive_group_is_as_cheap_as_possible(lengths: list[int], groups: int) -> None:
+    """Compared with all ways to divide the sorted samples."""
     from itertools import combinations
 
     def cost(run: list[int]) -> float:
@@ -121,9 +121,9 @@ def test_the_dearest_group_is_as_cheap_as_can_be(lengths: list[int], groups: int
 
     ordered = sorted(lengths, reverse=True)
     best = min(
-        max(cost(ordered[a:b]) for a, b in zip((0, *cuts), (*cuts, len(ordered)), strict=True))
+        max(cost(ordered[a:b]) for a, b in zip((0, *boundaries), (*boundaries, len(ordered)), strict=True))
         for count in range(min(groups, len(ordered)))
-        for cuts in combinations(range(1, len(ordered)), count)
+        for boundaries in combinations(range(1, len(ordered)), count)
     )
     found = max(cost([lengths[position] for position in group]) for group in balanced_groups(lengths, groups))
     assert found <= best * 1.01 + 0.2
@@ -131,24 +131,27 @@ def test_the_dearest_group_is_as_cheap_as_can_be(lengths: list[int], groups: int
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_balanced_shares_keep_the_global_batches(
+def test_balancing_over_ranks_keeps_the_global_batches(
     lengths: list[int], dp: int, micro: int, accumulation: int, drop_last: bool
 ) -> None:
     plan = BatchPlan(ParallelLayout(dp), micro, accumulation, drop_last)
     order = in_full(epoch_order(len(lengths), 5, 2, True))
     steps: dict[int, list[int]] = {}
     for rank in range(dp):
-        sampler = BalancedShareSampler(plan, lengths, rank, seed=5)
+        sampler = BalancedBatchSampler(plan, lengths, rank, seed=5)
         sampler.epoch = 2
         batches = list(sampler)
-        assert len(batches) == plan.rounds(len(lengths)) and all(batches)
+        assert len(batches) == plan.micro_steps(len(lengths)) and all(batches)
         for index, batch in enumerate(batches):
-            if not sampler.is_filler(index):
+            if not sampler.is_dummy(index):
                 steps.setdefault(index // accumulation, []).extend(batch)
-        sampler.first_sample = plan.step_size
+        sampler.first_sample = plan.global_batch_size
         assert list(sampler) == batches[accumulation:]
     used = plan.samples_used(len(lengths))
-    wanted = [sorted(order[start : min(start + plan.step_size, used)]) for start in range(0, used, plan.step_size)]
+    wanted = [
+        sorted(order[start : min(start + plan.global_batch_size, used)])
+        for start in range(0, used, plan.global_batch_size)
+    ]
     assert [sorted(steps[step]) for step in sorted(steps)] == wanted
 
 

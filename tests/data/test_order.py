@@ -15,10 +15,10 @@ import torch
 from ds_trainer import ParallelLayout
 from ds_trainer.data import lengths as by_length
 from ds_trainer.data import order as orders
-from ds_trainer.data.lengths import BalancedShareSampler, GroupedByLength, RoughlySorted, SortedShareSampler
+from ds_trainer.data.lengths import BalancedBatchSampler, GroupedByLength, RoughlySorted, SortedBatchSampler
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.order import STORED_UP_TO, ComputedPermutation, epoch_order
-from ds_trainer.data.sampler import ShareSampler
+from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.parallel.batch_plan import BatchPlan
 from tests.support.orders import in_full
 
@@ -37,27 +37,27 @@ class Endless(torch.utils.data.Dataset[int]):
 
 @pytest.mark.parametrize("samples", [*range(1, 200), 255, 256, 257, 1023, 1024, 1025, 4097, 65537, 10**6 + 3])
 def test_every_size_is_a_permutation_with_an_inverse(samples: int) -> None:
-    order, places = ComputedPermutation(samples, 3, samples % 7), np.arange(samples)
-    found = order.at(places)
-    assert np.array_equal(np.sort(found), places)
-    assert np.array_equal(order.where(found), places)
+    order, positions = ComputedPermutation(samples, 3, samples % 7), np.arange(samples)
+    found = order.at(positions)
+    assert np.array_equal(np.sort(found), positions)
+    assert np.array_equal(order.indices_of(found), positions)
 
 
-def test_far_places_are_found_and_found_back() -> None:
+def test_distant_positions_are_mapped_and_mapped_back() -> None:
     samples = 2**59 + 12345
-    order, places = ComputedPermutation(samples, 0, 0), np.arange(samples - 1000, samples)
-    found = order.at(places)
+    order, positions = ComputedPermutation(samples, 0, 0), np.arange(samples - 1000, samples)
+    found = order.at(positions)
     assert len(set(found.tolist())) == 1000 and found.min() >= 0 and found.max() < samples
-    assert np.array_equal(order.where(found), places)
+    assert np.array_equal(order.indices_of(found), positions)
 
 
-def test_an_order_is_the_same_for_ever() -> None:
-    """A checkpoint of today goes on with the order of today."""
+def test_orders_do_not_change_between_versions() -> None:
+    """A checkpoint resumes with the order it was written with."""
     assert ComputedPermutation(BILLION, 42, 0).at(np.arange(4)).tolist() == [365322437, 58767111, 827077777, 831048879]
     assert ComputedPermutation(STORED_UP_TO + 1, 42, 3).at(np.arange(4)).tolist() == [574528, 258928, 682790, 568825]
 
 
-def strange(order: Any, samples: int, cells: int = 32) -> float:
+def deviation(order: Any, samples: int, cells: int = 32) -> float:
     """How far from random neighbours are: the largest deviation, in standard deviations, of several statistics."""
     found = order.at(np.arange(samples)).astype(np.float64)
     worst = 0.0
@@ -70,9 +70,9 @@ def strange(order: Any, samples: int, cells: int = 32) -> float:
         ):
             mean = counts.mean()
             worst = max(worst, float((counts - mean).__pow__(2).sum() / mean - len(counts)) / (2 * len(counts)) ** 0.5)
-    parts = found[: samples // 64 * 64].reshape(64, -1)  # every part of the epoch sees all of the dataset
-    for part in parts:
-        counts = np.histogram(part, cells, (0, samples))[0]
+    groups = found[: samples // 64 * 64].reshape(64, -1)  # every part of the epoch sees all of the dataset
+    for group in groups:
+        counts = np.histogram(group, cells, (0, samples))[0]
         worst = max(worst, float(((counts - counts.mean()) ** 2).sum() / counts.mean() - cells) / (2 * cells) ** 0.5)
     return worst
 
@@ -80,30 +80,30 @@ def strange(order: Any, samples: int, cells: int = 32) -> float:
 class Multiplied:
     """A permutation, but a poor one."""
 
-    def at(self, places: np.ndarray) -> np.ndarray:
-        return places * 618_033 % (STORED_UP_TO + 7)
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        return positions * 618_033 % (STORED_UP_TO + 7)
 
 
 @pytest.mark.parametrize("epoch", range(3))
-def test_neighbours_have_nothing_to_do_with_each_other(epoch: int) -> None:
+def test_neighboring_positions_are_uncorrelated(epoch: int) -> None:
     samples = STORED_UP_TO + 7
-    assert strange(ComputedPermutation(samples, 5, epoch), samples) < 6
+    assert deviation(ComputedPermutation(samples, 5, epoch), samples) < 6
 
 
-def test_a_poor_permutation_is_noticed() -> None:
-    assert strange(Multiplied(), STORED_UP_TO + 7) > 100
+def test_control_a_poor_permutation_is_detected() -> None:
+    assert deviation(Multiplied(), STORED_UP_TO + 7) > 100
 
 
-def test_epochs_and_seeds_have_nothing_to_do_with_each_other() -> None:
-    samples, places = STORED_UP_TO + 7, np.arange(STORED_UP_TO + 7)
-    found = {(s, e): ComputedPermutation(samples, s, e).at(places) for s in (0, 1) for e in (0, 1, 2)}
+def test_orders_of_different_epochs_and_seeds_are_uncorrelated() -> None:
+    samples, positions = STORED_UP_TO + 7, np.arange(STORED_UP_TO + 7)
+    found = {(s, e): ComputedPermutation(samples, s, e).at(positions) for s in (0, 1) for e in (0, 1, 2)}
     keys = list(found)
     for index, one in enumerate(keys):
-        assert (found[one] == places).sum() < 12  # 1 is expected
+        assert (found[one] == positions).sum() < 12  # 1 is expected
         for other in keys[:index]:
             assert (found[one] == found[other]).sum() < 12
             assert abs(float(np.corrcoef(found[one], found[other])[0, 1])) * samples**0.5 < 6
-    assert ComputedPermutation(samples, -1, 0).at(places[:5]).tolist() != found[0, 0][:5].tolist()
+    assert ComputedPermutation(samples, -1, 0).at(positions[:5]).tolist() != found[0, 0][:5].tolist()
 
 
 def test_short_orders_are_those_of_torch() -> None:
@@ -116,40 +116,42 @@ def test_short_orders_are_those_of_torch() -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that fills with the number of places that are looked up."""
+    """A list of how many positions each lookup has."""
     found, at = [], ComputedPermutation.at
 
-    def noted(self: ComputedPermutation, places: np.ndarray) -> np.ndarray:
-        found.append(len(places))
-        return at(self, places)
+    def noted(self: ComputedPermutation, positions: np.ndarray) -> np.ndarray:
+        found.append(len(positions))
+        return at(self, positions)
 
     monkeypatch.setattr(ComputedPermutation, "at", noted)
     return found
 
 
-def long_sampler(dp: int, rank: int, micro: int, accumulation: int = 1, shuffle: bool = True) -> ShareSampler:
-    return ShareSampler(BatchPlan(ParallelLayout(dp), micro, accumulation), BILLION, rank, 5, shuffle)
+def long_sampler(
+    dp: int, rank: int, micro: int, accumulation: int = 1, shuffle: bool = True
+) -> DistributedBatchSampler:
+    return DistributedBatchSampler(BatchPlan(ParallelLayout(dp), micro, accumulation), BILLION, rank, 5, shuffle)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("first_sample", [0, BILLION // 2, BILLION - 64])
-def test_an_epoch_of_a_billion_samples_begins_anywhere_at_once(
+def test_an_epoch_of_a_billion_samples_can_start_anywhere_without_delay(
     first_sample: int, shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up: list[int] = []
     at = ComputedPermutation.at
     monkeypatch.setattr(
-        ComputedPermutation, "at", lambda self, places: looked_up.append(len(places)) or at(self, places)
+        ComputedPermutation, "at", lambda self, positions: looked_up.append(len(positions)) or at(self, positions)
     )
     loader = PlannedLoader(Endless(), long_sampler(4, 1, 4, shuffle=shuffle), list)
-    memory, began = psutil.Process().memory_info().rss, time.perf_counter()
+    memory, started = psutil.Process().memory_info().rss, time.perf_counter()
     loader.start(3, first_sample)
     batches = iter(loader)
     first = next(batches)
     assert loader.positions(range(2, 4))[0] == (next(batches), next(batches))[1]
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - started < 1.0
     assert psutil.Process().memory_info().rss - memory < 50 * 2**20
-    assert sum(looked_up) <= 64 * 4 + 2 * 4  # of 64 rounds, and of the two that were asked for
+    assert sum(looked_up) <= 64 * 4 + 2 * 4  # of 64 micro_steps, and of the two that were asked for
     assert len(first) == 4 and (first == list(range(first_sample + 4, first_sample + 8))) is not shuffle
 
 
@@ -158,8 +160,8 @@ def test_every_layout_sees_the_global_batches_of_one_process() -> None:
         samplers = [long_sampler(dp, rank, micro, accumulation) for rank in range(dp)]
         for sampler in samplers:
             sampler.epoch, sampler.first_sample = 2, first_sample
-        rounds = [list(chain(*shares)) for shares in islice(zip(*samplers, strict=True), 130 * accumulation)]
-        return [list(chain(*rounds[i : i + accumulation])) for i in range(0, len(rounds), accumulation)]
+        micro_steps = [list(chain(*shards)) for shards in islice(zip(*samplers, strict=True), 130 * accumulation)]
+        return [list(chain(*micro_steps[i : i + accumulation])) for i in range(0, len(micro_steps), accumulation)]
 
     alone = steps(1, 8, 1, 0)
     for dp, micro, accumulation in ((1, 2, 4), (2, 4, 1), (4, 2, 1), (4, 1, 2)):
@@ -181,17 +183,17 @@ def test_loading_processes_read_the_same() -> None:
     assert batches(0) == batches(2) == batches(2, persistent_workers=True)
 
 
-def samplers() -> dict[str, ShareSampler]:
+def samplers() -> dict[str, DistributedBatchSampler]:
     plan = BatchPlan(ParallelLayout(2), 2, 2)
     lengths = np.random.default_rng(0).integers(1, 50, 101)
     return {
-        "random": ShareSampler(plan, 101, 1, 3),
+        "random": DistributedBatchSampler(plan, 101, 1, 3),
         "long": long_sampler(2, 1, 2),
-        "sequential": ShareSampler(plan, 101, 1, 3, shuffle=False),
-        "grouped": ShareSampler(plan, 101, 1, 3, order=GroupedByLength(lengths, plan.step_size, 3)),
-        "sortish": ShareSampler(plan, 101, 1, 3, order=RoughlySorted(lengths, plan.step_size, 3)),
-        "balanced": BalancedShareSampler(plan, lengths, 1, 3),
-        "sorted": SortedShareSampler(plan, lengths, 1),
+        "sequential": DistributedBatchSampler(plan, 101, 1, 3, shuffle=False),
+        "grouped": DistributedBatchSampler(plan, 101, 1, 3, order=GroupedByLength(lengths, plan.global_batch_size, 3)),
+        "sortish": DistributedBatchSampler(plan, 101, 1, 3, order=RoughlySorted(lengths, plan.global_batch_size, 3)),
+        "balanced": BalancedBatchSampler(plan, lengths, 1, 3),
+        "sorted": SortedBatchSampler(plan, lengths, 1),
     }
 
 
@@ -202,34 +204,34 @@ def test_a_sampler_in_use_can_be_pickled(name: str) -> None:
     wanted = list(islice(sampler, 20))
     assert len(pickle.dumps(sampler)) < 10_000
     assert list(islice(pickle.loads(pickle.dumps(sampler)), 20)) == wanted
-    assert [sampler.share_of(index) for index in range(20)] == wanted
+    assert [sampler.rank_batch_of(index) for index in range(20)] == wanted
 
 
 # -- by length --------------------------------------------------------------------------------------------------------
 
 
-def plainly(kind: str, lengths: np.ndarray, shuffled: np.ndarray, step: int, others: np.ndarray) -> list[int]:
+def reference_order(kind: str, lengths: np.ndarray, shuffled: np.ndarray, step: int, others: np.ndarray) -> list[int]:
     """The order by length, made as a whole from the random one; ``others`` is the random order of the later batches."""
     window = step * (50 if kind == "sortish" else max(1, min(len(lengths) // (step * 4), 50)))
-    parts = [
+    windows = [
         sorted(shuffled[i : i + window].tolist(), key=lambda s: -lengths[s]) for i in range(0, len(shuffled), window)
     ]
-    longest = max(range(len(parts)), key=lambda index: lengths[parts[index][0]])
+    longest = max(range(len(windows)), key=lambda index: lengths[windows[index][0]])
     if kind == "grouped":
-        parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
-        return list(chain(*parts))
-    order, whole, first = list(chain(*parts)), len(lengths) // step * step, longest * window
-    if first == whole and whole:
+        windows[0][0], windows[longest][0] = windows[longest][0], windows[0][0]
+        return list(chain(*windows))
+    order, full_batches, first = list(chain(*windows)), len(lengths) // step * step, longest * window
+    if first == full_batches and full_batches:
         order[0], order[first], first = order[first], order[0], 0
-    batches = [order[i : i + step] for i in range(0, whole, step)]
+    batches = [order[i : i + step] for i in range(0, full_batches, step)]
     leading = batches.pop(first // step) if batches else []
-    return [*leading, *chain(*(batches[place] for place in others)), *order[whole:]]
+    return [*leading, *chain(*(batches[place] for place in others)), *order[full_batches:]]
 
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("samples", [1, 3, 64, 203, 401, 1207])
 @pytest.mark.parametrize("kind", ["grouped", "sortish"])
-def test_an_order_by_length_window_by_window(
+def test_an_order_by_length_is_computed_per_window(
     kind: str, samples: int, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not stored:
@@ -241,19 +243,21 @@ def test_an_order_by_length_window_by_window(
         order = {"grouped": GroupedByLength, "sortish": RoughlySorted}[kind](lengths, step, seed)(1)
         random, others = (in_full(epoch_order(n, seed, 1, True)) for n in (samples, max(0, samples // step - 1)))
         assert isinstance(epoch_order(samples, seed, 1, True), ComputedPermutation) is not stored
-        assert in_full(order) == plainly(kind, lengths, np.array(random), step, np.array(others, np.int64))
+        assert in_full(order) == reference_order(kind, lengths, np.array(random), step, np.array(others, np.int64))
 
 
-def test_a_long_order_by_length_sorts_no_more_than_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_order_by_length_sorts_only_the_windows_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, step = 4 * STORED_UP_TO, 64
     lengths = np.random.default_rng(0).integers(1, 500, samples, np.int32)
     looked_up: list[int] = []
     at = ComputedPermutation.at
     monkeypatch.setattr(
-        ComputedPermutation, "at", lambda self, places: looked_up.append(len(places)) or at(self, places)
+        ComputedPermutation, "at", lambda self, positions: looked_up.append(len(positions)) or at(self, positions)
     )
-    sampler = ShareSampler(BatchPlan(ParallelLayout(8), 8), samples, 3, 5, order=GroupedByLength(lengths, step, 5))
+    sampler = DistributedBatchSampler(
+        BatchPlan(ParallelLayout(8), 8), samples, 3, 5, order=GroupedByLength(lengths, step, 5)
+    )
     sampler.first_sample = samples // 2 // step * step
     batches = list(islice(sampler, 64))
-    assert sum(looked_up) <= 4 * 50 * step  # the first window, and those of 64 rounds
+    assert sum(looked_up) <= 4 * 50 * step  # the first window, and those of 64 micro_steps
     assert all(np.ptp(lengths[batch]) < 15 for batch in batches)

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_trainer.data import replica
-from ds_trainer.data.loader import FillerBatch, PlannedLoader
+from ds_trainer.data.batch_transfer import receive, send
+from ds_trainer.data.loader import DummyBatch, PlannedLoader
 from ds_trainer.data.replica import batches_of, replica_batches, replica_groups
-from ds_trainer.data.sampler import ShareSampler
-from ds_trainer.data.sending import receive, send
-from ds_trainer.data.stream import ShareOfStream, StreamLoader
+from ds_trainer.data.sampler import DistributedBatchSampler
+from ds_trainer.data.stream import StreamLoader, StreamShard
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -91,14 +91,14 @@ def options(workers: int) -> dict[str, Any]:
 
 def planned(layout: ParallelLayout, samples: int, workers: int) -> PlannedLoader:
     dp = layout.coordinates(distributed.rank()).dp
-    sampler = ShareSampler(BatchPlan(layout, micro_batch=2), samples, dp, seed=3)
+    sampler = DistributedBatchSampler(BatchPlan(layout, micro_batch=2), samples, dp, seed=3)
     return PlannedLoader(Unsteady(samples), sampler, stack, num_workers=workers, **options(workers))
 
 
 def streamed(layout: ParallelLayout, samples: int, workers: int) -> StreamLoader:
     dp = layout.coordinates(distributed.rank()).dp
-    share = ShareOfStream(Indices(samples), BatchPlan(layout, micro_batch=2), dp, CollateUnsteadily(samples))
-    return StreamLoader(share, window=2, num_workers=workers, **options(workers))
+    shard = StreamShard(Indices(samples), BatchPlan(layout, micro_batch=2), dp, CollateUnsteadily(samples))
+    return StreamLoader(shard, window=2, num_workers=workers, **options(workers))
 
 
 def foreign(layout: ParallelLayout, samples: int, workers: int) -> Any:
@@ -139,14 +139,14 @@ def read(kind: str, layout: ParallelLayout, samples: int, workers: int) -> Any:
 def test_ranks_of_a_replica_see_equal_batches_and_replicas_do_not(
     kind: str, layout: ParallelLayout, workers: int
 ) -> None:
-    samples = 8 if kind == "foreign" else 9  # ours deal out a ragged last round
+    samples = 8 if kind == "foreign" else 9  # our loaders distribute a ragged last micro-step
     found = pool(4).run(read, kind, layout, samples, workers)
     for one, other in ((0, 1), (2, 3)):
         assert found[one][0] == found[other][0]  # every batch of every epoch, not only the first
-        assert found[one][1] == found[other][1]  # random numbers of the model go on alike
+        assert found[one][1] == found[other][1]  # random numbers of the model stay equal
     for epoch, (first, second) in enumerate(zip(found[0][0], found[2][0], strict=True)):
         assert len(first) == len(second) == (samples + 3) // 4
-        own = [{i for name, batch in part if name != "FillerBatch" for i in batch["index"]} for part in (first, second)]
+        own = [{i for name, batch in part if name != "DummyBatch" for i in batch["index"]} for part in (first, second)]
         assert own[0] | own[1] == set(range(samples)) and not own[0] & own[1], epoch
     if kind == "planned" and workers == 0:
         assert found[0][2] > 0 and found[1][2] == 0  # the other ranks never touch the dataset
@@ -163,7 +163,7 @@ def read_alone(kind: str, layout: ParallelLayout, samples: int) -> Any:
         replica.replica_groups = loader.replica_groups = stream.replica_groups = kept
 
 
-def test_without_the_exchange_they_differ() -> None:
+def test_control_without_the_broadcast_ranks_of_a_replica_differ() -> None:
     """Negative control: the dataset is one that ranks reading by themselves disagree about."""
     for kind in KINDS:
         found = pool(4).run(read_alone, kind, DP2_TP2, 9)
@@ -183,7 +183,7 @@ def draws_without_isolation(layout: ParallelLayout) -> Any:
         replica._random_states_of_data = kept
 
 
-def test_random_numbers_of_the_data_would_reach_the_model_of_the_reading_rank() -> None:
+def test_control_without_isolation_data_draws_change_the_model_of_the_replica_leader() -> None:
     """Negative control of the random states."""
     found = pool(4).run(draws_without_isolation, DP2_TP2)
     assert found[0] != found[1]
@@ -196,7 +196,7 @@ def differing_epochs(layout: ParallelLayout) -> list[Any]:
     return [as_lists(batches_of(loader, layout)) for _ in range(2)]
 
 
-def test_a_foreign_loader_shuffles_anew_in_every_epoch() -> None:
+def test_a_custom_loader_is_reshuffled_in_every_epoch() -> None:
     first, second = pool(2).run(differing_epochs, TP2)
     assert first == second
     assert first[0] != first[1]
@@ -222,7 +222,7 @@ def things() -> list[Any]:
     large = torch.randn(300, 100, generator=generator)
     return [
         {"a": torch.arange(6).view(2, 3).t(), "text": ["x", None], "nested": [{"b": torch.tensor(1.5)}]},
-        FillerBatch({"input_ids": torch.arange(4)}),
+        DummyBatch({"input_ids": torch.arange(4)}),
         BatchEncoding({"input_ids": torch.ones(2, 2, dtype=torch.int32)}),
         Pair(torch.tensor([True, False]), torch.zeros(0, 5)),
         Own(torch.tensor([1, 2], dtype=torch.uint8), "note"),
@@ -239,9 +239,9 @@ def described(value: Any) -> Any:
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         return type(value).__name__, str(value.dtype), tuple(value.shape), str(dense.tolist())
     if hasattr(value, "items"):
-        return type(value).__name__, {key: described(part) for key, part in value.items()}
+        return type(value).__name__, {key: described(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, [described(part) for part in value]
+        return type(value).__name__, [described(item) for item in value]
     return (type(value).__name__, described(vars(value))) if isinstance(value, Own) else value
 
 
@@ -254,34 +254,34 @@ def exchange() -> list[Any]:
     return [described(receive(group)) for _ in things()]
 
 
-def test_types_shapes_and_values_survive() -> None:
+def test_dtypes_shapes_and_values_survive_the_broadcast() -> None:
     sent, received = pool(2).run(exchange)
     assert received == sent
-    assert sent[1][0] == "FillerBatch" and sent[2][0] == "BatchEncoding"
+    assert sent[1][0] == "DummyBatch" and sent[2][0] == "BatchEncoding"
 
 
-def fillers_while_working() -> list[Any]:
-    """A ragged last round: 5 samples, 2 replicas of 2 ranks, 2 samples each; the second replica's is a filler."""
+def dummy_batches_while_working() -> list[Any]:
+    """A ragged last micro-step: 5 samples, 2 replicas of 2 ranks, 2 samples each; the second replica's is a dummy."""
     loader = planned(DP2_TP2, 5, 0)
-    told: list[tuple[str, bool]] = []
+    seen: list[tuple[str, bool]] = []
     inside: list[bool] = []
 
     @contextmanager
     def during(batch: Any) -> Iterator[None]:
-        inside.append(isinstance(batch, FillerBatch))
+        inside.append(isinstance(batch, DummyBatch))
         yield
         inside.pop()
 
     loader.during = during
     for batch in loader:
-        told.append((type(batch).__name__, inside[-1]))
-    return [*told, len(inside)]
+        seen.append((type(batch).__name__, inside[-1]))
+    return [*seen, len(inside)]
 
 
-def test_all_ranks_of_a_replica_know_that_they_work_on_a_filler() -> None:
-    found = pool(4).run(fillers_while_working)
-    assert found[0] == found[1] == [("dict", False), ("FillerBatch", True), 0] or found[2] == found[3]
-    assert [("FillerBatch", True) in part for part in found].count(True) == 2
+def test_all_ranks_of_a_replica_know_about_a_dummy_batch() -> None:
+    found = pool(4).run(dummy_batches_while_working)
+    assert found[0] == found[1] == [("dict", False), ("DummyBatch", True), 0] or found[2] == found[3]
+    assert [("DummyBatch", True) in seen for seen in found].count(True) == 2
 
 
 def prepared() -> list[Any]:
@@ -294,7 +294,7 @@ def prepared() -> list[Any]:
     return as_lists(batches_of(loader, TP2))
 
 
-def test_a_loader_whose_iteration_is_a_collective_is_read_along() -> None:
+def test_a_loader_with_collectives_is_read_on_all_ranks() -> None:
     first, second = pool(2).run(prepared)
     assert first == second
 
@@ -314,7 +314,7 @@ class Breaks(Unsteady):
 def breaking(workers: int) -> tuple[int, str, str]:
     let_ranks_have_children()
     layout = ParallelLayout(2, tp=2)
-    sampler = ShareSampler(BatchPlan(layout, micro_batch=2), 8, 0, shuffle=False)
+    sampler = DistributedBatchSampler(BatchPlan(layout, micro_batch=2), 8, 0, shuffle=False)
     loader = PlannedLoader(Breaks(8), sampler, stack, num_workers=workers, **options(workers))
     seen = 0
     try:
@@ -326,7 +326,7 @@ def breaking(workers: int) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_the_reading_rank_ends_all_with_its_name(workers: int) -> None:
+def test_an_error_on_the_replica_leader_ends_all_ranks_and_names_it(workers: int) -> None:
     reader, listener = pool(2).run(breaking, workers)
     assert reader[:2] == (2, "KeyError") and "sample 5 is broken" in reader[2]
     assert listener[:2] == (2, "PeerFailure")
@@ -342,7 +342,7 @@ def unsendable() -> tuple[str, str]:
     return "", ""
 
 
-def test_a_batch_that_cannot_be_sent_is_refused_on_all_ranks() -> None:
+def test_a_batch_that_cannot_be_sent_is_rejected_on_all_ranks() -> None:
     reader, listener = pool(2).run(unsendable)
     assert reader[0] == "ConfigError" and "data_collator" in reader[1]
     assert listener[0] == "PeerFailure" and "cannot be sent" in listener[1]
@@ -352,7 +352,7 @@ def fails_in_one_replica(directory: str) -> None:
     watch_peers()
     layout, rank = DP2_TP2, distributed.rank()
     dp = layout.coordinates(rank).dp
-    sampler = ShareSampler(BatchPlan(layout, micro_batch=2), 8, dp, shuffle=False)
+    sampler = DistributedBatchSampler(BatchPlan(layout, micro_batch=2), 8, dp, shuffle=False)
     loader = PlannedLoader((Breaks if dp == 1 else Unsteady)(8), sampler, stack)
 
     @fails_together
@@ -368,16 +368,16 @@ def fails_in_one_replica(directory: str) -> None:
         os._exit(1)  # as an uncaught exception does; it closes the connections that the others wait on
 
 
-def test_an_error_in_one_replica_ends_the_others_with_the_real_one(tmp_path: Path) -> None:
+def test_an_error_in_one_replica_ends_the_others_with_the_same_error(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         pool(4).run(fails_in_one_replica, str(tmp_path), timeout=90.0)
-    said = [(tmp_path / str(rank)).read_text() for rank in range(4)]
-    assert said[2].startswith("KeyError") and "sample 6 is broken" in said[2]
-    for text in (said[0], said[1], said[3]):
+    message = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert message[2].startswith("KeyError") and "sample 6 is broken" in message[2]
+    for text in (message[0], message[1], message[3]):
         assert text.startswith("PeerFailure: rank 2") and "sample 6 is broken" in text
 
 
-def test_a_replica_of_one_rank_costs_nothing() -> None:
+def test_a_replica_of_one_rank_sends_nothing() -> None:
     rows = [{"x": 1}]
     assert replica_groups(ParallelLayout(1)) is None
     iterator = replica_batches(lambda: rows, None)

@@ -1,4 +1,4 @@
-"""Data that can only be iterated: shares, ragged ends, loading processes, epochs, and ranks that read differently."""
+"""Iterable data: sharding, ragged ends, loader workers, epochs, and ranks that read different data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ds_trainer import ConfigError
-from ds_trainer.data.loader import FillerBatch
+from ds_trainer.data.loader import DummyBatch
 from ds_trainer.data.lockstep import Lockstep
-from ds_trainer.data.sampler import ShareSampler
-from ds_trainer.data.stream import ShareOfStream, StreamLoader, fingerprint, is_stream, length_of
+from ds_trainer.data.sampler import DistributedBatchSampler
+from ds_trainer.data.stream import StreamLoader, StreamShard, fingerprint, is_stream, length_of
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -24,7 +24,7 @@ from tests.support.pool import pool
 
 
 class Counting(IterableDataset[Any]):
-    """0, 1, 2, ... shuffled anew in every epoch by a generator that the trainer seeds."""
+    """0, 1, 2, ... reshuffled in every epoch by a generator that the trainer seeds."""
 
     def __init__(self, samples: int, shuffled: bool = False) -> None:
         self.samples = samples
@@ -37,7 +37,7 @@ class Counting(IterableDataset[Any]):
 
 
 class Epochs:
-    """A reader of no known class that is told the epoch."""
+    """An iterable of an unknown class with ``set_epoch``."""
 
     epoch = -1
 
@@ -64,20 +64,20 @@ def loader(
     stream: Any, dp: int, rank: int, micro: int = 2, workers: int = 0, drop_last: bool = False, **options: Any
 ) -> StreamLoader:
     plan = BatchPlan(ParallelLayout(dp), micro, drop_last=drop_last)
-    return StreamLoader(ShareOfStream(stream, plan, rank, collate, seed=3), 3, workers, **options)
+    return StreamLoader(StreamShard(stream, plan, rank, collate, seed=3), 3, workers, **options)
 
 
 def content(batches: Any) -> list[Any]:
-    return [("filler" if isinstance(batch, FillerBatch) else "own", batch["x"].tolist()) for batch in batches]
+    return [("dummy" if isinstance(batch, DummyBatch) else "own", batch["x"].tolist()) for batch in batches]
 
 
 @settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_shares_are_those_of_data_with_positions(n: int, dp: int, micro: int, drop_last: bool) -> None:
+def test_a_stream_is_sharded_like_a_map_dataset(n: int, dp: int, micro: int, drop_last: bool) -> None:
     plan = BatchPlan(ParallelLayout(dp), micro, drop_last=drop_last)
     for rank in range(dp):
-        sampler = ShareSampler(plan, n, rank, shuffle=False)
-        wanted = [("filler" if sampler.is_filler(i) else "own", rows) for i, rows in enumerate(sampler)]
+        sampler = DistributedBatchSampler(plan, n, rank, shuffle=False)
+        wanted = [("dummy" if sampler.is_dummy(i) else "own", rows) for i, rows in enumerate(sampler)]
         assert content(loader(Counting(n), dp, rank, micro, drop_last=drop_last)) == wanted
 
 
@@ -89,7 +89,7 @@ def test_loading_processes_keep_the_order(samples: int, workers: int) -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_loading_processes_started_in_any_way(start: str) -> None:
+def test_loading_processes_may_be_forked_or_spawned(start: str) -> None:
     one = loader(Plain(), 1, 0, workers=1, multiprocessing_context=start)
     one.start(1, first_sample=2)
     assert [batch["x"].tolist() for batch in one] == [[2, 3], [4]]
@@ -100,34 +100,34 @@ class Plain:
         return iter(range(5))
 
 
-def test_a_stream_that_splits_itself_among_loading_processes_is_read_whole() -> None:
+def test_a_stream_that_splits_itself_over_workers_is_read_completely() -> None:
     assert content(loader(KeepsToItsWorker(13), 1, 0, workers=2)) == content(loader(Counting(13), 1, 0))
 
 
 @pytest.mark.parametrize(("workers", "stay"), [(0, False), (2, False), (2, True)])
-def test_any_round_of_any_epoch_can_be_entered(workers: int, stay: bool) -> None:
+def test_any_epoch_can_start_at_any_micro_step(workers: int, stay: bool) -> None:
     options = {"persistent_workers": True} if stay else {}
     one = loader(Counting(21, shuffled=True), 2, 1, workers=workers, **options)
     one.start(3)
-    whole = content(one)
+    full = content(one)
     one.start(3, first_sample=4 * 4)
-    assert content(one) == whole[4:]
+    assert content(one) == full[4:]
     one.start(4)
-    assert content(one) != whole
-    told = loader(Epochs(), 1, 0, workers=workers, **options)
+    assert content(one) != full
+    seen = loader(Epochs(), 1, 0, workers=workers, **options)
     for epoch in (0, 1, 2):
-        told.start(epoch)
-        assert content(told)[0] == ("own", [100 * epoch, 100 * epoch + 1])
+        seen.start(epoch)
+        assert content(seen)[0] == ("own", [100 * epoch, 100 * epoch + 1])
 
 
-def test_loading_leaves_the_global_random_state_alone() -> None:
+def test_loading_does_not_change_the_global_random_state() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     assert content(loader(Counting(9, shuffled=True), 1, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_a_stream() -> None:
+def test_iterable_datasets_are_streams() -> None:
     import datasets
 
     table = datasets.Dataset.from_list([{"a": 1}] * 4)
@@ -155,7 +155,7 @@ def test_datasets_streams_with_shards() -> None:
 
     def read(workers: int, epoch: int) -> list[int]:
         plan = BatchPlan(ParallelLayout(1), 2)
-        one = StreamLoader(ShareOfStream(stream, plan, 0, lambda rows: collate([r["x"] for r in rows])), 3, workers)
+        one = StreamLoader(StreamShard(stream, plan, 0, lambda rows: collate([r["x"] for r in rows])), 3, workers)
         one.start(epoch)
         return [x for batch in one for x in batch["x"].tolist()]
 
@@ -164,7 +164,7 @@ def test_datasets_streams_with_shards() -> None:
     assert read(0, 1) != read(0, 0)
 
 
-def test_fingerprints_see_numbers_and_strings() -> None:
+def test_fingerprints_depend_on_numbers_and_strings() -> None:
     sample = {"a": torch.arange(4), "b": "text", "c": [1, 2], "d": np.ones(3), "e": None, "f": [{"g": 1.5}]}
     assert fingerprint(sample) == fingerprint({key: sample[key] for key in reversed(sample)})
     assert fingerprint(sample) == fingerprint({**sample, "a": torch.arange(8)[:4]})
@@ -191,24 +191,24 @@ def read_on_this_rank(kind: str) -> str:
         return str(error)
 
 
-def test_ranks_that_read_the_same() -> None:
+def test_ranks_that_read_equal_data_agree() -> None:
     assert pool(2).run(read_on_this_rank, "alike") == [str(content(loader(Counting(14), 2, rank))) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "text"),
     [
-        ("longer on rank 1", "batches read over the ranks are [4, 6]"),
-        ("ends a window later", "batches read over the ranks are [3, 4]"),
+        ("longer on rank 1", "the ranks have read [4, 6] batches"),
+        ("ends a window later", "the ranks have read [3, 4] batches"),
         ("other data on rank 1", "The ranks read different data after batch 0"),
     ],
 )
-def test_ranks_that_read_differently_are_told_on_all_ranks(kind: str, words: str) -> None:
+def test_different_data_is_reported_on_all_ranks(kind: str, text: str) -> None:
     for message in pool(2).run(read_on_this_rank, kind):
-        assert words in message
+        assert text in message
 
 
-def test_items_ahead_are_those_of_the_window() -> None:
+def test_at_most_one_window_is_read_ahead() -> None:
     steps = Lockstep(iter([(item, 0) for item in "abcde"]), 2)
     seen = []
     while ahead := steps.ahead():

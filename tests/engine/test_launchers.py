@@ -99,7 +99,7 @@ def test_two_ranks_train_like_one(launcher: str, alone: list[float], tmp_path: P
         step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
         step["SLURM_JOB_ID"] = str(os.getpid())
         by_hand(path, [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"])
-    else:  # plain python, told by hand who it is
+    else:  # plain python with variables set by hand
         meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         by_hand(path, [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"])
     ranks = results(tmp_path)
@@ -118,7 +118,7 @@ def test_all_launchers_compile_the_same_json() -> None:
     assert json.loads(COMPILED["python"])["zero_optimization"]["stage"] == 2
 
 
-def test_buffers_of_this_rank_are_removed_and_others_left_alone(tmp_path: Path) -> None:
+def test_only_shared_buffers_of_this_rank_are_removed(tmp_path: Path) -> None:
     info = RankInfo(1, 2, 1, "127.0.0.1", 29501, "environment")
     names = [
         "deepspeed_allreduce_buffer_0_127.0.0.1_29501_1",
@@ -132,10 +132,10 @@ def test_buffers_of_this_rank_are_removed_and_others_left_alone(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 
-def test_a_half_set_environment_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_incomplete_environment_is_rejected_before_anything_starts(tmp_path: Path) -> None:
     broken = {**environment(), "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script(tmp_path)), "2"], env=broken, capture_output=True, text=True, check=False
     )
-    assert done.returncode != 0
-    assert "but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in done.stderr
+    assert completed.returncode != 0
+    assert "but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in completed.stderr

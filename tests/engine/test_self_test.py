@@ -36,7 +36,7 @@ def all_stages() -> list[GradientReport]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_stage_and_precision_is_right_here(ranks: int) -> None:
+def test_the_self_test_passes_at_every_stage_and_precision(ranks: int) -> None:
     for reports in pool(ranks).run(all_stages):
         assert [(one.stage, one.precision, one.wrong) for one in reports] == [
             (stage, precision, ()) for stage in range(4) for precision in ("fp32", "bf16")
@@ -50,23 +50,23 @@ def all_types() -> list[GradientReport]:
     return [report(zero_stage=stage, bf16=True, **types) for stage in range(4)]
 
 
-def test_sums_in_float32_are_right_at_every_stage() -> None:
+def test_the_self_test_passes_with_float32_sums_at_every_stage() -> None:
     for reports in pool(2).run(all_types):
         assert [one.wrong for one in reports] == [()] * 4
 
 
-def others() -> list[GradientReport]:
+def other_settings() -> list[GradientReport]:
     """Autocast; sliced layers are left out of the test; a user's own way of reducing."""
-    own = {"zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": False}}
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": False}}
     return [
         report(zero_stage=2, torch_autocast="bf16"),
         report(zero_stage=1, tensor_parallel_size=2),
-        report(deepspeed=own),
+        report(deepspeed=config),
     ]
 
 
-def test_other_settings_are_right_too() -> None:
-    for reports in pool(2).run(others):
+def test_the_self_test_passes_with_other_settings() -> None:
+    for reports in pool(2).run(other_settings):
         assert [one.title for one in reports] == ["ZeRO-2 autocast bf16", "ZeRO-1 fp32", "ZeRO-2 fp32"]
         assert [one.wrong for one in reports] == [(), (), ()]
 
@@ -114,10 +114,10 @@ def one_use_is_lost(self: TinyModel, tokens: torch.Tensor, targets: torch.Tensor
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "twice": (twice, "2 times what it should be"),
-    "a rank": (without_rank_1, "of rank 1 adds to the gradient is lost"),
-    "a micro-batch": (without_the_first_micro_batch, "what micro-batch 0 of rank 0 adds to the gradient is lost"),
-    "not finite": (infinite, "times what it should be"),
+    "twice": (twice, "2 times the correct value"),
+    "a rank": (without_rank_1, "of rank 1 is lost"),
+    "a micro-batch": (without_the_first_micro_batch, "the gradient contribution of micro-batch 0 of rank 0 is lost"),
+    "not finite": (infinite, "times the correct value"),
 }
 
 
@@ -132,31 +132,31 @@ def broken(kind: str, stage: int, precision: dict[str, Any]) -> GradientReport:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_wrong_gradient_is_noticed_and_named(kind: str) -> None:
+def test_a_wrong_gradient_is_detected_and_named(kind: str) -> None:
     for stage, precision in ((0, {}), (2, {"bf16": True}), (3, {})):
         for found in pool(2).run(partial(broken, kind, stage, precision)):
             assert not found.good
-            assert any(BROKEN[kind][1] in sentence for sentence in found.wrong), found.wrong
+            assert any(BROKEN[kind][1] in message for message in found.wrong), found.wrong
 
 
 def lost_use(stage: int) -> GradientReport:
     """The engine's model loses it; the reference has to be that of the whole model."""
     expected = self_test.expected_gradient
-    whole = [expected(distributed.world_size(), step) for step in range(self_test.STEPS)]
+    expected_gradients = [expected(distributed.world_size(), step) for step in range(self_test.STEPS)]
     with (
-        replaced(self_test, "expected_gradient", lambda ranks, step: whole[step]),
+        replaced(self_test, "expected_gradient", lambda ranks, step: expected_gradients[step]),
         replaced(TinyModel, "forward", one_use_is_lost),
     ):
         return report(zero_stage=stage, bf16=True)
 
 
-def test_a_lost_use_of_a_layer_is_noticed() -> None:
+def test_a_lost_use_of_a_shared_layer_is_detected() -> None:
     for found in pool(2).run(partial(lost_use, 2)):
-        assert any("the gradient of shared.weight" in sentence for sentence in found.wrong), found.wrong
+        assert any("the gradient of shared.weight" in message for message in found.wrong), found.wrong
 
 
 def kept_gradients() -> GradientReport:
-    """What is left of the first step is added to the second, as where nobody clears it."""
+    """What is left of the first step is added to the second, as if it were not cleared."""
     original = self_test.samples
 
     def both(rank: int, micro_batch: int, step: int) -> dict[str, torch.Tensor]:
@@ -164,23 +164,23 @@ def kept_gradients() -> GradientReport:
         return first if step == 0 else {name: torch.cat([first[name], second[name]]) for name in first}
 
     expected = self_test.expected_gradient
-    whole = [expected(distributed.world_size(), step) for step in range(self_test.STEPS)]
+    expected_gradients = [expected(distributed.world_size(), step) for step in range(self_test.STEPS)]
     with (
-        replaced(self_test, "expected_gradient", lambda ranks, step: whole[step]),
+        replaced(self_test, "expected_gradient", lambda ranks, step: expected_gradients[step]),
         replaced(self_test, "samples", both),
     ):
         return report(zero_stage=1)
 
 
-def test_gradients_of_the_step_before_are_noticed() -> None:
+def test_gradients_left_from_the_previous_step_are_detected() -> None:
     assert not pool(1).run(kept_gradients)[0].good
 
 
 # -- many ranks, simulated: every contributor's gradient by a bf16 model, added in bf16 in the order of a ring --------
 
 
-def ring_sum(ranks: int, step: int, lost: int | None = None) -> dict[str, torch.Tensor]:
-    """What a ring of ``ranks`` bf16 gradients gives; ``lost`` is a contributor whose gradient does not arrive."""
+def ring_sum(ranks: int, step: int, lost_contributor: int | None = None) -> dict[str, torch.Tensor]:
+    """What a ring of ``ranks`` bf16 gradients gives; the gradient of ``lost_contributor`` does not arrive."""
     number = len(self_test.contributors(ranks))
     total: dict[str, torch.Tensor] = {}
     for contributor in range(number):
@@ -191,7 +191,7 @@ def ring_sum(ranks: int, step: int, lost: int | None = None) -> dict[str, torch.
             (model(batch["tokens"], batch["targets"]) * weight).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            part = parameter.grad if contributor != lost else torch.zeros_like(parameter.grad)
+            part = parameter.grad if contributor != lost_contributor else torch.zeros_like(parameter.grad)
             total[name] = part if contributor == 0 else total[name] + part
     return {name: gradient.double() for name, gradient in total.items()}
 
@@ -200,30 +200,30 @@ def simulated(ranks: int, found: dict[str, torch.Tensor]) -> GradientReport:
     return self_test._compare(found, [float("nan")] * 2, ranks, 1, "bf16", self_test.TOLERANCE["bf16"])
 
 
-def test_1024_ranks_in_bf16_are_not_refused() -> None:
+def test_bf16_sums_of_1024_ranks_are_accepted() -> None:
     found = simulated(1024, ring_sum(1024, 1))
     assert (found.wrong, found.ranks) == ((), 1024)
 
 
-def test_all_1024_ranks_would_be_too_many_terms_for_any_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_1024_contributors_no_tolerance_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "CONTRIBUTORS", 1024)
     found = simulated(1024, ring_sum(1024, 1))
     assert found.error > 0.3
     assert not found.good
 
 
-def test_what_one_rank_of_1024_does_not_add_is_noticed_and_named() -> None:
+def test_a_missing_contribution_of_one_rank_in_1024_is_detected_and_named() -> None:
     rank = self_test.contributors(1024)[40]
-    found = simulated(1024, ring_sum(1024, 1, lost=40))
-    assert any(f"of rank {rank} adds to the gradient is lost" in sentence for sentence in found.wrong)
+    found = simulated(1024, ring_sum(1024, 1, lost_contributor=40))
+    assert any(f"of rank {rank} is lost" in message for message in found.wrong)
 
 
-def test_a_gradient_that_is_averaged_over_other_ranks_is_noticed() -> None:
+def test_a_gradient_averaged_over_the_wrong_ranks_is_detected() -> None:
     halved = {name: gradient * 63 / 128 for name, gradient in ring_sum(1024, 1).items()}
     assert not simulated(1024, halved).good
 
 
-def test_contributors_are_spread_over_nodes_and_places_in_a_node() -> None:
+def test_contributors_are_spread_over_nodes_and_local_ranks() -> None:
     assert self_test.contributors(1) == [0]
     assert self_test.contributors(64) == list(range(64))
     for ranks in (65, 100, 1000, 1024, 4096):
@@ -260,6 +260,6 @@ def before_and_after() -> list[tuple[Any, ...]]:
     return [*states, random_numbers()]
 
 
-def test_random_numbers_are_what_they_were() -> None:
+def test_the_self_test_restores_the_random_state() -> None:
     for before, after in pool(2).run(before_and_after):
         assert before == after

@@ -13,13 +13,13 @@ from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
 
-def test_the_trainer_refuses_impossible_sizes_before_anything_starts(
+def test_the_trainer_rejects_impossible_sizes_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def must_not_start(device_type: str) -> None:
         raise AssertionError("a process group was started")
 
-    monkeypatch.setattr("ds_trainer.training.hooks.parts.start_process_group", must_not_start)
+    monkeypatch.setattr("ds_trainer.training.startup.process_setup.start_process_group", must_not_start)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -47,7 +47,7 @@ def second_partitions(output_dir: Path) -> list[bool]:
     return found
 
 
-def test_the_second_partition_of_an_engine_is_not_handed_on(tmp_path: Path) -> None:
+def test_the_secondary_partition_group_of_an_engine_is_not_reused(tmp_path: Path) -> None:
     """DeepSpeed keeps its group in a global variable, from which every later engine would take it."""
     assert pool(2).run(partial(second_partitions, tmp_path)) == [[True, False]] * 2
 
@@ -67,5 +67,5 @@ def engine_of_somebody_else(output_dir: Path) -> tuple[int, int]:
     return found
 
 
-def test_a_closed_engine_leaves_no_layout_behind(tmp_path: Path) -> None:
+def test_a_closed_engine_leaves_no_layout_in_deepspeed(tmp_path: Path) -> None:
     assert pool(2).run(partial(engine_of_somebody_else, tmp_path)) == [(2, 1)] * 2

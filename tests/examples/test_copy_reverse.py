@@ -17,7 +17,7 @@ sys.path.insert(0, str(EXAMPLE.parent))
 import copy_reverse  # noqa: E402
 
 
-def test_nothing_that_is_held_out_is_trained_on() -> None:
+def test_held_out_samples_are_not_trained_on() -> None:
     train, held_out = copy_reverse.pairs()
     known = {tuple(row["input_ids"]) for row in train}
     assert len(held_out) == copy_reverse.HELD_OUT
@@ -31,10 +31,10 @@ def test_it_learns_to_write_backwards_on_two_ranks(tmp_path: Path) -> None:
     command += ["--master_port", str(free_port()), "--no_local_rank", str(EXAMPLE), "--output_dir", str(out)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, "--use_cpu", "true"], env=environment, capture_output=True, text=True, check=False, timeout=900
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
     metrics = json.loads((out / "all_results.json").read_text(encoding="utf-8"))
     assert metrics["eval_held_out_exact_match"] > 0.9
     assert json.loads((out / "ds_config.json").read_text(encoding="utf-8"))["zero_optimization"]["stage"] == 3

@@ -1,8 +1,8 @@
-"""``ds-trainer launch`` with a launcher that takes no seconds to start and has the faults of real ones.
+"""``ds-trainer launch`` with a launcher that starts at once and has the faults of real ones.
 
-``python fake_launcher.py cli WORDS`` is ``ds-trainer launch WORDS``; it starts ``python fake_launcher.py N PROGRAM``,
-which starts N ranks. Like the real ones it ends the other ranks when one fails, and gives 1 whatever the rank gave.
-With ``FAULT=lies`` it gives 0 always. It dies of SIGTERM and leaves its ranks behind.
+``python fake_launcher.py cli ARGS`` is ``ds-trainer launch ARGS``; it starts ``python fake_launcher.py N PROGRAM``,
+which starts N ranks. Like real launchers it ends the other ranks when one fails, and returns 1 for every failure. With
+``FAULT=lies`` it always returns 0. SIGTERM kills it, and its ranks keep running.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ds_trainer.cli.main import main
-from ds_trainer.launching import launch
-from ds_trainer.launching.choosing import Plan
+from ds_trainer.launching import runner
 from ds_trainer.launching.commands import LaunchCommand
+from ds_trainer.launching.launch_plan import LaunchPlan
 from ds_trainer.utils.ranks import free_port
 
 
-def build(plan: Plan, directory: Path, told: Mapping[str, str], environment: Mapping[str, str]) -> LaunchCommand:
-    return LaunchCommand([sys.executable, __file__, str(plan.world_size), *plan.request.target.command()], dict(told))
+def build(
+    plan: LaunchPlan, directory: Path, job_variables: Mapping[str, str], environment: Mapping[str, str]
+) -> LaunchCommand:
+    argv = [sys.executable, __file__, str(plan.world_size), *plan.request.target.command()]
+    return LaunchCommand(argv, dict(job_variables))
 
 
-def launcher(size: int, words: list[str]) -> int:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    command = [sys.executable, "-m", "ds_trainer.launching.rank", *words]
+def launcher(size: int, args: list[str]) -> int:
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    command = [sys.executable, "-m", "ds_trainer.launching.rank", *args]
     ranks = [
-        subprocess.Popen(command, env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(command, env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(size)
     ]
     while any(rank.poll() is None for rank in ranks) and all(rank.returncode in (None, 0) for rank in ranks):
@@ -43,6 +46,6 @@ def launcher(size: int, words: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "cli":
-        launch.build = build
+        runner.build = build
         sys.exit(main(["launch", *sys.argv[2:]]))
     sys.exit(launcher(int(sys.argv[1]), sys.argv[2:]))

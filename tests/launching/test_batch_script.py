@@ -1,4 +1,4 @@
-"""Batch scripts: those that are written are those of launch/, and what cannot work is refused."""
+"""Batch scripts: generated scripts match those of launch/, and jobs that cannot work are rejected."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.cli.main import main
-from ds_trainer.launching.batch_script import BatchRequest, batch_script, seconds_of, template, with_values
-from ds_trainer.launching.request import LaunchRequest, Target
+from ds_trainer.launching.batch_script import BatchRequest, batch_script, parse_time_limit, set_sbatch_options, template
+from ds_trainer.launching.launch_request import LaunchRequest, Target
 from ds_trainer.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,8 +19,8 @@ RECIPE = "ds_configs/recipes/quickstart.yaml"
 NAMES = ("one_node", "nodes_srun", "nodes_torchrun")
 
 
-def request(*words: str, nodes: int = 2, ranks: int = 4, launcher: str = "auto", path: str = RECIPE) -> LaunchRequest:
-    return LaunchRequest(Target(path, words), nodes=nodes, nproc_per_node=ranks, launcher=launcher)
+def request(*argv: str, nodes: int = 2, ranks: int = 4, launcher: str = "auto", path: str = RECIPE) -> LaunchRequest:
+    return LaunchRequest(Target(path, argv), nodes=nodes, nproc_per_node=ranks, launcher=launcher)
 
 
 def options(text: str) -> list[str]:
@@ -28,14 +28,14 @@ def options(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "_slurm"])
-def test_launch_holds_the_same_text(name: str) -> None:
+def test_the_scripts_in_launch_share_their_text(name: str) -> None:
     suffix = ".sh" if name == "_slurm" else ".sbatch"
     assert (ROOT / "launch" / (name + suffix)).read_text(encoding="utf-8") == template(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_written_script_is_one_of_launch(name: str) -> None:
-    """Line by line, but for the values, the words of the job, and the shared part in the place of its name."""
+def test_a_generated_script_is_like_those_in_launch(name: str) -> None:
+    """Line by line, except the values, the arguments of the job, and the shared part, which replaces its name."""
     nodes, launcher = (1 if name == "one_node" else 2), ("torchrun" if name == "nodes_torchrun" else "auto")
     text = batch_script(request(nodes=nodes, ranks=8, launcher=launcher), BatchRequest())
     assert options(text) == options(template(name))
@@ -45,13 +45,13 @@ def test_a_written_script_is_one_of_launch(name: str) -> None:
     assert "launch/_slurm.sh" not in text
 
 
-def test_values_and_words_of_the_job() -> None:
+def test_values_and_arguments_of_the_job() -> None:
     batch = BatchRequest(
         time="2-00", signal_seconds=600, partition="gpu", account="me", requeue=False, folder="/data", job_name="run",
-        sbatch_words=("--qos=long",),
+        sbatch_args=("--qos=long",),
     )  # fmt: skip
-    asked = replace(request("--data.train", "a file.txt"), environment={"WHERE": "a b"})
-    text = batch_script(asked, batch)
+    requested = replace(request("--data.train", "a file.txt"), environment={"WHERE": "a b"})
+    text = batch_script(requested, batch)
     assert options(text) == [
         *("job-name=run", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=8", "time=2-00"),
         *("signal=B:USR1@600", "open-mode=append", "output=slurm-%j.out", "no-requeue", "chdir=/data"),
@@ -65,8 +65,8 @@ def test_values_and_words_of_the_job() -> None:
 
 def test_values_replace_each_other() -> None:
     text = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --requeue\necho\n"
-    assert with_values(text, {}) == text
-    changed = with_values(text, {"nodes": 3, "requeue": False, "no-requeue": True, "account": None})
+    assert set_sbatch_options(text, {}) == text
+    changed = set_sbatch_options(text, {"nodes": 3, "requeue": False, "no-requeue": True, "account": None})
     assert changed == "#!/bin/bash\n#SBATCH --nodes=3\n#SBATCH --no-requeue\necho\n"
 
 
@@ -83,19 +83,19 @@ def test_values_replace_each_other() -> None:
     ],
 )
 def test_time_limits(time: str, seconds: float) -> None:
-    assert seconds_of(time) == seconds
+    assert parse_time_limit(time) == seconds
 
 
 @pytest.mark.parametrize(
-    ("asked", "batch", "says"),
+    ("requested", "batch", "message"),
     [
         (request("--arguments.tensor_parallel_size", "3"), {}, "8 ranks cannot be divided by tensor 3"),
-        (request(ranks=0), {}, "give --nproc-per-node"),
-        (request(launcher="pdsh"), {}, "--launcher pdsh has no batch script"),
-        (request(), {"time": "tomorrow"}, "'tomorrow' is no time limit"),
-        (request(), {"time": "6"}, "--time 6 (360 s) nothing is trained: the ranks are asked to stop 300 s"),
+        (request(ranks=0), {}, "set --nproc-per-node"),
+        (request(launcher="pdsh"), {}, "no batch script for --launcher pdsh"),
+        (request(), {"time": "tomorrow"}, "'tomorrow' is not a time limit"),
+        (request(), {"time": "6"}, "--time 6 (360 s) leaves no time for training: the ranks are asked to stop 300 s"),
         (request(), {"signal_seconds": 0}, "--signal-before 0 must be from 1 to 65535"),
-        (request("--arguments.save_strategy", "no"), {}, "begins anew"),
+        (request("--arguments.save_strategy", "no"), {}, "starts over"),
         (
             request("--arguments.time_limit_margin", "4000"),
             {"time": "60"},
@@ -103,15 +103,15 @@ def test_time_limits(time: str, seconds: float) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(asked: LaunchRequest, batch: dict[str, object], says: str) -> None:
+def test_jobs_that_cannot_work_are_rejected(requested: LaunchRequest, batch: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        batch_script(asked, BatchRequest(**batch))  # type: ignore[arg-type]
-    assert says in str(error.value)
+        batch_script(requested, BatchRequest(**batch))  # type: ignore[arg-type]
+    assert message in str(error.value)
 
 
-def test_runs_that_do_not_save_may_start_once() -> None:
-    asked = request("--arguments.save_strategy", "no")
-    assert "no-requeue" in options(batch_script(asked, BatchRequest(requeue=False)))
+def test_runs_that_do_not_save_are_allowed_without_requeue() -> None:
+    requested = request("--arguments.save_strategy", "no")
+    assert "no-requeue" in options(batch_script(requested, BatchRequest(requeue=False)))
     assert batch_script(
         request("--arguments.save_strategy", "no", "--arguments.enable_jit_checkpoint", "true"), BatchRequest()
     )
@@ -123,16 +123,16 @@ def test_all_problems_at_once() -> None:
     assert len(error.value.problems) == 3
 
 
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["launch", "--slurm", "--nodes", "2", "--nproc-per-node", "2", "--max-restarts", "7", "--time", "1:00:00"]
-    assert main([*words, RECIPE, "--arguments.max_steps", "5", "--sbatch=--qos=long", "--cpus-per-rank", "3"]) == 0
+def test_the_launch_command_writes_a_valid_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["launch", "--slurm", "--nodes", "2", "--nproc-per-node", "2", "--max-restarts", "7", "--time", "1:00:00"]
+    assert main([*argv, RECIPE, "--arguments.max_steps", "5", "--sbatch-arg=--qos=long", "--cpus-per-rank", "3"]) == 0
     text = capsys.readouterr().out
     assert {"time=1:00:00", "cpus-per-task=3", f"chdir={Path.cwd()}", "qos=long"} <= set(options(text))
     assert "export MAX_RESTARTS=7\n" in text
     if shutil.which("shellcheck"):
         path = tmp_path / "job.sbatch"
         path.write_text(text, encoding="utf-8")
-        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+        completed = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
+        assert completed.returncode == 0, completed.stdout
     assert main(["launch", "--time", "1:00:00", "--no-requeue", RECIPE]) == 2
-    assert "--time, --no-requeue can only be given with --slurm" in capsys.readouterr().err
+    assert "--time, --no-requeue need --slurm" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def test_node_lists_of_slurm(text: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a[1-2", "a[2-1]", "a[x]"])
-def test_a_node_list_that_is_none(text: str) -> None:
+def test_malformed_node_lists(text: str) -> None:
     with pytest.raises(ConfigError, match="The node list"):
         expand_node_list(text)
 
@@ -42,7 +42,7 @@ def test_a_hostfile_is_read_and_written_as_deepspeed_does(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a slots=2\na slots=2\n", ":2: a is there twice"),
+        ("a slots=2\na slots=2\n", ":2: a is listed twice"),
         ("a cores=3\n", "1: 'a cores=3' is not of the form"),
         ("a\n", "--nproc-per-node is not given"),
         ("a slots=0\n", "slots=0"),

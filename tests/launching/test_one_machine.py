@@ -31,10 +31,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     return subprocess.run(
-        [sys.executable, "-m", "ds_trainer", "launch", "--nproc-per-node", "2", *words],
+        [sys.executable, "-m", "ds_trainer", "launch", "--nproc-per-node", "2", *argv],
         cwd=folder,
         env=environment(),
         capture_output=True,
@@ -46,15 +46,15 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_rank_killed_by_a_signal_is_not_a_success(launcher: str, tmp_path: Path) -> None:
-    done = launch(tmp_path, "--launcher", launcher, "program.py", "killed")
-    assert done.returncode == 137, done.stderr
-    assert "rank 1 on" in done.stderr and "was killed by SIGKILL" in done.stderr
+    completed = launch(tmp_path, "--launcher", launcher, "program.py", "killed")
+    assert completed.returncode == 137, completed.stderr
+    assert "rank 1 on" in completed.stderr and "was killed by SIGKILL" in completed.stderr
 
 
-def test_the_printed_command_works_when_it_is_pasted(tmp_path: Path) -> None:
+def test_the_printed_command_can_be_run(tmp_path: Path) -> None:
     printed = launch(
         tmp_path,
-        "--print-only",
+        "--dry-run",
         "--launcher",
         "deepspeed",
         "--env",
@@ -71,36 +71,41 @@ def test_the_printed_command_works_when_it_is_pasted(tmp_path: Path) -> None:
         assert (tmp_path / f"rank{rank}").read_text() == """2.0 ['--words', "are $HOME 'kept'"]"""
 
 
-def test_options_may_stand_among_the_overrides_of_a_recipe_but_not_after_a_script(tmp_path: Path) -> None:
+def test_options_are_recognized_among_recipe_overrides_but_not_after_a_script(tmp_path: Path) -> None:
     shutil.copy(RECIPE, tmp_path / "r.yaml")
-    done = launch(tmp_path, "--print-only", "r.yaml", "--arguments.max_steps", "3", "--launcher", "deepspeed")
-    assert done.stdout.strip().endswith("ds_trainer.launching.rank -m ds_trainer train r.yaml --arguments.max_steps 3")
-    assert "deepspeed.launcher.runner" in done.stdout
-    done = launch(tmp_path, "--print-only", "program.py", "--launcher", "deepspeed")
-    assert done.stdout.strip().endswith("program.py --launcher deepspeed") and "torch.distributed.run" in done.stdout
+    completed = launch(tmp_path, "--dry-run", "r.yaml", "--arguments.max_steps", "3", "--launcher", "deepspeed")
+    assert completed.stdout.strip().endswith(
+        "ds_trainer.launching.rank -m ds_trainer train r.yaml --arguments.max_steps 3"
+    )
+    assert "deepspeed.launcher.runner" in completed.stdout
+    completed = launch(tmp_path, "--dry-run", "program.py", "--launcher", "deepspeed")
+    assert (
+        completed.stdout.strip().endswith("program.py --launcher deepspeed")
+        and "torch.distributed.run" in completed.stdout
+    )
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("option", "message"),
     [
         ("--arguments.max_stepz", "unknown key 'arguments.max_stepz'. Did you mean 'max_steps'?"),
         ("--nproc_per_node", "launch: unknown option '--nproc_per_node'. Did you mean '--nproc-per-node'?"),
         ("--max_steps", "unknown key '--max_steps'. Did you mean '--arguments.max_steps'?"),
     ],
 )
-def test_a_slip_is_refused_before_anything_starts(word: str, says: str, tmp_path: Path) -> None:
-    done = launch(tmp_path, str(RECIPE), word, "5")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert says in done.stderr
+def test_misspelled_options_are_rejected_before_anything_starts(option: str, message: str, tmp_path: Path) -> None:
+    completed = launch(tmp_path, str(RECIPE), option, "5")
+    assert (completed.returncode, completed.stderr.count("\n")) == (2, 1)
+    assert message in completed.stderr
 
 
-def test_a_contradiction_is_refused_with_all_values_before_anything_starts(tmp_path: Path) -> None:
+def test_contradictory_variables_are_rejected_before_anything_starts(tmp_path: Path) -> None:
     broken = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     broken |= {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     (tmp_path / "program.py").write_text(PROGRAM)
-    for words in (["ds_trainer", "launch", "program.py"], ["ds_trainer.launching.rank", "program.py"]):
-        done = subprocess.run(
-            [sys.executable, "-m", *words],
+    for argv in (["ds_trainer", "launch", "program.py"], ["ds_trainer.launching.rank", "program.py"]):
+        completed = subprocess.run(
+            [sys.executable, "-m", *argv],
             cwd=tmp_path,
             env=environment() | broken,
             capture_output=True,
@@ -108,7 +113,7 @@ def test_a_contradiction_is_refused_with_all_values_before_anything_starts(tmp_p
             check=False,
             timeout=60,
         )
-        assert done.returncode == 2
+        assert completed.returncode == 2
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-            assert f"{name}={broken[name]}" in done.stderr
+            assert f"{name}={broken[name]}" in completed.stderr
     assert not list(tmp_path.glob("rank*"))

@@ -1,4 +1,4 @@
-"""What ``ds-trainer launch`` makes of the end of its ranks: the exit code is true, and nobody is left behind."""
+"""Supervision by ``ds-trainer launch``: the exit code is correct, and no process is left running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import ds_trainer
 from ds_trainer.launching.processes import end_processes, processes_of_job
 from ds_trainer.launching.supervision import job_code
-from ds_trainer.utils.outcomes import Outcome
+from ds_trainer.utils.outcomes import RankOutcome
 from tests.launching import fake_launcher
 
 # A rank: rank 1 does what the first word says, rank 0 waits for its end (or, with "all", does the same).
@@ -60,19 +60,19 @@ class Launch:
         self.environment["TMPDIR"] = str(folder)
 
     def start(self, what: str, *options: str, **environment: str) -> subprocess.Popen[str]:
-        words = [sys.executable, fake_launcher.__file__, "cli", "--nproc-per-node", "2", *options, "program.py", what]
+        argv = [sys.executable, fake_launcher.__file__, "cli", "--nproc-per-node", "2", *options, "program.py", what]
         return subprocess.Popen(
-            words, cwd=self.folder, env=self.environment | environment, stderr=subprocess.PIPE, text=True
+            argv, cwd=self.folder, env=self.environment | environment, stderr=subprocess.PIPE, text=True
         )
 
     def run(self, what: str, *options: str, **environment: str) -> tuple[int, str]:
         process = self.start(what, *options, **environment)
         _, errors = process.communicate(timeout=60)
-        assert self.left() == [], errors
+        assert self.remaining_processes() == [], errors
         assert not list(self.folder.glob("ds_trainer_launch-*")), errors
         return process.returncode, errors
 
-    def left(self) -> list[psutil.Process]:
+    def remaining_processes(self) -> list[psutil.Process]:
         return [one for one in processes_of_job("MARK", self.mark) if one.status() != psutil.STATUS_ZOMBIE]
 
     def wait_for(self, path: Path, text: int) -> None:
@@ -87,54 +87,54 @@ def job(tmp_path: Path) -> Launch:
     return Launch(tmp_path)
 
 
-def test_success(job: Launch) -> None:
+def test_a_successful_job_returns_0(job: Launch) -> None:
     code, errors = job.run("fine")
     assert code == 0, errors
 
 
-def test_a_killed_rank_is_a_failure_though_the_launcher_gives_0(job: Launch) -> None:
+def test_a_killed_rank_is_a_failure_even_if_the_launcher_returns_0(job: Launch) -> None:
     code, errors = job.run("killed", FAULT="lies")
     assert code == 128 + signal.SIGKILL
     assert "rank 1 on" in errors and "was killed by SIGKILL" in errors
 
 
-def test_a_rank_of_which_nothing_is_known_is_a_failure_though_the_launcher_gives_0(job: Launch) -> None:
-    """Not even what stands beside the rank is left to say how it ended; the rank itself has gone with it."""
+def test_a_rank_without_an_outcome_is_a_failure_even_if_the_launcher_returns_0(job: Launch) -> None:
+    """The wrapper process of a rank is killed: nothing records the outcome, and the rank ends with its wrapper."""
     code, errors = job.run("unseen", FAULT="lies")
     assert code == 1
-    assert "the launcher ended with exit code 0, and of 1 of 2 ranks nothing is known (1)" in errors
+    assert "the launcher ended with exit code 0; 1 of 2 ranks recorded no outcome (1)" in errors
 
 
 @pytest.mark.parametrize("given", [2, 3, 75, 76, 77])
-def test_codes_come_through_a_launcher_that_flattens_them(job: Launch, given: int) -> None:
+def test_exit_codes_survive_a_launcher_that_loses_them(job: Launch, given: int) -> None:
     assert job.run(str(given))[0] == given
 
 
-def test_what_a_rank_has_started_ends_with_it(job: Launch) -> None:
+def test_descendants_of_a_rank_end_with_it(job: Launch) -> None:
     assert job.run("forgets")[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_asks_the_ranks_to_stop_and_is_no_reason_to_start_again(job: Launch, number: signal.Signals) -> None:
+def test_a_signal_stops_the_ranks_and_prevents_restarts(job: Launch, number: signal.Signals) -> None:
     process = job.start("stop", "--max-restarts", "3", "--restart-preempted")
     job.wait_for(job.seen, 4)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert job.left() == []
+    assert job.remaining_processes() == []
     assert job.seen.read_text().count("\n") == 2
 
 
-def test_ctrl_c_leaves_no_process_though_a_rank_ignores_it_and_the_launcher_just_dies(job: Launch) -> None:
+def test_ctrl_c_leaves_no_process_even_if_a_rank_ignores_it_and_the_launcher_dies(job: Launch) -> None:
     process = job.start("stubborn")
     job.wait_for(Path(f"{job.seen}.ready"), 2)
-    assert len(job.left()) >= 6  # ours, the launcher, two ranks and what stands beside them
+    assert len(job.remaining_processes()) >= 6  # ours, the launcher, two ranks and what stands beside them
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
     _, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, 75), errors
-    assert job.left() == []
+    assert job.remaining_processes() == []
 
 
 def test_ranks_end_when_launch_itself_is_killed(job: Launch) -> None:
@@ -142,7 +142,7 @@ def test_ranks_end_when_launch_itself_is_killed(job: Launch) -> None:
     job.wait_for(Path(f"{job.seen}.ready"), 2)
     process.kill()
     process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(job.left(), timeout=40)
+    _, alive = psutil.wait_procs(job.remaining_processes(), timeout=40)
     end_processes(alive)
     assert alive == []
 
@@ -159,20 +159,20 @@ def test_a_crash_is_restarted_and_resumes(job: Launch) -> None:
     ("given", "options", "starts"),
     [(2, [], 1), (77, [], 1), (75, [], 1), (75, ["--restart-preempted"], 2), (76, [], 2), (3, [], 2)],
 )
-def test_which_codes_are_restarted(job: Launch, given: int, options: list[str], starts: int) -> None:
+def test_which_exit_codes_are_restarted(job: Launch, given: int, options: list[str], starts: int) -> None:
     code, errors = job.run(str(given), "--max-restarts", "1", *options)
     assert code == given, errors
     assert sum(line.startswith("1 ") for line in job.seen.read_text().splitlines()) == starts
     assert errors.count("restart 1 of 1") == starts - 1
 
 
-def outcomes(*codes: int) -> dict[int, Outcome]:
-    """Ranks that ended one after the other."""
-    return {rank: Outcome(rank, code, "host", float(rank)) for rank, code in enumerate(codes)}
+def outcomes(*codes: int) -> dict[int, RankOutcome]:
+    """Outcomes of ranks that ended one after another."""
+    return {rank: RankOutcome(rank, code, "host", float(rank)) for rank, code in enumerate(codes)}
 
 
 @pytest.mark.parametrize(
-    ("launcher", "codes", "says"),
+    ("launcher", "codes", "expected"),
     [
         (0, (0, 0), 0),
         (0, (0,), 1),  # nothing is known of rank 1
@@ -186,5 +186,5 @@ def outcomes(*codes: int) -> dict[int, Outcome]:
         (0, (0, 3), 3),
     ],
 )
-def test_the_code_of_a_job(launcher: int, codes: tuple[int, ...], says: int) -> None:
-    assert job_code(launcher, outcomes(*codes), range(max(2, len(codes)))) == says
+def test_the_code_of_a_job(launcher: int, codes: tuple[int, ...], expected: int) -> None:
+    assert job_code(launcher, outcomes(*codes), range(max(2, len(codes)))) == expected

@@ -1,4 +1,4 @@
-"""What the project's loggers say, whoever configured logging before."""
+"""The records of the project's loggers, however logging was configured before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 
-class Heard(logging.Handler):
+class LogRecords(logging.Handler):
     """Keeps the messages."""
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Heard(logging.Handler):
 
 
 @pytest.fixture
-def log() -> Iterator[Heard]:
-    heard, logger = Heard(), logging.getLogger("ds_trainer")
+def log() -> Iterator[LogRecords]:
+    handler, logger = LogRecords(), logging.getLogger("ds_trainer")
     level = logger.level
-    logger.addHandler(heard)
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield heard
-    logger.removeHandler(heard)
+    yield handler
+    logger.removeHandler(handler)
     logger.setLevel(level)

@@ -33,7 +33,7 @@ SUMMARY = RunSummary(
 )
 
 
-def test_the_whole_header() -> None:
+def test_the_complete_header() -> None:
     assert header_lines(SUMMARY) == [
         "ds_trainer",
         "  model   LlamaForCausalLM, 25.3M parameters, all trainable",
@@ -68,9 +68,10 @@ def test_the_whole_header() -> None:
             {"resumed_from": "runs/first/checkpoint-400", "resumed_step": 400},
             "from runs/first/checkpoint-400, step 400",
         ),
+        ({"overrides": "zero_stage=3 (ds-trainer run --set)"}, "zero_stage=3 (ds-trainer run --set)"),
     ],
 )
-def test_variants(changes: dict[str, object], line: str) -> None:
+def test_header_variants(changes: dict[str, object], line: str) -> None:
     lines = header_lines(dataclasses.replace(SUMMARY, **changes))  # type: ignore[arg-type]
     assert line in [text.split(maxsplit=1)[1] for text in lines[1:]]
 
@@ -86,9 +87,9 @@ def compute_line(**changes: Any) -> str:
     return next((line.strip() for line in lines if line.strip().startswith("compute")), "")
 
 
-def test_what_a_token_costs_and_what_the_device_could_do() -> None:
+def test_flops_per_token_and_peak_flops_are_shown() -> None:
     assert compute_line() == ""
     counted = {"flops_per_token": 4.2e9, "flops_source": "counted from the architecture"}
-    cost = "compute  4.2 GFLOP a token, attention aside (counted from the architecture)"
-    assert compute_line(**counted) == f"{cost}; peak of the device unknown, so no MFU"
+    cost = "compute  4.2 GFLOP per token without attention (counted from the architecture)"
+    assert compute_line(**counted) == f"{cost}; no MFU, because the device's peak is unknown"
     assert compute_line(**counted, peak_flops=989.4e12, number_format="bf16") == f"{cost}; peak 989 TFLOP/s in bf16"

@@ -10,7 +10,7 @@ import pytest
 from ds_trainer.monitor.memory import BYTES_PER_GB, memory_in_use_gb
 
 
-def test_on_a_cpu_it_is_the_resident_set() -> None:
+def test_on_a_cpu_memory_is_the_resident_set() -> None:
     before = memory_in_use_gb("cpu")
     block = bytearray(200 * 2**20)
     block[::4096] = b"x" * len(block[::4096])  # only touched pages are resident
@@ -19,7 +19,7 @@ def test_on_a_cpu_it_is_the_resident_set() -> None:
     assert grown == pytest.approx(200 / 1024, rel=0.2)
 
 
-def test_a_torch_device_says_the_same_as_its_name() -> None:
+def test_a_torch_device_and_its_name_give_the_same_memory() -> None:
     import torch
 
     assert memory_in_use_gb(torch.device("cpu")) == pytest.approx(memory_in_use_gb("cpu"), rel=0.05)
@@ -34,7 +34,7 @@ def test_the_cpu_needs_no_torch() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_the_peak() -> None:
+def test_on_a_gpu_memory_is_the_peak() -> None:
     import torch
 
     if not torch.cuda.is_available():

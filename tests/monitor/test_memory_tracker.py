@@ -23,7 +23,7 @@ def samplers() -> int:
     return sum(thread.name == "ds_trainer-memory" for thread in threading.enumerate())
 
 
-def test_what_stays_and_what_was_there_for_a_moment() -> None:
+def test_allocated_and_peak_memory_are_reported() -> None:
     tracker = MemoryTracker(CPU)
     with tracker.stage("train") as stage:
         kept = block(64)
@@ -37,10 +37,10 @@ def test_what_stays_and_what_was_there_for_a_moment() -> None:
     assert 120 * MB < metrics["train_mem_cpu_peaked_delta"] < 140 * MB
 
 
-def test_memory_given_back_is_negative_and_peaks_never_are() -> None:
-    held: list[Any] = [block(64)]
+def test_freed_memory_is_negative_but_peaks_are_not() -> None:
+    blocks: list[Any] = [block(64)]
     with MemoryTracker(CPU).stage("eval") as stage:
-        held.clear()
+        blocks.clear()
         metrics = stage.end()
     assert metrics["eval_mem_cpu_alloc_delta"] < -50 * MB
     assert metrics["eval_mem_cpu_peaked_delta"] >= 0
@@ -56,7 +56,7 @@ def test_init_is_reported_once_with_the_first_stage() -> None:
     assert set(second) == {"train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"}
 
 
-def test_a_stage_within_another_counts_to_the_outer_one() -> None:
+def test_a_nested_stage_counts_for_the_outer_one() -> None:
     tracker = MemoryTracker(CPU)
     with tracker.stage("train") as outer:
         with tracker.stage("eval") as inner:
@@ -73,7 +73,7 @@ def test_only_the_first_end_reports() -> None:
     assert stage.end() != {} and stage.end() == {}
 
 
-def test_off_means_off() -> None:
+def test_a_disabled_tracker_reports_nothing() -> None:
     stage = MemoryTracker(CPU, enabled=False).stage("train")
     assert samplers() == 0
     assert stage.end() == {}
@@ -96,7 +96,7 @@ def test_no_thread_outlives_its_stage() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_devices_memory() -> None:
+def test_device_memory_is_reported() -> None:
     device = torch.device("cuda", 0)
     with MemoryTracker(device).stage("train") as stage:
         kept = block(64).to(device)

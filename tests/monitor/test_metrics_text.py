@@ -36,13 +36,13 @@ def test_any_value_as_transformers_formats_it(seconds: float, flos: float, size:
     assert format_metrics(metrics) == metrics_format(metrics)
 
 
-def test_the_values_themselves_stay() -> None:
+def test_formatting_does_not_change_the_values() -> None:
     before = dict(METRICS)
     format_metrics(METRICS)
     assert before == METRICS
 
 
-def test_the_load_of_the_weights_is_readable_too() -> None:
+def test_metrics_of_loading_weights_are_formatted() -> None:
     metrics = {
         "load_seconds": 69.4321, "load_bytes_read": 16_060_000_000, "load_host_peak_bytes": 2_300_000,
         "load_device_peak_bytes": 0, "eval_load_seconds": 1.23456, "payload_bytes": 12345,

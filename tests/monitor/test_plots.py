@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_trainer.monitor.metrics_file import MetricsWriter
 from ds_trainer.monitor.plots import plot_losses, read_curves, smooth
-from ds_trainer.monitor.records import MetricsWriter
 
-from .conftest import Heard
+from .conftest import LogRecords
 
 
 def metrics(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -64,12 +64,12 @@ def test_curves_are_read_from_the_records() -> None:
     assert broken == [3]
 
 
-def test_the_trend_of_a_straight_line_is_the_line() -> None:
+def test_the_trend_of_a_straight_line_is_that_line() -> None:
     line = [10.0 - 0.5 * index for index in range(50)]
     assert smooth(line, 5) == pytest.approx(line)
 
 
-def test_the_trend_ignores_a_single_spike_and_calms_noise() -> None:
+def test_the_trend_ignores_a_single_spike_and_smooths_noise() -> None:
     noise = np.random.default_rng(0).normal(0.0, 0.1, 400)
     values = [2.0 + float(value) for value in noise]
     values[200] = 500.0
@@ -94,7 +94,7 @@ def test_a_long_run_with_evaluations_and_baselines(tmp_path: Path) -> None:
     assert count(picture, GREY) > count(pixels(target), GREY) + 500  # dashes and label of the baseline
 
 
-def test_each_part_is_drawn_only_where_there_is_something(tmp_path: Path) -> None:
+def test_panels_without_data_are_not_drawn(tmp_path: Path) -> None:
     source, target = metrics(tmp_path / "m.jsonl", falling(10)), tmp_path / "loss.png"
     assert plot_losses(source, target) is True
     picture = pixels(target)
@@ -102,54 +102,54 @@ def test_each_part_is_drawn_only_where_there_is_something(tmp_path: Path) -> Non
     assert count(picture, ORANGE) == count(picture, RED) == 0
 
 
-def test_a_second_evaluation_set_has_its_own_colour(tmp_path: Path) -> None:
+def test_a_second_evaluation_set_has_its_own_color(tmp_path: Path) -> None:
     records = [{"step": step, "eval_a_loss": 2.0, "eval_b_loss": 3.0} for step in (1, 2, 3)]
     target = tmp_path / "loss.png"
     assert plot_losses(metrics(tmp_path / "m.jsonl", records), target) is True
     assert count(pixels(target), ORANGE) > 300 and count(pixels(target), GREEN) > 300
 
 
-def test_a_single_point_and_a_broken_step_can_be_seen(tmp_path: Path) -> None:
+def test_single_points_and_non_finite_steps_are_visible(tmp_path: Path) -> None:
     records = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": math.nan}]
     target = tmp_path / "loss.png"
     assert plot_losses(metrics(tmp_path / "m.jsonl", records), target) is True
     assert count(pixels(target), BLUE) > 50 and count(pixels(target), RED) > 20
 
 
-def test_more_evaluation_sets_than_colours_and_a_spike(tmp_path: Path) -> None:
+def test_more_evaluation_sets_than_colors_and_a_spike(tmp_path: Path) -> None:
     spike = {"step": 30, "loss": 1e6}
     records = [*falling(60), {"step": 5, **{f"eval_{name}_loss": 2.0 for name in "abcdef"}}, spike]
     assert plot_losses(metrics(tmp_path / "m.jsonl", records), tmp_path / "loss.png") is True
 
 
-def test_an_older_picture_is_replaced(tmp_path: Path) -> None:
+def test_an_older_plot_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "loss.png"
     target.write_bytes(b"old")
     assert plot_losses(metrics(tmp_path / "m.jsonl", falling(5)), target) is True
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_draw(tmp_path: Path, log: Heard) -> None:
+def test_nothing_to_draw(tmp_path: Path, log: LogRecords) -> None:
     source = metrics(tmp_path / "m.jsonl", [{"step": 1, "grad_norm": 1.0}])
     assert plot_losses(source, tmp_path / "loss.png") is False
     assert plot_losses(tmp_path / "missing.jsonl", tmp_path / "loss.png") is False
     assert not (tmp_path / "loss.png").exists()
-    assert log.text.count("holds no loss") == 2
+    assert log.text.count("has no loss") == 2
 
 
-def test_without_matplotlib_one_line_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Heard
+def test_without_matplotlib_a_message_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: LogRecords
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what an import finds where it is not installed
     source = metrics(tmp_path / "m.jsonl", falling(5))
     assert plot_losses(source, tmp_path / "loss.png") is False
-    assert log.messages == ["INFO no loss.png: matplotlib is not installed (pip install 'ds-trainer[plot]')"]
+    assert log.messages == ["INFO loss.png was not drawn: matplotlib is not installed (pip install 'ds-trainer[plot]')"]
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_the_users_own_backend_and_figures_stay(tmp_path: Path) -> None:
+def test_the_backend_and_figures_of_the_user_are_kept(tmp_path: Path) -> None:
     import matplotlib
 
     before = matplotlib.get_backend(auto_select=False)

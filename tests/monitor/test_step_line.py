@@ -19,7 +19,7 @@ def test_a_training_line() -> None:
     )
 
 
-def test_speed_and_its_share_of_the_peak() -> None:
+def test_speed_and_mfu_are_shown() -> None:
     logs = {"samples_per_second": 51.5, "tflops_per_device": 412.34, "mfu": 0.4168, "data_wait": 0.0042}
     assert phrases(logs) == ["51.5 samples/s", "412 TFLOP/s", "MFU 42 %", "data wait 0.4 %"]
     assert phrases({"tflops_per_device": 0.01234, "mfu": 0.0}) == ["0.0123 TFLOP/s", "MFU 0.0 %"]
@@ -63,7 +63,7 @@ def test_one_value(name: str, value: object, text: str) -> None:
     assert phrases({name: value}, max_str_len=10) == [text]
 
 
-def test_what_nobody_reads_is_left_out() -> None:
+def test_internal_metrics_are_left_out() -> None:
     assert step_line({"total_flos": 1e18, "step": 3, "loss": 1.0}, 3, 9) == "step 3/9  loss 1.000"
 
 

@@ -21,7 +21,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_window_counts_what_came_since_the_last_read() -> None:
+def test_a_window_counts_from_the_last_read() -> None:
     clock = Clock()
     meter = ThroughputMeter(clock)
     clock.seconds += 2.0
@@ -36,7 +36,7 @@ def test_a_window_counts_what_came_since_the_last_read() -> None:
     )
 
 
-def test_overall_does_not_disturb_the_window() -> None:
+def test_the_overall_rate_does_not_change_the_window() -> None:
     clock = Clock()
     meter = ThroughputMeter(clock)
     meter.add(tokens=100, samples=1)
@@ -79,7 +79,7 @@ def test_a_pause_does_not_count_even_when_it_is_nested_or_fails() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 1e4), st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=20))
-def test_windows_add_up_to_the_whole(work: list[tuple[float, int, int]]) -> None:
+def test_windows_add_up_to_the_total(work: list[tuple[float, int, int]]) -> None:
     clock = Clock()
     clock.seconds = 0.0
     meter = ThroughputMeter(clock)
@@ -104,7 +104,7 @@ def test_the_real_clock_moves() -> None:
     assert meter.read().tokens_per_second > 0.0
 
 
-def test_operations_and_waiting() -> None:
+def test_flops_and_data_wait_are_measured() -> None:
     clock = Clock()
     meter = ThroughputMeter(clock)
     clock.seconds += 2.0
@@ -119,7 +119,7 @@ def test_operations_and_waiting() -> None:
     assert meter.overall().data_wait == pytest.approx(0.5 / 3)
 
 
-def test_an_iterator_notes_how_long_it_was_waited_for() -> None:
+def test_an_iterator_records_how_long_it_blocked() -> None:
     clock = Clock()
 
     def source() -> Iterator[int]:

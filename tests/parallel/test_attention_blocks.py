@@ -39,7 +39,7 @@ def plans(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 8)) -> tuple[Se
 
 
 def covered(plan: SequencePlan, batch: int, blocks: AttentionBlocks, cp_rank: int) -> torch.Tensor:
-    """How often a rank computes each pair of places: ``[batch, length, length]``."""
+    """How often a rank computes each pair of positions: ``[batch, length, length]``."""
     count = torch.zeros(batch, plan.length, plan.length, dtype=torch.int64)
     queries = plan.context_positions(cp_rank)
     for source, of_source in enumerate(blocks.of):
@@ -75,7 +75,7 @@ def test_the_blocks_of_all_ranks_cover_every_allowed_pair_once(
     assert torch.equal(count, allowed_pairs(plan, batch, causal, window).long())
 
 
-def test_the_cover_can_fail() -> None:
+def test_control_keys_in_the_wrong_order_are_not_covered() -> None:
     """Negative control: keys in plain order instead of zig-zag are other keys."""
 
     class Plain(SequencePlan):
@@ -100,12 +100,12 @@ def test_causal_work_is_the_same_on_every_rank_and_at_every_step(cp: int) -> Non
     assert sum(blocks.scores for blocks in ranks) == 16 * cp * (16 * cp + 1) // 2  # no score in vain
 
 
-def test_without_a_causal_mask_a_square_is_one_block() -> None:
+def test_without_a_causal_mask_each_step_is_one_block() -> None:
     plan = SequencePlan(ParallelLayout(4, cp=4), 64)
     assert AttentionBlocks(plan, 1, False, None, LARGE).of == (((BlockKind.FULL, 0, 16, 0, 16),),) * 4
 
 
-def test_a_window_leaves_far_blocks_out() -> None:
+def test_an_attention_window_skips_distant_blocks() -> None:
     plan = SequencePlan(ParallelLayout(4, cp=4), 64)
     near = AttentionBlocks(plan, 0, True, 4, LARGE)
     assert [bool(of_source) for of_source in near.of] == [True, True, False, False]
@@ -138,13 +138,13 @@ def test_windows_are_those_of_transformers(window: int) -> None:
         assert torch.equal(allowed_pairs(plan, 1, causal, window)[0], wanted)
 
 
-def test_layers_share_the_blocks_of_a_plan_and_they_go_with_it() -> None:
+def test_layers_share_the_blocks_of_a_plan_and_they_are_freed_with_it() -> None:
     plan = SequencePlan(ParallelLayout(2, cp=2), 8, valid=torch.ones(1, 8, dtype=torch.bool))
     blocks = attention_blocks(plan, 1, True, 3)
     assert attention_blocks(plan, 1, True, 3) is blocks
     assert attention_blocks(plan, 1, True, None) is not blocks
     assert attention_blocks(plan, 0, True, 3) is not blocks
-    gone = weakref.ref(blocks)
+    reference = weakref.ref(blocks)
     del plan, blocks
     gc.collect()
-    assert gone() is None
+    assert reference() is None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.parallel.attention_kernels import CpuFlash, CudaFlash, Efficient, Kernel, Math, kernel_for
+from ds_trainer.parallel.attention_kernels import BlockInputs, CpuFlash, CudaFlash, Efficient, Kernel, Math, kernel_for
 from tests.support.attention import dense_attention
 
 CPU = "cpu"
@@ -80,7 +80,8 @@ class Case:
         for number, (columns, causal, mask) in enumerate(self.blocks):
             kernel_of_block = kernel if mask is not None or number == 0 else unmasked or kernel
             key, value = self.key[:, :, columns], self.value[:, :, columns]
-            out, lse = kernel_of_block.forward(self.query, key, value, causal, mask, SCALE)
+            inputs = BlockInputs(self.query, key, value, causal, mask, SCALE)
+            out, lse = kernel_of_block.forward(inputs)
             assert (out.dtype, lse.dtype) == (self.query.dtype, lse_of_all.dtype)
             block = [leaf[:, :, columns] if leaf is not leaves[0] else leaf for leaf in leaves]
             block_out, block_lse = dense_attention(*block, self.allowed[:, :, columns], SCALE)
@@ -88,17 +89,7 @@ class Case:
             assert not out.cpu()[block_lse == -math.inf].any()
             found[f"out {number}"] = out, block_out
             found[f"lse {number}"] = lse.nan_to_num(neginf=0.0), block_lse.nan_to_num(neginf=0.0)
-            parts = kernel_of_block.backward(
-                self.grad_out,
-                self.query,
-                key,
-                value,
-                out_of_all,
-                lse_of_all,
-                causal,
-                mask,
-                SCALE,
-            )
+            parts = kernel_of_block.backward(inputs, self.grad_out, out_of_all, lse_of_all)
             for grad, part, tensor in zip(grads, parts, (self.query, key, value), strict=True):
                 assert part.shape == tensor.shape
                 (grad if tensor is self.query else grad[:, :, columns]).add_(part.double().cpu())
@@ -110,15 +101,15 @@ class Case:
 
 
 def assert_near(errors: dict[str, float], dtype: torch.dtype) -> None:
-    far = {name: error for name, error in errors.items() if not error <= TOLERANCE[dtype]}
-    assert not far, f"further than {TOLERANCE[dtype]}: {far}"
+    too_large = {name: error for name, error in errors.items() if not error <= TOLERANCE[dtype]}
+    assert not too_large, f"further than {TOLERANCE[dtype]}: {too_large}"
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kernel", [CpuFlash(), Math()], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_kernels_of_the_cpu(kernel: Kernel, kind: str, dtype: torch.dtype, key_heads: int) -> None:
+def test_cpu_kernels_match_the_definition(kernel: Kernel, kind: str, dtype: torch.dtype, key_heads: int) -> None:
     """Output, lse, and the gradients of two blocks by the output and lse of both."""
     assert_near(Case(kind, dtype, key_heads=key_heads).errors(kernel), dtype)
 
@@ -131,26 +122,25 @@ def test_queries_without_any_key_give_zero_and_no_gradient(kernel: Kernel) -> No
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Math()], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 8), (8, 16), (5, 3)])
-def test_heads_of_values_may_have_another_width(kernel: Kernel, head_dim: int, value_dim: int) -> None:
+def test_value_heads_may_have_another_width(kernel: Kernel, head_dim: int, value_dim: int) -> None:
     for kind in ("causal", "empty rows"):
         case = Case(kind, torch.float64, head_dim=head_dim, value_dim=value_dim)
         assert_near(case.errors(kernel), torch.float64)
 
 
-def test_the_lse_of_the_block_alone_gives_other_gradients() -> None:
+def test_control_the_lse_of_one_block_gives_different_gradients() -> None:
     """Negative control: what backward is given matters."""
 
     class Forgetful(CpuFlash):
-        def backward(self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-            out, lse, causal, mask, scale = rest
-            out, lse = self.forward(query, key, value, causal, mask, scale)
-            return super().backward(grad_out, query, key, value, out, lse, causal, mask, scale)
+        def backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> Any:
+            out, lse = self.forward(inputs)
+            return super().backward(inputs, grad_out, out, lse)
 
     errors = Case("none", torch.float64).errors(Forgetful())
     assert errors["out 0"] < 1e-11 < 1e-2 < errors["query"]
 
 
-def test_the_choice_of_a_kernel() -> None:
+def test_the_kernel_is_chosen_by_dtype_and_mask() -> None:
     for dtype in TOLERANCE:
         tensor = torch.zeros(1, 1, 1, 8, dtype=dtype)
         assert isinstance(kernel_for(tensor, tensor, masked=False), CpuFlash)
@@ -159,13 +149,14 @@ def test_the_choice_of_a_kernel() -> None:
         assert isinstance(kernel_for(elsewhere, elsewhere, masked=True), Math)
 
 
-def test_the_flash_kernel_of_cuda_refuses_a_mask() -> None:
+def test_the_cuda_flash_kernel_rejects_a_mask() -> None:
     tensor = torch.zeros(1, 1, 2, 8, device="meta")
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
+    inputs = BlockInputs(tensor, tensor, tensor, False, mask, SCALE)
     with pytest.raises(ValueError, match="takes no mask"):
-        CudaFlash().forward(tensor, tensor, tensor, False, mask, SCALE)
+        CudaFlash().forward(inputs)
     with pytest.raises(ValueError, match="takes no mask"):
-        CudaFlash().backward(tensor, tensor, tensor, tensor, tensor, tensor[..., 0], False, mask, SCALE)
+        CudaFlash().backward(inputs, tensor, tensor, tensor[..., 0])
 
 
 # -- the operators of CUDA -----------------------------------------------------------------------------------------
@@ -182,9 +173,10 @@ def test_calls_fit_the_signatures_of_cuda_operators(kernel: Kernel, kind: str) -
     columns = case.blocks[0][0]
     query, grad_out = case.query.to("meta"), case.grad_out.to("meta")
     key, value = case.key[:, :, columns].to("meta"), case.value[:, :, columns].to("meta")
-    out, lse = kernel.forward(query, key, value, case.causal, mask, SCALE)
+    inputs = BlockInputs(query, key, value, case.causal, mask, SCALE)
+    out, lse = kernel.forward(inputs)
     assert (out.shape, lse.shape) == (grad_out.shape, query.shape[:3])
-    grads = kernel.backward(grad_out, query, key, value, out, lse, case.causal, mask, SCALE)
+    grads = kernel.backward(inputs, grad_out, out, lse)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 
@@ -237,7 +229,7 @@ class StandIn(TorchDispatchMode):
         assert query.shape[1] == key.shape[1] == value.shape[1]
         assert with_lse and dropout == 0
         mask = self.check_bias(bias, query, key)
-        out, lse = Math().forward(query, key, value, causal, mask, scale)
+        out, lse = Math().forward(BlockInputs(query, key, value, causal, mask, scale))
         if mask is not None:
             out = out.masked_fill(~mask.any(-1, keepdim=True), math.nan)
         padding = -lse.shape[-1] % 32
@@ -269,7 +261,9 @@ class StandIn(TorchDispatchMode):
         shape, strides = list(out.shape), list(out.stride())
         out = out.as_strided(shape, [strides[0], strides[1], out.shape[1] * out.shape[3], 1])
         mask = self.check_bias(bias, query, key)
-        grads = Math().backward(grad_out, query, key, value, out, lse[..., : query.shape[2]], causal, mask, scale)
+        grads = Math().backward(
+            BlockInputs(query, key, value, causal, mask, scale), grad_out, out, lse[..., : query.shape[2]]
+        )
         return *grads, None
 
     def flash(
@@ -287,7 +281,16 @@ class StandIn(TorchDispatchMode):
         assert query.shape[3] == key.shape[3] == value.shape[3]
         assert dropout == 0 and not debug
         nothing = torch.zeros(())
-        return *Math().forward(query, key, value, causal, None, scale), None, None, 0, 0, nothing, nothing, nothing
+        return (
+            *Math().forward(BlockInputs(query, key, value, causal, None, scale)),
+            None,
+            None,
+            0,
+            0,
+            nothing,
+            nothing,
+            nothing,
+        )
 
     def flash_backward(
         self,
@@ -312,7 +315,7 @@ class StandIn(TorchDispatchMode):
         assert (max_q, max_k) == (query.shape[2], key.shape[2])
         assert seed.dtype == offset.dtype == torch.uint64
         lse = lse.as_strided(lse.shape, [lse.shape[1] * lse.shape[2], lse.shape[2], 1])  # read as if contiguous
-        return Math().backward(grad_out, query, key, value, out, lse, causal, None, scale)
+        return Math().backward(BlockInputs(query, key, value, causal, None, scale), grad_out, out, lse)
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -336,7 +339,7 @@ def test_queries_without_any_key_on_cuda() -> None:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (20, 12)])
-def test_kernels_of_cuda(kind: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+def test_cuda_kernels_match_the_definition(kind: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     case = Case(kind, dtype, "cuda", head_dim=head_dim, value_dim=value_dim)
     unmasked = kernel_for(case.query, case.value, masked=False)
     kernel = unmasked if case.mask is None else kernel_for(case.query, case.value, masked=True)

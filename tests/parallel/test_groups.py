@@ -49,8 +49,8 @@ def group_case(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
         layout = ParallelLayout(dist.get_world_size(), tp, cp, sp)
         with counted() as calls:
             groups = parallel_groups(layout)
-        again = parallel_groups(ParallelLayout(dist.get_world_size(), tp, cp, sp))
-        answer: dict[str, Any] = {"made": [ranks for _, ranks in calls], "kept": again is groups}
+        second = parallel_groups(ParallelLayout(dist.get_world_size(), tp, cp, sp))
+        answer: dict[str, Any] = {"made": [ranks for _, ranks in calls], "kept": second is groups}
         for name, axes in [*AXES_OF.items(), ("replica_host", AXES_OF["replica"])]:
             group, own = getattr(groups, name), layout.group_of(rank, axes)
             there = torch.zeros(layout.world_size)
@@ -65,7 +65,7 @@ def group_case(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_rank_is_in_its_own_groups_and_makes_no_others() -> None:
+def test_each_rank_creates_only_its_own_groups() -> None:
     """Groups of eight ranks in seven layouts one after the other: later ones take what earlier ones made."""
     answers = pool(8).run(group_case, LAYOUTS)
     for index, (tp, cp, sp) in enumerate(LAYOUTS):
@@ -84,7 +84,7 @@ def sizes_of(groups: ParallelGroups) -> dict[str, int]:
 
 @contextmanager
 def fake_world(ranks: int, rank: int = 0) -> Iterator[Any]:
-    """This process is one rank of many, with nobody to talk to."""
+    """This process is one rank of many, without the others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized()
@@ -111,7 +111,9 @@ def test_the_number_of_groups_does_not_depend_on_the_number_of_ranks(
             groups = parallel_groups(layout)
             assert len(calls) == count and all(kind == "new" and rank in ranks for kind, ranks in calls)
             assert sizes_of(groups) == {name: len(layout.group_of(rank, axes)) for name, axes in AXES_OF.items()}
-            assert groups.gradient is (dist.group.WORLD if layout.gradient_ranks == world else groups.gradient)
+            assert groups.seq_data_parallel is (
+                dist.group.WORLD if layout.seq_data_parallel_size == world else groups.seq_data_parallel
+            )
 
 
 @contextmanager
@@ -168,12 +170,12 @@ def bound_to_a_device(world: Any) -> Iterator[list[list[list[int]]]]:
 SPLITS = {
     (1, 1, 1): [],
     (8, 1, 1): ["dp", "tp"],
-    (8, 2, 2): ["dp", "cp", "sp", "tp", "sequence", "gradient", "replica"],
+    (8, 2, 2): ["dp", "cp", "sp", "tp", "sequence", "seq_data_parallel", "replica"],
 }
 
 
 @pytest.mark.parametrize(("sizes", "split"), SPLITS.items(), ids=str)
-def test_with_nccl_each_axis_is_one_split_that_all_ranks_enter_alike(
+def test_with_nccl_each_axis_is_one_split_with_the_same_arguments_on_all_ranks(
     sizes: tuple[int, int, int], split: list[str]
 ) -> None:
     layout = ParallelLayout(1024, *sizes)
@@ -187,7 +189,7 @@ def test_with_nccl_each_axis_is_one_split_that_all_ranks_enter_alike(
     assert seen[0] == seen[1] == seen[2] == [layout.groups(AXES_OF[name]) for name in split]
 
 
-def test_a_second_partition_of_parameters_is_one_group_of_this_rank() -> None:
+def test_the_secondary_partition_is_one_group_per_rank() -> None:
     """hpZ: DeepSpeed makes 128 groups at 1,024 ranks. Tensor-parallel ranks hold other parameters: left out."""
     with fake_world(1024, rank=9), counted() as calls:
         assert dist.get_process_group_ranks(group_along(((1, 8),))) == list(range(8, 16))

@@ -20,9 +20,9 @@ axis_sets = st.lists(st.sampled_from(AXES), unique=True)
 
 @given(layouts)
 def test_ranks_and_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
-    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    assert len(set(places)) == layout.world_size
-    assert [layout.rank_at(*place) for place in places] == list(range(layout.world_size))
+    coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(coordinates)) == layout.world_size
+    assert [layout.rank_at(*place) for place in coordinates] == list(range(layout.world_size))
 
 
 @given(layouts, axis_sets)
@@ -36,19 +36,19 @@ def test_groups_partition_the_world_and_differ_along_their_axes_only(layout: Par
         assert len(group) == size
         assert group == sorted(group)
         assert layout.group_of(group[-1], axes) == group
-        places = [layout.coordinates(rank)._asdict() for rank in group]
+        coordinates = [layout.coordinates(rank)._asdict() for rank in group]
         for axis in AXES:
-            assert len({place[axis] for place in places}) == (getattr(layout, axis) if axis in axes else 1)
+            assert len({place[axis] for place in coordinates}) == (getattr(layout, axis) if axis in axes else 1)
 
 
 @given(layouts)
-def test_sizes_multiply_to_the_world(layout: ParallelLayout) -> None:
+def test_axis_sizes_multiply_to_the_world_size(layout: ParallelLayout) -> None:
     assert layout.dp * layout.tp * layout.cp * layout.sp == layout.world_size
-    assert layout.gradient_ranks * layout.tp == layout.world_size
+    assert layout.seq_data_parallel_size * layout.tp == layout.world_size
     assert layout.replica_size * layout.dp == layout.world_size
 
 
-def test_tensor_parallel_ranks_are_neighbours_then_sequence_then_context() -> None:
+def test_tensor_parallel_ranks_are_adjacent_then_sequence_then_context() -> None:
     layout = ParallelLayout(16, tp=2, cp=2, sp=2)
     assert layout.dp == 2
     assert layout.groups(["tp"])[:2] == [[0, 1], [2, 3]]
@@ -58,12 +58,12 @@ def test_tensor_parallel_ranks_are_neighbours_then_sequence_then_context() -> No
     assert layout.describe() == "dp 2 x cp 2 x sp 2 x tp 2 = 16 ranks"
 
 
-def test_indivisible_world_names_all_sizes_and_what_would_fit() -> None:
-    words = (
+def test_an_indivisible_world_size_is_reported_with_sizes_that_fit() -> None:
+    message = (
         "8 ranks cannot be divided by tensor 3 x context 1 x sequence 1 = 3. Choose tensor 4 or tensor 2 or tensor 8, "
         "or start 9 ranks."
     )
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         ParallelLayout(8, tp=3)
     with pytest.raises(ConfigError, match=r"Choose tensor 4 x sequence 2 or tensor 2 x sequence 2 or "):
         ParallelLayout(16, tp=3, sp=2)
@@ -72,7 +72,7 @@ def test_indivisible_world_names_all_sizes_and_what_would_fit() -> None:
 
 
 @given(st.integers(1, 32), sizes, sizes, sizes)
-def test_the_nearest_sizes_fit_and_none_nearer_is_left_out(world: int, tp: int, cp: int, sp: int) -> None:
+def test_the_suggested_sizes_are_the_nearest_that_fit(world: int, tp: int, cp: int, sp: int) -> None:
     found = nearest_sizes(world, tp, cp, sp)
     assert len(set(found)) == len(found) <= 3 and (tp, cp, sp) not in found
 
@@ -97,9 +97,9 @@ def test_the_nearest_sizes_fit_and_none_nearer_is_left_out(world: int, tp: int, 
 
 
 @given(layouts)
-def test_one_rank_of_a_replica_speaks(layout: ParallelLayout) -> None:
-    assert [rank for rank in range(layout.world_size) if layout.speaks(rank)] == layout.speakers
-    assert [layout.coordinates(rank).dp for rank in layout.speakers] == list(range(layout.dp))
+def test_each_replica_has_one_leader(layout: ParallelLayout) -> None:
+    assert [rank for rank in range(layout.world_size) if layout.is_replica_leader(rank)] == layout.replica_leaders
+    assert [layout.coordinates(rank).dp for rank in layout.replica_leaders] == list(range(layout.dp))
 
 
 def test_every_bad_size_is_reported_at_once() -> None:
@@ -108,7 +108,7 @@ def test_every_bad_size_is_reported_at_once() -> None:
     assert len(error.value.problems) == 3
 
 
-def test_places_outside_the_box_are_refused() -> None:
+def test_ranks_and_coordinates_outside_the_layout_are_rejected() -> None:
     layout = ParallelLayout(4, tp=2)
     with pytest.raises(ValueError, match="rank 4 is not in a world of 4"):
         layout.coordinates(4)

@@ -78,9 +78,9 @@ def both(script: Script, directory: Path) -> tuple[Any, Any]:
 
     results = []
     for module in (ds_trainer, transformers):
-        place = directory / module.__name__
-        place.mkdir()
-        results.append(script(Library(module, place)))
+        output_dir = directory / module.__name__
+        output_dir.mkdir()
+        results.append(script(Library(module, output_dir)))
     return results[0], results[1]
 
 
@@ -110,20 +110,20 @@ def trained(trainer: Any, **keywords: Any) -> dict[str, Any]:
     }
 
 
-def assert_same(ours: Any, theirs: Any, tolerance: float = 2e-5, place: str = "result") -> None:
+def assert_same(ours: Any, reference: Any, tolerance: float = 2e-5, path: str = "result") -> None:
     """Everything agrees: numbers to ``tolerance`` (relative, and absolute below 1), all else exactly."""
-    if isinstance(theirs, dict):
-        assert set(ours) == set(theirs), f"{place}: {sorted(ours)} and {sorted(theirs)}"
-        for key in theirs:
-            assert_same(ours[key], theirs[key], tolerance, f"{place}.{key}")
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), f"{place}: {ours} and {theirs}"
-        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(mine, other, tolerance, f"{place}[{index}]")
-    elif isinstance(theirs, float) or hasattr(theirs, "shape"):
-        mine, other = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
-        assert mine.shape == other.shape, f"{place}: {mine.shape} and {other.shape}"
-        far = f"{place}: {mine} and {other}"
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, equal_nan=True, msg=far)
+    if isinstance(reference, dict):
+        assert set(ours) == set(reference), f"{path}: {sorted(ours)} and {sorted(reference)}"
+        for key in reference:
+            assert_same(ours[key], reference[key], tolerance, f"{path}.{key}")
+    elif isinstance(reference, (list, tuple)):
+        assert len(ours) == len(reference), f"{path}: {ours} and {reference}"
+        for index, (mine, other) in enumerate(zip(ours, reference, strict=True)):
+            assert_same(mine, other, tolerance, f"{path}[{index}]")
+    elif isinstance(reference, float) or hasattr(reference, "shape"):
+        mine, other = torch.as_tensor(ours).double(), torch.as_tensor(reference).double()
+        assert mine.shape == other.shape, f"{path}: {mine.shape} and {other.shape}"
+        difference = f"{path}: {mine} and {other}"
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, equal_nan=True, msg=difference)
     else:
-        assert ours == theirs, f"{place}: {ours!r} and {theirs!r}"
+        assert ours == reference, f"{path}: {ours!r} and {reference!r}"

@@ -79,14 +79,14 @@ def exact_loss(kind: str, directory: Path) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_and_predict_as_transformers(kind: str, tmp_path: Path) -> None:
-    ours, theirs = both(partial(script, kind=kind), tmp_path)
+    ours, reference = both(partial(script, kind=kind), tmp_path)
     wanted = exact_loss(kind, tmp_path)
     for name in ("evaluate", "predict"):
         (loss,) = (key for key in ours[name] if key.endswith("_loss"))
         assert ours[name][loss] == pytest.approx(wanted, rel=1e-6)
-        if not KINDS[kind].weighs_samples:  # theirs weighs the means of batches with their samples
-            del ours[name][loss], theirs[name][loss]
-    assert_same(ours, theirs, tolerance=1e-6)
+        if not KINDS[kind].weighs_samples:  # transformers weights the means of batches by their samples
+            del ours[name][loss], reference[name][loss]
+    assert_same(ours, reference, tolerance=1e-6)
     assert ours["evaluate"]["eval_rows"] == SAMPLES
     assert not any(isinstance(value, float) and math.isnan(value) for value in ours["evaluate"].values())
 
@@ -126,7 +126,7 @@ def under(kind: str, output_dir: str, cases: list[tuple[str, int]]) -> list[dict
             compute_metrics=Scores(KINDS[kind].shifted),
         )
         found.append(settled(results(trainer, kind), kind))
-        trainer._end_evaluation_engine()
+        trainer.engines.close_evaluation()
     return found
 
 
@@ -148,11 +148,11 @@ def settled(found: dict[str, Any], kind: str) -> dict[str, Any]:
     return {**found, "predictions": arrays}
 
 
-def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
-    assert_same(found, wanted, tolerance=1e-6, place=place)
+def compare(found: dict[str, Any], wanted: dict[str, Any], path: str) -> None:
+    assert_same(found, wanted, tolerance=1e-6, path=path)
 
 
-def test_a_difference_is_seen(tmp_path: Path) -> None:
+def test_control_a_difference_is_detected(tmp_path: Path) -> None:
     wanted = settled(script(Library(ds_trainer, tmp_path), "causal LM"), "causal LM")
     compare(wanted, wanted, "itself")
     changed = [array.copy() for array in wanted["predictions"]]
@@ -165,7 +165,7 @@ def test_a_difference_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_under_every_layout(kind: str, tmp_path: Path) -> None:
+def test_evaluation_is_the_same_under_every_layout(kind: str, tmp_path: Path) -> None:
     wanted = settled(script(Library(ds_trainer, tmp_path), kind), kind)
     assert max(len(row["input_ids"]) for row in KINDS[kind].rows()) == LONGEST
     for world in (1, 2, 4):

@@ -1,4 +1,4 @@
-"""The events of a run, in order, with what callbacks are told, beside transformers' Trainer."""
+"""The events of a run, in order, with their arguments, compared with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ EVENTS = (
     *("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict"),
     *("on_save", "on_log", "on_prediction_step"),
 )
-TOLD = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+EVENT_ARGUMENTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 
 
 def listener(library: Library) -> Any:
     """A callback that writes down every event, where it happens and which keywords are there and set."""
-    heard: list[Any] = []
+    events: list[Any] = []
 
     def listen(event: str) -> Any:
         def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             switches = [name for name, value in vars(control).items() if value is True]
-            given = sorted(name for name in TOLD if kwargs.get(name) is not None)
-            others = sorted(set(kwargs) - set(TOLD))
-            heard.append((event, state.global_step, state.epoch or 0, switches, given, others))
+            given = sorted(name for name in EVENT_ARGUMENTS if kwargs.get(name) is not None)
+            others = sorted(set(kwargs) - set(EVENT_ARGUMENTS))
+            events.append((event, state.global_step, state.epoch or 0, switches, given, others))
 
         return method
 
     cls = type("Listener", (library.module.TrainerCallback,), {event: listen(event) for event in EVENTS})
-    return cls(), heard
+    return cls(), events
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -50,16 +50,16 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_events_and_what_they_are_told(name: str, tmp_path: Path) -> None:
+def test_events_and_their_arguments(name: str, tmp_path: Path) -> None:
     def script(library: Library) -> Any:
-        callback, heard = listener(library)
+        callback, events = listener(library)
         library.trainer(RUNS[name], eval_dataset=FullTokens(9), callbacks=[callback]).train()
-        return heard
+        return events
 
-    ours, theirs = both(script, tmp_path)
-    assert len(theirs) > 15
-    assert [event[:3] for event in ours] == [event[:3] for event in theirs]
-    assert_same(ours, theirs)
+    ours, reference = both(script, tmp_path)
+    assert len(reference) > 15
+    assert [event[:3] for event in ours] == [event[:3] for event in reference]
+    assert_same(ours, reference)
 
 
 def stopping(library: Library, where: str, switch: str, at: int) -> Any:
@@ -71,7 +71,7 @@ def stopping(library: Library, where: str, switch: str, at: int) -> Any:
     return type("Steering", (library.module.TrainerCallback,), {where: method})
 
 
-STEERED = {
+CONTROLLED = {
     "stop after a step": ("on_step_end", "should_training_stop", 3),
     "stop an epoch": ("on_step_end", "should_epoch_stop", 2),
     "stop at an epoch's end": ("on_epoch_end", "should_training_stop", 5),
@@ -81,9 +81,9 @@ STEERED = {
 }
 
 
-@pytest.mark.parametrize("name", STEERED)
-def test_callbacks_that_steer(name: str, tmp_path: Path) -> None:
-    where, switch, at = STEERED[name]
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_callbacks_that_set_the_control(name: str, tmp_path: Path) -> None:
+    where, switch, at = CONTROLLED[name]
 
     def script(library: Library) -> Any:
         changes = {"max_steps": 8, "logging_steps": 2}
@@ -98,7 +98,7 @@ def test_callbacks_that_steer(name: str, tmp_path: Path) -> None:
 
 def test_callbacks_added_popped_and_removed(tmp_path: Path) -> None:
     def script(library: Library) -> Any:
-        first, heard = listener(library)
+        first, events = listener(library)
         second, unheard = listener(library)
         trainer = library.trainer()
         trainer.add_callback(first)
@@ -107,6 +107,6 @@ def test_callbacks_added_popped_and_removed(tmp_path: Path) -> None:
         nothing = trainer.pop_callback(type("Stranger", (library.module.TrainerCallback,), {}))
         trainer.remove_callback(library.module.PrinterCallback)
         trainer.train()
-        return [popped is second, nothing, len(unheard), [event[0] for event in heard]]
+        return [popped is second, nothing, len(unheard), [event[0] for event in events]]
 
     assert_same(*both(script, tmp_path))

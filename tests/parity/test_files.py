@@ -44,10 +44,10 @@ def test_trainer_state_has_the_known_keys(tmp_path: Path) -> None:
         trainer.save_state()
         return json.loads((library.directory / "trainer_state.json").read_text())
 
-    ours, theirs = both(script, tmp_path)
-    assert set(theirs) <= set(ours)
-    for mine, other in zip(ours["log_history"], theirs["log_history"], strict=True):
-        assert set(other) <= set(mine)
+    ours, reference = both(script, tmp_path)
+    assert set(reference) <= set(ours)
+    for our_log, other in zip(ours["log_history"], reference["log_history"], strict=True):
+        assert set(other) <= set(our_log)
 
 
 def test_the_returned_metrics(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_the_returned_metrics(tmp_path: Path) -> None:
         output = library.trainer().train()
         return output._fields, sorted(output.metrics), output.global_step
 
-    ours, theirs = both(script, tmp_path)
-    assert ours[0] == theirs[0] and ours[2] == theirs[2]
-    assert set(theirs[1]) <= set(ours[1])
+    ours, reference = both(script, tmp_path)
+    assert ours[0] == reference[0] and ours[2] == reference[2]
+    assert set(reference[1]) <= set(ours[1])
 
 
 def test_saved_weights_load_in_transformers(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_saved_weights_load_in_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_a_resumed_run_is_the_run(step: int, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
     """Stopped at ``step`` and resumed: the same history and weights as transformers' resumed run."""
 
     def script(library: Library) -> Any:
@@ -99,8 +99,8 @@ def test_training_twice_with_model_init(tmp_path: Path) -> None:
         config = tiny_llama().config
         trainer = library.trainer(model_init=lambda: LlamaForCausalLM(config))
         first = trainer.train().training_loss
-        again = trainer.train().training_loss
-        assert first == pytest.approx(again, rel=1e-6)
-        return [first, again, logs(trainer), weights(trainer)]
+        second = trainer.train().training_loss
+        assert first == pytest.approx(second, rel=1e-6)
+        return [first, second, logs(trainer), weights(trainer)]
 
     assert_same(*both(script, tmp_path))

@@ -17,7 +17,7 @@ ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 
 
 
 def own_loss(base: Any) -> Any:
-    """The example of the early reference: a loss of one's own, with the signature of those days."""
+    """The example of the early reference: a custom loss with the signature of that version."""
 
     class MyTrainer(base):  # type: ignore[misc]
         model_accepts_loss_kwargs = False
@@ -49,7 +49,7 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "the model's, normalised over the window": {"changes": ACCUMULATED},
+    "the model's, normalized over the window": {"changes": ACCUMULATED},
     "inherited and changed": {"changes": ACCUMULATED, "base": scaled_loss},
     "compute_loss_func": {"changes": ACCUMULATED, "compute_loss_func": summed},
     "clipped": {"changes": {"max_grad_norm": 0.1}},

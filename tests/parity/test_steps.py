@@ -41,9 +41,9 @@ def test_steps_losses_rates_and_weights(name: str, tmp_path: Path) -> None:
     def script(library: Library) -> Any:
         return trained(library.trainer(changes, train_dataset=RaggedTokens(samples)))
 
-    ours, theirs = both(script, tmp_path)
-    assert theirs["steps"] > 0
-    assert_same(ours, theirs)
+    ours, reference = both(script, tmp_path)
+    assert reference["steps"] > 0
+    assert_same(ours, reference)
 
 
 WHEN: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ WHEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WHEN)
-def test_what_is_logged_when(name: str, tmp_path: Path) -> None:
+def test_logs_have_the_same_steps(name: str, tmp_path: Path) -> None:
     """The mean of a logging window, evaluations between, and the entries of the history in their order."""
 
     def script(library: Library) -> Any:

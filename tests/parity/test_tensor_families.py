@@ -70,7 +70,7 @@ def test_trajectory_is_that_of_one_process(family: str, stage: int, tmp_path: An
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_plain_module_is_cut_as_its_user_says(stage: int, tmp_path: Any) -> None:
+def test_a_plain_module_is_partitioned_as_configured(stage: int, tmp_path: Any) -> None:
     job = partial(
         train_and_report,
         Mixer,
@@ -100,7 +100,7 @@ def with_lora() -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_lora_is_cut_with_its_layer(stage: int, tmp_path: Any) -> None:
+def test_lora_is_partitioned_with_its_layer(stage: int, tmp_path: Any) -> None:
     job = partial(
         train_and_report, with_lora, make_data, str(tmp_path), zero_stage=stage, tensor_parallel_size=2, **ARGUMENTS
     )

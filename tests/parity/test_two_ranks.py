@@ -33,13 +33,13 @@ def ours(directory: str, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_give_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_process(name: str, tmp_path: Path) -> None:
     import transformers
 
     library = Library(transformers, tmp_path)
     changes = {"max_steps": 7, **RUNS[name]}
-    theirs = {key: value for key, value in changes.items() if key != "zero_stage"}
-    trainer = library.trainer({**theirs, "per_device_train_batch_size": 4}, train_dataset=RaggedTokens(22))
+    reference = {key: value for key, value in changes.items() if key != "zero_stage"}
+    trainer = library.trainer({**reference, "per_device_train_batch_size": 4}, train_dataset=RaggedTokens(22))
     trainer.train()
     expected = {"logs": logs(trainer), "weights": dict(trainer.model.named_parameters())}
     assert expected["weights"].keys() == dict(tiny_llama().named_parameters()).keys()

@@ -160,7 +160,7 @@ def test_every_family_that_is_named(family: str) -> None:
     assert found == pytest.approx(counted(model, SAMPLES, LENGTH, TARGETS), rel=TOLERANCE)
 
 
-def test_a_count_that_forgets_the_gate_would_be_noticed() -> None:
+def test_control_a_count_without_the_gate_is_detected() -> None:
     """Negative control of the table above: Llama read as a model without a gate is far off."""
     model = build("llama, grouped heads")
     config = {**model.config.to_dict(), "model_type": "starcoder2"}
@@ -201,13 +201,13 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
 
 def masked_pairs(length: int, window: int) -> int:
     """Pairs of positions that a causal mask with a window leaves."""
-    place = torch.arange(length)
-    distance = place[:, None] - place[None, :]
+    positions = torch.arange(length)
+    distance = positions[:, None] - positions[None, :]
     return int(((distance >= 0) & (distance < window)).sum())
 
 
 @pytest.mark.parametrize("window", [None, 16, 4096])
-def test_half_of_causal_attention(window: int | None) -> None:
+def test_causal_attention_counts_half(window: int | None) -> None:
     length = 512
     config = {**DECODER, "model_type": "mistral", "sliding_window": window}
     rule = FlopRule(None, read_transformer(config), "")
@@ -221,7 +221,7 @@ def test_half_of_causal_attention(window: int | None) -> None:
     assert half == pytest.approx(attention * masked_pairs(length, window or length), rel=0.04)
 
 
-def test_windows_of_some_layers() -> None:
+def test_attention_windows_of_some_layers() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = {**DECODER, "model_type": "gemma2", "sliding_window": 8, "layer_types": kinds}
     model = read_transformer(config)

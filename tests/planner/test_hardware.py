@@ -82,13 +82,13 @@ def test_the_table_is_plausible() -> None:
             assert device.bf16 == pytest.approx(2 * device.tf32, rel=0.03), name
 
 
-def test_the_environment_goes_before_the_table() -> None:
-    told = {"DS_TRAINER_PEAK_TFLOPS": "123.5"}
-    assert peak_flops("cpu", "fp32", told) == 123.5e12
-    assert peak_flops("NVIDIA H200", "bf16", told) == 123.5e12
+def test_the_environment_overrides_the_table() -> None:
+    override = {"DS_TRAINER_PEAK_TFLOPS": "123.5"}
+    assert peak_flops("cpu", "fp32", override) == 123.5e12
+    assert peak_flops("NVIDIA H200", "bf16", override) == 123.5e12
 
 
 @pytest.mark.parametrize("value", ["", "fast", "0", "-3", "nan", "inf", "989TF"])
-def test_a_wrong_peak_is_refused(value: str) -> None:
+def test_a_wrong_peak_is_rejected(value: str) -> None:
     with pytest.raises(ConfigError, match=f"DS_TRAINER_PEAK_TFLOPS='{value}'.*not a positive number"):
         peak_flops("NVIDIA H200", "bf16", {"DS_TRAINER_PEAK_TFLOPS": value})

@@ -12,7 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.layouts import fitting_sizes, head_shares, layout_problems, misfits
+from ds_trainer.planner.layouts import layout_conflicts, layout_problems, query_heads_per_rank, supported_sizes
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.utils.errors import ConfigError
 
@@ -34,61 +34,63 @@ def llama(heads: int = 4, kv_heads: int = 2, length: int = 64) -> ModelShape:
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
-def test_shares_are_whole_groups_of_heads_and_lose_none(kv_heads: int, group: int, tp: int) -> None:
+def test_query_heads_are_partitioned_in_complete_groups(kv_heads: int, group: int, tp: int) -> None:
     transformer = llama(kv_heads * group, kv_heads).transformer
     assert transformer is not None
-    shares = head_shares(transformer.stacks[0], tp)
-    assert len(shares) == tp and sum(shares) == kv_heads * group
-    assert all(share % group == 0 for share in shares)
-    assert max(shares) - min(shares) <= group
+    partitions = query_heads_per_rank(transformer.stacks[0], tp)
+    assert len(partitions) == tp and sum(partitions) == kv_heads * group
+    assert all(heads % group == 0 for heads in partitions)
+    assert max(partitions) - min(partitions) <= group
 
 
 def test_tensor_parallelism_alone_fits_any_heads() -> None:
     """AutoTP deals whole heads out unevenly, and the numbers stay exact (tests/training/evaluation/test_layouts.py)."""
-    assert misfits(llama(3, 3), ParallelLayout(2, tp=2)) == []
-    assert misfits(llama(4, 1), ParallelLayout(4, tp=4)) == []
-    assert misfits(llama(4, 1), ParallelLayout(4, tp=2, sp=2)) == []  # 4 and 0: who has none exchanges none
+    assert layout_conflicts(llama(3, 3), ParallelLayout(2, tp=2)) == []
+    assert layout_conflicts(llama(4, 1), ParallelLayout(4, tp=4)) == []
+    assert layout_conflicts(llama(4, 1), ParallelLayout(4, tp=2, sp=2)) == []  # 4 and 0: who has none exchanges none
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "says"),
+    ("shape", "layout", "message"),
     [
         (
             llama(4, 2),
             ParallelLayout(8, sp=8),
             "dp 1 x cp 1 x sp 8 x tp 1 = 8 ranks: 4 query heads cannot be divided among 8 sequence-parallel ranks. "
-            "Nearest sizes that this model fits into on 8 ranks: sequence 4 or sequence 2 or data parallelism alone.",
+            "Nearest sizes that this model supports on 8 ranks: sequence 4 or sequence 2 or data parallelism alone.",
         ),
         (
             llama(6, 3),
             ParallelLayout(8, tp=2, sp=4),
             "6 query heads (3 key heads) give the tensor-parallel ranks 4 and 2, which cannot be divided among 4 "
-            "sequence-parallel ranks. Nearest sizes that this model fits into on 8 ranks: tensor 2 x sequence 2 or ",
+            "sequence-parallel ranks. Nearest sizes that this model supports on 8 ranks: tensor 2 x sequence 2 or ",
         ),
         (
             llama(3, 3),
             ParallelLayout(4, tp=2, sp=2),
             "3 query heads (3 key heads) give the tensor-parallel ranks 2 and 1, which cannot be divided among 2 "
-            "sequence-parallel ranks. Nearest sizes that this model fits into on 4 ranks: ",
+            "sequence-parallel ranks. Nearest sizes that this model supports on 4 ranks: ",
         ),
         (
             llama(4, 2, length=12),
             ParallelLayout(8, cp=8),
-            "sequences of at most 12 tokens are shorter than the 16 pieces that context 8 x sequence 1 cut them into. "
-            "Nearest sizes that this model fits into on 8 ranks: context 4 or context 2 or data parallelism alone.",
+            "sequences of at most 12 tokens are too short for the 16 chunks of context 8 x sequence 1. "
+            "Nearest sizes that this model supports on 8 ranks: context 4 or context 2 or data parallelism alone.",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_does(shape: ModelShape, layout: ParallelLayout, says: str) -> None:
+def test_sizes_that_do_not_fit_are_rejected_with_sizes_that_do(
+    shape: ModelShape, layout: ParallelLayout, message: str
+) -> None:
     (problem,) = layout_problems(shape, layout)
-    assert says in problem
+    assert message in problem
 
 
 def test_both_reasons_are_named_at_once() -> None:
     assert len(layout_problems(llama(4, 2, length=12), ParallelLayout(8, sp=8))) == 2
 
 
-def test_an_encoder_decoder_is_asked_about_both_halves() -> None:
+def test_both_stacks_of_an_encoder_decoder_are_checked() -> None:
     bart = {
         "model_type": "bart",
         "d_model": 24,
@@ -99,7 +101,7 @@ def test_an_encoder_decoder_is_asked_about_both_halves() -> None:
         "encoder_ffn_dim": 48,
         "decoder_ffn_dim": 48,
     }
-    found = misfits(ModelShape.from_config(bart), ParallelLayout(4, sp=4))
+    found = layout_conflicts(ModelShape.from_config(bart), ParallelLayout(4, sp=4))
     assert found == ["6 query heads cannot be divided among 4 sequence-parallel ranks"]
 
 
@@ -107,22 +109,22 @@ small = st.integers(1, 4)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(4, 80), small, small, small, small)
-def test_what_is_suggested_fits(kv: int, group: int, length: int, dp: int, tp: int, cp: int, sp: int) -> None:
+def test_suggested_sizes_fit(kv: int, group: int, length: int, dp: int, tp: int, cp: int, sp: int) -> None:
     shape, layout = llama(kv * group, kv, length), ParallelLayout(dp * tp * cp * sp, tp, cp, sp)
-    suggested = fitting_sizes(shape, layout)
-    assert all(not misfits(shape, ParallelLayout(layout.world_size, *sizes)) for sizes in suggested)
-    assert bool(layout_problems(shape, layout)) == bool(misfits(shape, layout))
-    if misfits(shape, layout):
+    suggested = supported_sizes(shape, layout)
+    assert all(not layout_conflicts(shape, ParallelLayout(layout.world_size, *sizes)) for sizes in suggested)
+    assert bool(layout_problems(shape, layout)) == bool(layout_conflicts(shape, layout))
+    if layout_conflicts(shape, layout):
         assert suggested  # data parallelism alone always fits
 
 
-def test_nothing_is_refused_where_nothing_is_known() -> None:
-    assert misfits(ModelShape(), ParallelLayout(16, 2, 2, 4)) == []
+def test_unknown_models_are_accepted() -> None:
+    assert layout_conflicts(ModelShape(), ParallelLayout(16, 2, 2, 4)) == []
     shape = llama(4, 2)
-    assert misfits(replace(shape, transformer=None, max_length=None), ParallelLayout(64, sp=64)) == []
+    assert layout_conflicts(replace(shape, transformer=None, max_length=None), ParallelLayout(64, sp=64)) == []
 
 
-def test_the_compiler_refuses_before_anything_starts() -> None:
+def test_the_compiler_rejects_bad_sizes_before_anything_starts() -> None:
     def compiled(sp: int) -> CompiledConfig:
         args = TrainingArguments("out", sequence_parallel_size=sp)
         return compile_config(args, ParallelLayout.of(args, 8), llama())

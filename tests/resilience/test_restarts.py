@@ -1,6 +1,6 @@
-"""``torchrun --max-restarts`` brings killed ranks back in place, and the run ends as if nobody had been killed.
+"""``torchrun --max-restarts`` restarts killed ranks, and the run ends as if none had been killed.
 
-Weights, optimizer states, random states and the whole log are compared bit for bit with the run that nobody disturbs.
+Weights, optimizer states, random states and the whole log are compared bit for bit with an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import Manifest
 from tests.support.restarts import Outcome, Plan, Run
 
 PATIENCE = 25.0  # torchrun kills after 30 seconds who does not end; on a busy machine
 
 
-def check(outcome: Outcome, whole: Outcome, plan: Plan) -> None:
+def check(outcome: Outcome, uninterrupted: Outcome, plan: Plan) -> None:
     assert outcome.code == 0, outcome.output
-    assert len(outcome.stories) == 2
-    assert outcome.stories == whole.stories
+    assert len(outcome.records) == 2
+    assert outcome.records == uninterrupted.records
     assert (outcome.orphans, outcome.shared_memory, outcome.hidden) == ([], [], [])
     assert len(outcome.kills) == plan.kills
     for kill in outcome.kills:
@@ -35,25 +35,25 @@ def check(outcome: Outcome, whole: Outcome, plan: Plan) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [True, False])
-def test_killed_ranks_are_back_in_place(in_background: bool, tmp_path: Path) -> None:
+def test_killed_ranks_are_restarted(in_background: bool, tmp_path: Path) -> None:
     plan = Plan(
         kills=2, steps=120, interval=10, in_background=in_background, in_start_up=0.0, standalone=True, limit=400.0
     )
-    outcome = Run(tmp_path / "killed", plan).go()
-    whole = Run(tmp_path / "whole", replace(plan, kills=0)).go()
+    outcome = Run(tmp_path / "killed", plan).run()
+    uninterrupted = Run(tmp_path / "whole", replace(plan, kills=0)).run()
     assert all(kill.at == "step" and kill.back > 0 for kill in outcome.kills)
-    check(outcome, whole, plan)
+    check(outcome, uninterrupted, plan)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("in_background", [True, False])
-def test_fifty_kills(in_background: bool, tmp_path: Path) -> None:
+def test_a_run_survives_fifty_kills(in_background: bool, tmp_path: Path) -> None:
     plan = Plan(kills=50, steps=2000, interval=20, in_background=in_background, seed=1)
-    whole = Run(tmp_path / "whole", replace(plan, kills=0)).go()
-    check(Run(tmp_path / "killed", plan).go(), whole, plan)
+    uninterrupted = Run(tmp_path / "whole", replace(plan, kills=0)).run()
+    check(Run(tmp_path / "killed", plan).run(), uninterrupted, plan)
 
 
-def test_a_run_that_is_stopped_is_not_started_again(tmp_path: Path) -> None:
+def test_a_stopped_run_is_not_restarted(tmp_path: Path) -> None:
     """torchrun takes every exit code but 0 for a crash."""
     run = Run(tmp_path, Plan(kills=0, steps=100_000, interval=1000, limit=300.0))
     try:
@@ -68,6 +68,6 @@ def test_a_run_that_is_stopped_is_not_started_again(tmp_path: Path) -> None:
     (checkpoint,) = list_checkpoints(tmp_path / "out")
     step = Manifest.read(checkpoint).step
     assert 0 < step < 100_000
-    assert [([one.attempt for one in begun], last) for begun, last in run.diaries()] == [([0], step)] * 2
+    assert [([one.attempt for one in starts], last) for starts, last in run.progress()] == [([0], step)] * 2
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
     assert not (tmp_path / "out" / "STOP").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from ds_trainer import TrainerCallback
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.utils import distributed
 from tests.support.pool import RankFailure, pool
 from tests.support.resuming import make
@@ -37,11 +37,11 @@ def killed(output_dir: str) -> None:
     trainer.train()
 
 
-def test_who_waits_for_a_save_of_a_killed_rank_ends(tmp_path: Path) -> None:
+def test_ranks_waiting_for_a_save_end_when_a_rank_is_killed(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         pool(2).run(killed, str(tmp_path), timeout=90)
-    said = str(failure.value)
-    assert "no answer" not in said
-    assert "rank 1: EOFError" in said
-    assert "settle" in said.split("rank 1:")[0], "rank 0 was waiting for the save"
+    message = str(failure.value)
+    assert "no answer" not in message
+    assert "rank 1: EOFError" in message
+    assert "flight.save.wait" in message.split("rank 1:")[0], "rank 0 was waiting for the save"
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]

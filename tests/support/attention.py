@@ -1,4 +1,4 @@
-"""Attention by its definition: the oracle of everything that computes it in pieces."""
+"""Attention by its definition: the oracle of everything that computes it in blocks."""
 
 from __future__ import annotations
 

@@ -39,5 +39,5 @@ def distances(found: Trajectory, wanted: Trajectory) -> dict[str, float]:
 
 def assert_equal(found: Trajectory, wanted: Trajectory, tolerance: float = 1e-5) -> None:
     """Everything agrees to ``tolerance``, relative."""
-    far = {name: value for name, value in distances(found, wanted).items() if not value <= tolerance}
-    assert not far, f"differences above {tolerance}: {far}"
+    too_large = {name: value for name, value in distances(found, wanted).items() if not value <= tolerance}
+    assert not too_large, f"differences above {tolerance}: {too_large}"

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.monitor.health.finite import TrainingDiverged
+from ds_trainer.monitor.health.divergence import TrainingDiverged
 from tests.support.models import VOCABULARY
-from tests.support.resuming import StopAt, Story, told, watched
+from tests.support.resuming import RunRecord, StopAt, record_batches, run_record
 
 MARK = VOCABULARY - 1
 """The token that springs the trap; no other row has it."""
@@ -47,25 +47,25 @@ class _HarmlessGradient(torch.autograd.Function):
         return gradients[0], None
 
 
-class Trapped(LlamaForCausalLM):
+class FailingLlama(LlamaForCausalLM):
     """A tiny Llama whose loss goes wrong, in the way ``config.trap``, where :data:`MARK` is among the tokens."""
 
     def forward(self, input_ids: torch.Tensor, **more: Any) -> Any:
         output = super().forward(input_ids=input_ids, **more)
-        sprung = (input_ids == MARK).any()
+        marked = (input_ids == MARK).any()
         if output.loss is None:
             return output
         trap = self.config.trap
         if trap == "gradient":
-            output.loss = _RuinedGradient.apply(output.loss, sprung)
+            output.loss = _RuinedGradient.apply(output.loss, marked)
         elif trap == "loss alone":
-            output.loss = _HarmlessGradient.apply(output.loss, sprung)
+            output.loss = _HarmlessGradient.apply(output.loss, marked)
         else:
-            output.loss = output.loss * torch.where(sprung, float(trap), 1.0).to(output.loss.dtype)
+            output.loss = output.loss * torch.where(marked, float(trap), 1.0).to(output.loss.dtype)
         return output
 
 
-def trapped(trap: str, seed: int = 0) -> Trapped:
+def failing_llama(trap: str, seed: int = 0) -> FailingLlama:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -80,7 +80,7 @@ def trapped(trap: str, seed: int = 0) -> Trapped:
     )
     config.trap = trap
     torch.manual_seed(seed)
-    return Trapped(config)
+    return FailingLlama(config)
 
 
 class Rows(Dataset[Any]):
@@ -128,26 +128,26 @@ def make(
     )
     args = TrainingArguments(output_dir, **{**values, **arguments})
     stops = [] if stop_at is None else [StopAt(stop_at)]
-    return Trainer(trapped(trap), args, train_dataset=data, callbacks=[*callbacks, *stops])
+    return Trainer(failing_llama(trap), args, train_dataset=data, callbacks=[*callbacks, *stops])
 
 
 def run(
     output_dir: str, data: Rows, trap: str = "nan", unguarded: bool = False, resume: Any = None, **more: Any
-) -> tuple[Story, dict[str, Any]]:
+) -> tuple[RunRecord, dict[str, Any]]:
     """Train on this rank; what came of it, and what the guard counted."""
     torch.manual_seed(0)
     random.seed(0)
     trainer = make(output_dir, data, trap, **more)
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     with ExitStack() as stack:
         if unguarded:
-            stack.enter_context(nobody_looks())
+            stack.enter_context(without_overflow_checks())
         trainer.train(resume_from_checkpoint=resume)
-    counted = {"history": trainer.state.log_history, **trainer.guard.incidents.to_json()}
-    return told(trainer, batches), counted
+    counted = {"history": trainer.state.log_history, **trainer.checkpointer.guard.incidents.to_json()}
+    return run_record(trainer, batches), counted
 
 
-def ends(output_dir: str, data: Rows, trap: str = "nan", resume: Any = None, **more: Any) -> str:
+def divergence_error(output_dir: str, data: Rows, trap: str = "nan", resume: Any = None, **more: Any) -> str:
     """The error with which a training on this rank ends; its weights are finite and those before the step."""
     trainer = make(output_dir, data, trap, **more)
     try:
@@ -159,8 +159,8 @@ def ends(output_dir: str, data: Rows, trap: str = "nan", resume: Any = None, **m
     raise AssertionError("it did not end")
 
 
-def nobody_looks() -> ExitStack:
-    """Inside, neither this package nor DeepSpeed looks at what a gradient is: the negative control."""
+def without_overflow_checks() -> ExitStack:
+    """Inside, neither this package nor DeepSpeed checks gradients: the negative control."""
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.fp16 import unfused_optimizer
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -196,5 +196,5 @@ def run_in_fp16(output_dir: str, data: Rows, trap: str = "nan", scale_power: int
         trainer = make(output_dir, data, trap, fp16=True, deepspeed=file, **more)
         trainer.train()
         scale = float(trainer.engine.deepspeed.optimizer.loss_scale)
-    counted = {"history": trainer.state.log_history, **trainer.guard.incidents.to_json()}
-    return told(trainer, []), counted, scale
+    counted = {"history": trainer.state.log_history, **trainer.checkpointer.guard.incidents.to_json()}
+    return run_record(trainer, []), counted, scale

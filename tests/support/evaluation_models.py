@@ -114,7 +114,7 @@ def rows(samples: int = SAMPLES, labels: str = "tokens") -> list[Row]:
             row["labels"] = [token for token in reversed(ids)][: 1 + length // 2]
         else:
             wanted = ids if labels == "tokens" else [token % 3 for token in ids]
-            row["labels"] = [-100 if place == index % 3 else label for place, label in enumerate(wanted)]
+            row["labels"] = [-100 if position == index % 3 else label for position, label in enumerate(wanted)]
         found.append(row)
     return found
 

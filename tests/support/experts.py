@@ -103,7 +103,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def share(model: nn.Module, rows: dict[str, torch.Tensor], items: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
+def micro_batch_loss(
+    model: nn.Module, rows: dict[str, torch.Tensor], items: torch.Tensor, parts: Sequence[Any]
+) -> torch.Tensor:
     """What one micro-batch adds to the loss of a step of ``items`` targets.
 
     Args:
@@ -118,17 +120,17 @@ def share(model: nn.Module, rows: dict[str, torch.Tensor], items: torch.Tensor, 
     value = total / items
     count, length = targets.shape
     coefficient = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", 0.0)
-    for part in parts:
-        own = targets[:, part].ne(-100).sum()
-        if own == 0:
+    for positions in parts:
+        item_count = targets[:, positions].ne(-100).sum()
+        if item_count == 0:
             continue
-        if len(part) == length:
+        if len(positions) == length:
             term = outputs.aux_loss
         else:
-            logits = tuple(gate.view(count, length, -1)[:, part].flatten(0, 1) for gate in outputs.router_logits)
-            mask = rows["attention_mask"][:, part]
+            logits = tuple(gate.view(count, length, -1)[:, positions].flatten(0, 1) for gate in outputs.router_logits)
+            mask = rows["attention_mask"][:, positions]
             term = load_balancing_loss_func(logits, model.num_experts, model.num_experts_per_tok, mask)
-        value = value + coefficient * term * own / items
+        value = value + coefficient * term * item_count / items
     return value
 
 
@@ -143,21 +145,21 @@ def step_loss(
     Args:
         batch: the global batch.
         sizes: the samples of each micro-batch, given those of the global batch.
-        parts: see :func:`share`; default: sequences are whole.
+        parts: see :func:`micro_batch_loss`; default: sequences are not sharded.
     """
     items = batch["labels"][:, 1:].ne(-100).sum()
     samples, length = batch["labels"].shape
     value, begin = torch.zeros(()), 0
     for size in sizes(samples):
         rows = {key: tensor[begin : begin + size] for key, tensor in batch.items()}
-        value = value + share(model, rows, items, [list(range(length))] if parts is None else parts)
+        value = value + micro_batch_loss(model, rows, items, [list(range(length))] if parts is None else parts)
         begin += size
     assert begin == samples
     return value
 
 
 class OwnExperts(PlainLanguageModel):
-    """A model of one's own that divides its loss by the count and adds a term of its hidden states.
+    """A custom model that divides its loss by the count and adds a term of its hidden states.
 
     Args:
         shows: the term is among the outputs, under the name that transformers gives it.

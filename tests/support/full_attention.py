@@ -42,9 +42,9 @@ def packed(batch: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.
     starts = torch.rand(batch, tokens, generator=generator) < 3 / tokens
     starts[:, 0] = False
     documents = starts.long().cumsum(-1)
-    places = torch.arange(tokens).expand(batch, -1)
-    first = torch.where(starts, places, 0).cummax(-1).values
-    return documents, places - first
+    positions = torch.arange(tokens).expand(batch, -1)
+    first = torch.where(starts, positions, 0).cummax(-1).values
+    return documents, positions - first
 
 
 def padded(batch: int, tokens: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ gets a group of its own, as on GPUs.
 What ``torch.cuda.set_sync_debug_mode`` warns of on a GPU is the model for this list.
 
 Every record names the line of code that asked: the innermost one outside of torch and of this file, with all that
-called it, so that what DeepSpeed or a model does can be told from what this package does.
+called it, so that what DeepSpeed or a model does can be distinguished from what this package does.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class HostSync:
     stack: tuple[str, ...]
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """File and function that asked."""
         return self.stack[0].split(":")[0] + " " + self.stack[0].split(" ")[1] if self.stack else "?"
 
     @property
     def origin(self) -> str:
         """Top folder of who asked: ``ds_trainer``, ``deepspeed``, ``transformers``, ``tests``."""
-        return self.place.split("/")[0]
+        return self.location.split("/")[0]
 
     def passes(self, name: str) -> bool:
         """Whether a function ``name`` is on the way."""
@@ -281,8 +281,8 @@ class _Calls(TorchFunctionMode):
             device.note("cpu()" if function is torch.Tensor.cpu else "to the host")
         with device.quiet():  # memory of its own, as on a GPU
             result = function(*args, **kwargs)
-            shares = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
-            return device.take(result.clone() if shares else result)
+            shares_memory = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+            return device.take(result.clone() if shares_memory else result)
 
 
 class _Operations(TorchDispatchMode):
@@ -298,24 +298,24 @@ class _Operations(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if function.namespace == "c10d":
             return self._collective(function, name, there, args, kwargs)
-        goes_there = there
+        to_device = there
         if name == "_to_copy":
             # Away from the device only _Calls knows of: to the C++ of torch, which names the device of a change of type
             # too (autograd does in every one), it is "cpu".
-            goes_there = there or _asked_device(kwargs) == DEVICE
-            if goes_there != there and not kwargs.get("non_blocking", False):
+            to_device = there or _asked_device(kwargs) == DEVICE
+            if to_device != there and not kwargs.get("non_blocking", False):
                 device.note("copy to the device")
         elif name == "copy_":
             target, source = device.holds(args[0]), device.holds(args[1])
             if target != source and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
                 device.note("copy to the device" if target else "copy to the host")
-            goes_there = target
+            to_device = target
         elif _asked_device(kwargs) is not None:
-            goes_there = _asked_device(kwargs) == DEVICE
+            to_device = _asked_device(kwargs) == DEVICE
         elif there and _reads_values(function, name, args):
             device.note("item" if name == "_local_scalar_dense" else name)
         result = function(*args, **kwargs)
-        if goes_there:
+        if to_device:
             device.put(*(leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)))
         return result
 
@@ -334,7 +334,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _reads_values(function: Any, name: str, args: Any) -> bool:
-    """Whether the host must know values to go on."""
+    """Whether the host must know values to continue."""
     if name in ("index", "index_put", "index_put_"):
         masks = [one for one in args[1] if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8)]
         fills = name != "index" and args[2].dim() == 0  # becomes masked_fill
@@ -387,5 +387,5 @@ def _short(path: str) -> str:
 
 
 def counted(records: list[HostSync]) -> Counter[tuple[str, str]]:
-    """How often which kind at which place."""
-    return Counter((record.kind, record.place) for record in records)
+    """How often each kind occurs at each location."""
+    return Counter((record.kind, record.location) for record in records)

@@ -1,6 +1,6 @@
 """A stand-in of the Hugging Face Hub's API on this machine, for the real client of huggingface_hub.
 
-It keeps repositories, branches, files and commits in memory, knows tokens, and can be told to fail, or to hold requests
+It keeps repositories, branches, files and commits in memory, knows tokens, and can be set to fail, or to hold requests
 until a test lets them go. Only what a push and a download need is there; anything else is answered with 404.
 Storage is that of Git LFS: :func:`pointed_at` switches the Xet protocol off.
 """
@@ -84,8 +84,8 @@ class HubServer:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for _, _, go in self._held:
-            go.set()
+        for _, _, release in self._held:
+            release.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -95,9 +95,9 @@ class HubServer:
 
     def hold(self, path: str) -> tuple[threading.Event, threading.Event]:
         """Hold the next request whose ``METHOD /path`` contains ``path``: (it has arrived, set this to let it go)."""
-        arrived, go = threading.Event(), threading.Event()
-        self._held.append((path, arrived, go))
-        return arrived, go
+        arrived, release = threading.Event(), threading.Event()
+        self._held.append((path, arrived, release))
+        return arrived, release
 
     def files(self, repository: str, branch: str = "main") -> dict[str, bytes]:
         """Path to content; without the file that every repository begins with."""
@@ -189,20 +189,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.requests.append(request)
             self.hub.bodies.append(f"{self.path}\n{kept}\n".encode() + body)
         self.hub.wait_where_held(request)
-        status, answer, headers = 200, {}, {}
+        status, response, headers = 200, {}, {}
         try:
             trouble = self.hub.trouble(request)
             if trouble is not None:
                 raise _Refusal(trouble, f"ordered {trouble}")
             with self.hub.lock:
-                answer = self._find(method, address.path)(body, parse_qs(address.query))
+                response = self._find(method, address.path)(body, parse_qs(address.query))
         except _Refusal as refusal:
-            status, answer = refusal.status, getattr(refusal, "answer", {"error": str(refusal)})
+            status, response = refusal.status, getattr(refusal, "answer", {"error": str(refusal)})
             headers = {"X-Error-Message": str(refusal), **({"X-Error-Code": refusal.code} if refusal.code else {})}
-        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        if isinstance(answer, bytes):
-            headers = {"ETag": f'"{_git_oid(answer)}"', "X-Repo-Commit": "0" * 40}
-        kind = "application/octet-stream" if isinstance(answer, bytes) else "application/json"
+        text = response if isinstance(response, bytes) else json.dumps(response).encode()
+        if isinstance(response, bytes):
+            headers = {"ETag": f'"{_git_oid(response)}"', "X-Repo-Commit": "0" * 40}
+        kind = "application/octet-stream" if isinstance(response, bytes) else "application/json"
         self.send_response(status)
         for name, value in {**headers, "Content-Type": kind, "Content-Length": str(len(text))}.items():
             self.send_header(name, value)
@@ -235,30 +235,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     # -- what the Hub does ---------------------------------------------------------------------------------------------
 
-    def go(self, body: bytes, query: Any) -> Any:
+    def release_all(self, body: bytes, query: Any) -> Any:
         """For a test in another process: let all requests go that are held."""
-        for _, _, go in self.hub._held:
-            go.set()
+        for _, _, release in self.hub._held:
+            release.set()
         return {}
 
-    def who(self, body: bytes, query: Any) -> Any:
+    def whoami(self, body: bytes, query: Any) -> Any:
         self._writer()
         return {"name": USER, "type": "user", "orgs": [{"name": ORGANIZATION}]}
 
     def create(self, body: bytes, query: Any) -> Any:
         self._writer()
-        asked = json.loads(body)
-        owner = asked.get("organization") or USER
+        requested = json.loads(body)
+        owner = requested.get("organization") or USER
         if owner not in (USER, ORGANIZATION):
             raise _Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}.")
-        name = f"{owner}/{asked['name']}"
-        answer = {"url": f"{self.hub.url}/{name}", "name": name}
+        name = f"{owner}/{requested['name']}"
+        response = {"url": f"{self.hub.url}/{name}", "name": name}
         if name in self.hub.repositories:
             refusal = _Refusal(409, "You already created this model repo")
-            refusal.answer = answer  # type: ignore[attr-defined]
+            refusal.answer = response  # type: ignore[attr-defined]
             raise refusal
-        self.hub.repositories[name] = Repository(asked.get("visibility") == "private")
-        return answer
+        self.hub.repositories[name] = Repository(requested.get("visibility") == "private")
+        return response
 
     def branch(self, body: bytes, query: Any, repository: str, branch: str) -> Any:
         self._writer()
@@ -287,23 +287,23 @@ class _Handler(BaseHTTPRequestHandler):
     def preupload(self, body: bytes, query: Any, repository: str, branch: str) -> Any:
         self._writer()
         present = self._branch(repository, branch)
-        answer = []
-        for asked in json.loads(body)["files"]:
-            mode = "lfs" if asked["size"] > _LFS_ABOVE else "regular"
-            data = present.get(asked["path"])
+        response = []
+        for requested in json.loads(body)["files"]:
+            mode = "lfs" if requested["size"] > _LFS_ABOVE else "regular"
+            data = present.get(requested["path"])
             oid = None if data is None else (hashlib.sha256(data).hexdigest() if mode == "lfs" else _git_oid(data))
-            answer.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        return {"files": answer}
+            response.append({"path": requested["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return {"files": response}
 
     def batch(self, body: bytes, query: Any, repository: str) -> Any:
         self._writer()
-        answer = []
-        for asked in json.loads(body)["objects"]:
-            entry = {"oid": asked["oid"], "size": asked["size"]}
-            if asked["oid"] not in self.hub.objects:
-                entry["actions"] = {"upload": {"href": f"{self.hub.url}/storage/{asked['oid']}", "header": {}}}
-            answer.append(entry)
-        return {"transfer": "basic", "objects": answer}
+        response = []
+        for requested in json.loads(body)["objects"]:
+            entry = {"oid": requested["oid"], "size": requested["size"]}
+            if requested["oid"] not in self.hub.objects:
+                entry["actions"] = {"upload": {"href": f"{self.hub.url}/storage/{requested['oid']}", "header": {}}}
+            response.append(entry)
+        return {"transfer": "basic", "objects": response}
 
     def store(self, body: bytes, query: Any, oid: str) -> Any:
         if hashlib.sha256(body).hexdigest() != oid:
@@ -348,8 +348,8 @@ def _git_oid(data: bytes) -> str:
 
 _REPOSITORY = "([^/]+/[^/]+)"
 _ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    ("GET", "/test/go", _Handler.go),
-    ("GET", "/api/whoami-v2", _Handler.who),
+    ("GET", "/test/go", _Handler.release_all),
+    ("GET", "/api/whoami-v2", _Handler.whoami),
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", "/api/validate-yaml", _Handler.validate),
     ("POST", f"/api/models/{_REPOSITORY}/branch/(.+)", _Handler.branch),

@@ -159,7 +159,7 @@ def state_of_its_own(world: int, stage: int, **values: Any) -> dict[str, Any]:
 
         fresh.load_state_dict(load_file(f"{trainer.args.output_dir}/model.safetensors"))
         fresh.keras_model.save(f"{trainer.args.output_dir}/whole.keras")
-    again = fresh.eval()(inputs=x)["logits"].detach() if distributed.rank() == 0 else still[0]
+    restored = fresh.eval()(inputs=x)["logits"].detach() if distributed.rank() == 0 else still[0]
     found = {
         "dropout": float((once - other).abs().max()),
         "still": float((still[0] - still[1]).abs().max()),
@@ -169,7 +169,7 @@ def state_of_its_own(world: int, stage: int, **values: Any) -> dict[str, Any]:
         "compute": trainer.model.keras_model.get_layer("head").compute_dtype,
         "logits": str(trainer.run_model(x, y, training=False)[1].dtype),
         "mask of rank": float(once.double().sum()),
-        "reloaded": float((again - still[0]).abs().max()),
+        "reloaded": float((restored - still[0]).abs().max()),
     }
     trainer.engine.close()
     return found

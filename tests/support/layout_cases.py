@@ -63,7 +63,7 @@ def all_cases() -> Iterator[Case]:
 def pairwise_cases() -> list[Case]:
     """Every layout at least once, and every two values that can meet at least once (axis sizes count one by one).
 
-    Chosen greedily; small worlds fill up what the first round over all layouts leaves.
+    Chosen greedily; small worlds cover what the first pass over all layouts leaves.
     """
     choice = random.Random(0)
     everything = list(all_cases())

@@ -1,4 +1,4 @@
-"""Models and data for every layout: heads that eight ranks can share, sequences that have to be padded to be cut.
+"""Models and data for every layout: heads that eight ranks can share, sequences that have to be padded to be sharded.
 
 The oracle never sees a packed or padded batch of ours: it gets the documents, each as a row of its own.
 """
@@ -38,7 +38,7 @@ def grouped_query(seed: int = 0) -> nn.Module:
 
 
 def tied(seed: int = 0) -> nn.Module:
-    """A Qwen 3: embedding and head are one weight, queries and keys are normalised head by head."""
+    """A Qwen 3: embedding and head are one weight, queries and keys are normalized head by head."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -106,8 +106,8 @@ class PlainAttention(nn.Module):
         position_ids: torch.Tensor | None = None,
         shift_labels: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        x = self.tokens(input_ids) + self.positions(places)
+        positions = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        x = self.tokens(input_ids) + self.positions(positions)
         for block in self.blocks:
             x = block(x, attention_mask, position_ids)
         logits = self.head(self.norm(x))
@@ -150,14 +150,14 @@ class Padded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Packed(Padded):
-    """Rows of 20 tokens with one to four documents in each, told apart by positions that begin anew."""
+    """Rows of 20 tokens with one to four documents in each, separated by positions that restart."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.documents = []
         for _ in range(samples):
-            cuts = torch.randint(2, 19, (int(torch.randint(0, 4, (), generator=generator)),), generator=generator)
-            edges = [0, *sorted(set(cuts.tolist())), 20]
+            boundaries = torch.randint(2, 19, (int(torch.randint(0, 4, (), generator=generator)),), generator=generator)
+            edges = [0, *sorted(set(boundaries.tolist())), 20]
             self.documents.append([_document(b - a, generator) for a, b in pairwise(edges)])
 
     def __getitem__(self, index: int) -> Row:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.loading.weight_source import attach_weights
-from ds_trainer.parallel.places import Place, copy_common
+from ds_trainer.engine.loading.weight_source import attach_weight_source
+from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 
 
 class CountingSource:
@@ -26,13 +26,13 @@ class CountingSource:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def fill(self, name: str, place: Place, target: torch.Tensor) -> None:
-        whole = self.tensors[name].detach()
-        assert tuple(whole.shape) == place.shape, (name, whole.shape, place)
-        assert target.shape == (len(place),)
-        assert len(place)
-        flat = whole.contiguous().view(-1).roll(self._shift)
-        self.asked[name] += copy_common(target, place, flat, Place.whole(place.shape))
+    def fill(self, name: str, shard_slice: ShardSlice, target: torch.Tensor) -> None:
+        full = self.tensors[name].detach()
+        assert tuple(full.shape) == shard_slice.shape, (name, full.shape, shard_slice)
+        assert target.shape == (len(shard_slice),)
+        assert len(shard_slice)
+        flat = full.contiguous().view(-1).roll(self._shift)
+        self.asked[name] += copy_common(target, shard_slice, flat, ShardSlice.whole(shard_slice.shape))
 
 
 def on_meta(model: nn.Module, shift: int = 0) -> nn.Module:
@@ -52,7 +52,7 @@ def on_meta(model: nn.Module, shift: int = 0) -> nn.Module:
     for name, buffer in model.named_buffers():
         if name in buffers:
             buffer.zero_()
-    attach_weights(model, CountingSource({**parameters, **buffers}, shift))
+    attach_weight_source(model, CountingSource({**parameters, **buffers}, shift))
     return model
 
 
@@ -60,9 +60,9 @@ def under_zero_init(make: Callable[[], nn.Module], **settings: Any) -> nn.Module
     """A model made under ``deepspeed.zero.Init``, as scripts for plain DeepSpeed make it."""
     import deepspeed
 
-    whole = make()
+    model = make()
     with deepspeed.zero.Init(module=nn.Module(), config_dict_or_path={"train_micro_batch_size_per_gpu": 1, **settings}):
         pass
     return deepspeed.zero.Init(  # type: ignore[no-any-return]
-        module=whole, config_dict_or_path={"train_micro_batch_size_per_gpu": 1, **settings}, dtype=torch.float32
+        module=model, config_dict_or_path={"train_micro_batch_size_per_gpu": 1, **settings}, dtype=torch.float32
     ).module

@@ -1,4 +1,4 @@
-"""Peak host memory of a piece of work, as the kernel counts it."""
+"""Peak host memory of a function, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def peak_of(job: Callable[[], object]) -> int:
     """By how many bytes this process grew at most while ``job`` ran."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would be used again unseen
-    _RESET.write_text("5")  # the peak begins anew
+    _RESET.write_text("5")  # the peak is reset
     before = resident("VmRSS")
     job()
     return resident("VmHWM") - before

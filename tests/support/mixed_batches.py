@@ -181,8 +181,8 @@ class Experts:
         self.of = of
 
     def __call__(self, row: Row, index: int, generator: torch.Generator) -> None:
-        own = self.of[index % len(self.of)]
-        row["experts"] = torch.tensor([own[place % len(own)] for place in range(LENGTH)])
+        experts = self.of[index % len(self.of)]
+        row["experts"] = torch.tensor([experts[position % len(experts)] for position in range(LENGTH)])
 
 
 def collate(rows: Sequence[Row]) -> Row:

@@ -34,7 +34,7 @@ def config_of(stage: int, world: int, tp: int = 1, **more: Any) -> dict[str, Any
 
 
 class TensorRanks:
-    """DeepSpeed's own arithmetic of batches forgets tensor parallelism unless it is told."""
+    """DeepSpeed's own arithmetic of batches ignores tensor parallelism without an ``mpu``."""
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
@@ -58,9 +58,9 @@ def make_engine(
     """A DeepSpeed engine over a tiny Llama."""
     import deepspeed
 
-    from ds_trainer.engine.parallelism import forget_layout
+    from ds_trainer.engine.topology import reset_deepspeed_groups
 
-    forget_layout()  # of the engine before in this process
+    reset_deepspeed_groups()  # of the engine before in this process
     world = torch.distributed.get_world_size()
     model = tiny_llama(tied=tied)
     for name, parameter in model.named_parameters():
@@ -85,23 +85,23 @@ def train(engine: Any, first: int, last: int, tp: int = 1) -> list[float]:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
         rows = [data[index] for index in order[place * GLOBAL_BATCH : (place + 1) * GLOBAL_BATCH]]
         targets = sum(int((row["labels"][1:] != -100).sum()) for row in rows)
-        share = len(rows) // world
-        batch = stack(rows[rank * share : (rank + 1) * share])
+        rows_per_rank = len(rows) // world
+        batch = stack(rows[rank * rows_per_rank : (rank + 1) * rows_per_rank])
         logits = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
         loss = loss / targets
         engine.backward(loss * world)  # DeepSpeed averages over the ranks
         engine.step()
-        whole = loss.detach().clone()
-        torch.distributed.all_reduce(whole)
-        losses.append(float(whole) / tp)
+        global_loss = loss.detach().clone()
+        torch.distributed.all_reduce(global_loss)
+        losses.append(float(global_loss) / tp)
     return losses
 
 
 def train_and_save(
     directory: str, stage: int, tp: int = 1, at: int = 3, until: int = 6, more: Any = None
 ) -> list[float]:
-    """Train ``at`` steps, save, go on; returns the losses of the steps after the save."""
+    """Train ``at`` steps, save, continue; returns the losses of the steps after the save."""
     engine = make_engine(stage, tp, **(more or {}))
     train(engine, 0, at, tp)
     engine.save_checkpoint(directory)
@@ -111,7 +111,7 @@ def train_and_save(
 
 
 def load_universal_and_train(directory: str, stage: int, tp: int = 1, at: int = 3, until: int = 6) -> list[float]:
-    """Go on from a checkpoint in DeepSpeed's universal form; returns the losses of the steps."""
+    """Resume from a universal checkpoint of DeepSpeed; returns the losses of the steps."""
     engine = make_engine(stage, tp, checkpoint={"load_universal": True})
     path, _ = engine.load_checkpoint(directory)
     assert path is not None

@@ -49,18 +49,18 @@ class WorkerPool:
     """``world_size`` processes that form one process group and wait for work."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = multiprocessing.get_context(os.environ.get("DS_TRAINER_TEST_START", "forkserver"))
+        multiprocessing.set_forkserver_preload(_PRELOADED)
         self.world_size = world_size
         port = free_port()
         self._pipes: list[Connection] = []
         self._workers = []
         for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            worker = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            parent_end, child_end = context.Pipe()
+            worker = context.Process(target=_serve, args=(child_end, rank, world_size, port), daemon=True)
             worker.start()
-            theirs.close()
-            self._pipes.append(mine)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._workers.append(worker)
 
     @property
@@ -120,11 +120,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
 
     import torch
 
-    from ds_trainer.callbacks import records
+    from ds_trainer.callbacks import metrics_recorder
     from ds_trainer.engine.process_group import start_process_group, stop_process_group
 
     # The picture of a run of a few steps takes as long as the run; those that are looked at are drawn elsewhere.
-    records.plot_losses = lambda *arguments: False
+    metrics_recorder.plot_losses = lambda *arguments: False
     torch.set_num_threads(1)
     start_process_group("cpu")
     while True:

@@ -34,7 +34,7 @@ class Tagger(nn.Module):
 
 
 class Many(nn.Module):
-    """Nested outputs of several dtypes and ranks, and one that nobody wants."""
+    """Nested outputs of several dtypes and ranks, and one that is ignored."""
 
     main_input_name = "x"
 

@@ -12,7 +12,7 @@ _PROGRAM = """
 import json, sys
 from transformers import Trainer, TrainingArguments
 from tests.support.models import tiny_llama
-from tests.support.reference import padded, sentences
+from tests.support.reference import padded, token_rows
 output_dir, runs, results = sys.argv[1], json.loads(sys.argv[2]), {}
 for name, values in runs.items():
     mask = values.pop("mask", True)
@@ -21,7 +21,7 @@ for name, values in runs.items():
         pad_token_id = tokenizer
         def save_pretrained(self, *args, **kwargs): pass
     args = TrainingArguments(output_dir, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **values)
-    trainer = Trainer(tiny_llama(), args, train_dataset=sentences(mask), data_collator=padded,
+    trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(mask), data_collator=padded,
                       processing_class=None if tokenizer is None else Padding())
     output = trainer.train()
     results[name] = {"logs": trainer.state.log_history, "metrics": output.metrics,
@@ -30,7 +30,7 @@ print("RESULTS" + json.dumps(results))
 """
 
 
-def sentences(mask: bool = True) -> list[dict[str, Any]]:
+def token_rows(mask: bool = True) -> list[dict[str, Any]]:
     """37 samples of 3 to 12 tokens, none of them padding."""
     import torch
 
@@ -56,8 +56,8 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def train_with_transformers(output_dir: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Train once for each of ``runs``: arguments, ``mask`` (whether samples have one), ``padding`` (a token number)."""
     command = [sys.executable, "-c", _PROGRAM, str(output_dir), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS"))
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    line = next(line for line in completed.stdout.splitlines() if line.startswith("RESULTS"))
     results: dict[str, Any] = json.loads(line.removeprefix("RESULTS"))
     return results

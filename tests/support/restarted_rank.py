@@ -14,11 +14,11 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from tests.support.models import Regression, regression_rows
-from tests.support.resuming import told
+from tests.support.resuming import run_record
 
 
-class Diary(TrainerCallback):
-    """A line a step, which is kept whatever happens to the process."""
+class ProgressLog(TrainerCallback):
+    """Writes a line per step that survives the death of the process."""
 
     def __init__(self, path: Path) -> None:
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -31,8 +31,8 @@ class Diary(TrainerCallback):
         self.note("step", state.global_step)
         time.sleep(0.01)
 
-    def note(self, word: str, step: int) -> None:
-        os.write(self.file, f"{word} {self.attempt} {step} {time.time()}\n".encode())
+    def note(self, event: str, step: int) -> None:
+        os.write(self.file, f"{event} {self.attempt} {step} {time.time()}\n".encode())
 
 
 def work(directory: Path, steps: int, interval: int, in_background: bool) -> None:
@@ -54,10 +54,12 @@ def work(directory: Path, steps: int, interval: int, in_background: bool) -> Non
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(model, args, train_dataset=regression_rows(37), callbacks=[Diary(directory / f"diary-{rank}")])
+    trainer = Trainer(
+        model, args, train_dataset=regression_rows(37), callbacks=[ProgressLog(directory / f"diary-{rank}")]
+    )
     trainer.train()
-    story = told(trainer, [])
-    (directory / f"story-{rank}.json").write_text(json.dumps(asdict(story)))
+    record = run_record(trainer, [])
+    (directory / f"story-{rank}.json").write_text(json.dumps(asdict(record)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m tests.support.restarts --kills 50 --out benchmarks/results/restarts.json
 
-All of it is looked at from outside: processes by a mark in their environment, so that nobody can slip away; steps by
+All of it is looked at from outside: processes by a mark in their environment, so that none is missed; steps by
 files to which every rank adds a line at each of them.
 """
 
@@ -43,7 +43,7 @@ class Plan:
         kills: how often a rank is killed.
         steps: of the whole run.
         interval: steps between two checkpoints.
-        in_background: whether training goes on while a checkpoint is written.
+        in_background: whether training continues while a checkpoint is written.
         in_start_up: share of the kills that hit a rank before its first step.
         standalone: rendezvous on a port that torchrun chooses (c10d) instead of a given ``--master-port``.
         seed: of who is killed when.
@@ -60,8 +60,8 @@ class Plan:
     limit: float = 3600.0
 
 
-class Beginning(NamedTuple):
-    """A rank has begun to train: in which attempt of the launcher, after which step, at what time."""
+class AttemptStart(NamedTuple):
+    """The start of training on a rank: the attempt of the launcher, the step, the time."""
 
     attempt: int
     step: int
@@ -104,7 +104,7 @@ class Outcome:
         orphans: processes that were left.
         shared_memory: files that ranks had in ``/dev/shm`` and that are still there.
         hidden: what is left of unfinished work in the output directory.
-        stories: of the ranks; of the last attempt.
+        records: of the ranks; of the last attempt.
         output: of all processes, its end.
     """
 
@@ -114,7 +114,7 @@ class Outcome:
     orphans: list[str]
     shared_memory: list[str]
     hidden: list[str]
-    stories: list[dict[str, Any]]
+    records: list[dict[str, Any]]
     output: str
 
 
@@ -139,19 +139,19 @@ class Run:
         self.shared: set[str] = set()
         self.began = time.monotonic()
         plan = self.plan
-        place = ["--standalone"] if plan.standalone else ["--master-port", str(free_port())]
+        rendezvous = ["--standalone"] if plan.standalone else ["--master-port", str(free_port())]
         restarts = ["--max-restarts", str(plan.kills + 3)]
         module = ["-m", "tests.support.restarted_rank", str(self.directory), "--steps", str(plan.steps)]
         module += ["--interval", str(plan.interval), *([] if plan.in_background else ["--waiting"])]
         torchrun = str(Path(sys.executable).parent / "torchrun")
         launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
         kept = {name: value for name, value in os.environ.items() if name not in launcher}
-        own = {MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_TRAINER_AUTO_RESUME": "1"}
+        variables = {MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_TRAINER_AUTO_RESUME": "1"}
         self.log = self.directory / "output.txt"
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
-                [torchrun, *place, "--nproc-per-node", "2", *restarts, *module],
-                env={**kept, **own},
+                [torchrun, *rendezvous, "--nproc-per-node", "2", *restarts, *module],
+                env={**kept, **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -186,23 +186,23 @@ class Run:
             pass
         return found
 
-    def diaries(self) -> list[tuple[list[Beginning], int]]:
+    def progress(self) -> list[tuple[list[AttemptStart], int]]:
         """Of each rank: its beginnings, and the last step that it did since."""
         found = []
         for rank in range(2):
             path = self.directory / f"diary-{rank}"
-            beginnings, last = [], 0
+            starts, last = [], 0
             for line in path.read_text().splitlines() if path.exists() else []:
-                word, attempt, step, when = line.split()
+                event, attempt, step, when = line.split()
                 last = int(step)
-                if word == "begin":
-                    beginnings.append(Beginning(int(attempt), int(step), float(when)))
-            found.append((beginnings, last))
+                if event == "begin":
+                    starts.append(AttemptStart(int(attempt), int(step), float(when)))
+            found.append((starts, last))
         return found
 
     def last_step(self) -> int:
         """The last step that any rank has done in the present attempt."""
-        return max(last for _, last in self.diaries())
+        return max(last for _, last in self.progress())
 
     def kept(self) -> int:
         """The step of the newest checkpoint."""
@@ -230,7 +230,7 @@ class Run:
 
     def training(self, attempt: int) -> bool:
         """Whether both ranks have done a step in an attempt."""
-        return all(b and b[-1].attempt == attempt and last > b[-1].step for b, last in self.diaries())
+        return all(b and b[-1].attempt == attempt and last > b[-1].step for b, last in self.progress())
 
     def kill(self, chance: random.Random, index: int, in_start_up: bool) -> Kill:
         """Kill a rank at a random moment, and wait until the other one has ended."""
@@ -245,16 +245,16 @@ class Run:
             time.sleep(chance.uniform(0.0, 0.25))
         ranks = self.ranks()
         rank = chance.randrange(2)
-        trained = [bool(b) and b[-1].attempt == index for b, _ in self.diaries()]
+        trained = [bool(b) and b[-1].attempt == index for b, _ in self.progress()]
         kept = self.kept()
         ranks[rank].send_signal(signal.SIGKILL)
-        began = time.monotonic()
+        started = time.monotonic()
         self.wait_for(lambda: not any(one.is_running() and one.status() != "zombie" for one in ranks.values()), "ends")
-        survivors = time.monotonic() - began
+        survivors = time.monotonic() - started
         return Kill(rank, "step" if any(trained) else "start-up", self.last_step(), kept, survivors)
 
-    def go(self) -> Outcome:
-        """The whole story: as many kills as planned, and then to the end."""
+    def run(self) -> Outcome:
+        """Run with the planned number of kills, and then to the end."""
         plan, chance = self.plan, random.Random(self.plan.seed)
         kills: list[Kill] = []
         moments: list[float] = []
@@ -277,9 +277,9 @@ class Run:
             subprocess.TimeoutExpired: it took too long.
         """
         try:
-            left = max(1.0, self.plan.limit - (time.monotonic() - self.began))
-            threading.Thread(target=self._look_on, daemon=True).start()
-            code = self.process.wait(timeout=left)
+            remaining = max(1.0, self.plan.limit - (time.monotonic() - self.began))
+            threading.Thread(target=self._watch_shared_memory, daemon=True).start()
+            code = self.process.wait(timeout=remaining)
             seconds = time.monotonic() - self.began
             deadline = time.monotonic() + 5.0
             while (left_over := self.marked()) and time.monotonic() < deadline:
@@ -288,7 +288,7 @@ class Run:
         finally:
             self.end_all()
         self._settle(kills, moments)
-        stories = [json.loads(path.read_text()) for path in sorted(self.directory.glob("story-*.json"))]
+        records = [json.loads(path.read_text()) for path in sorted(self.directory.glob("story-*.json"))]
         return Outcome(
             code,
             seconds,
@@ -296,28 +296,28 @@ class Run:
             orphans,
             sorted(name for name in self.shared if os.path.exists(name)),
             sorted(path.name for path in (self.directory / "out").glob(".*")),
-            stories,
+            records,
             self.tail(),
         )
 
     def end_all(self) -> None:
-        """Nobody is left."""
+        """Kill all remaining processes."""
         for one in self.marked():
             one.kill()
         self.process.wait()
 
-    def _look_on(self) -> None:
+    def _watch_shared_memory(self) -> None:
         while self.process.poll() is None:
             self.ranks()  # for what they have in shared memory
             time.sleep(1.0)
 
     def _settle(self, kills: list[Kill], moments: list[float]) -> None:
         """What was lost by each kill, and how long it took to be back; from the diaries, when all is over."""
-        diaries = self.diaries()
+        progress = self.progress()
         step = 0  # done before the kill, as far as it was not lost already
         for index, (kill, moment) in enumerate(zip(kills, moments, strict=True)):
             step = max(step, kill.step) if kill.at == "start-up" else kill.step
-            after = [[b for b in beginnings if b.attempt == index + 1] for beginnings, _ in diaries]
+            after = [[b for b in starts if b.attempt == index + 1] for starts, _ in progress]
             if all(after):
                 kill.resumed = after[0][0].step
                 kill.back = max(one[0].time for one in after) - moment
@@ -362,9 +362,9 @@ def main() -> int:
     plan = Plan(options.kills, options.steps, options.interval, not options.waiting, seed=options.seed)
     plan = Plan(**{**asdict(plan), "standalone": options.standalone, "limit": options.limit})
     with tempfile.TemporaryDirectory() as folder:
-        whole = Run(Path(folder) / "whole", Plan(**{**asdict(plan), "kills": 0})).go()
-        outcome = Run(Path(folder) / "killed", plan).go()
-    same = outcome.stories == whole.stories and len(whole.stories) == 2
+        uninterrupted = Run(Path(folder) / "whole", Plan(**{**asdict(plan), "kills": 0})).run()
+        outcome = Run(Path(folder) / "killed", plan).run()
+    same = outcome.records == uninterrupted.records and len(uninterrupted.records) == 2
     found = {**digest(outcome), "bit for bit the same": same}
     print(json.dumps(found, indent=2))
     if options.out:

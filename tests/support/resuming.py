@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on, and everything of them that must come out as if they had not been stopped."""
+"""Runs that are stopped and resumed, and the results that must equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SAMPLES = 37
 
 
 @dataclass
-class Story:
-    """What a rank saw and had.
+class RunRecord:
+    """What one rank saw in a run, and its final state.
 
     Attributes:
         batches: tokens of every micro-batch that reached the model.
@@ -94,7 +94,7 @@ class AugmentedStream(Stream):
 
 
 class StatefulStream(Stream):
-    """Knows its place and can go there."""
+    """Has a position that can be saved and restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,10 +102,10 @@ class StatefulStream(Stream):
 
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(len(self.rows), generator=self.generator).tolist()
-        for place in range(self._next, len(order)):
+        for index in range(self._next, len(order)):
             self.read += 1
-            self._next = place + 1
-            yield self.rows[order[place]]
+            self._next = index + 1
+            yield self.rows[order[index]]
         self._next = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def make(
     return trainer_class(model, args, train_dataset=dataset, callbacks=[*(callbacks or []), *stops], **options)
 
 
-def watched(trainer: Trainer) -> list[list[int]]:
+def record_batches(trainer: Trainer) -> list[list[int]]:
     """A list that fills with the tokens of every micro-batch."""
     batches: list[list[int]] = []
 
@@ -173,28 +173,28 @@ def watched(trainer: Trainer) -> list[list[int]]:
     return batches
 
 
-def digest_of(piece: Any) -> str:
-    return digest(piece.tensor.detach().contiguous().view(torch.uint8).numpy())
+def digest_of(shard: Any) -> str:
+    return digest(shard.tensor.detach().contiguous().view(torch.uint8).numpy())
 
 
-def told(trainer: Trainer, batches: list[list[int]]) -> Story:
-    """The story of a run that has ended; closes its engine."""
-    from ds_trainer.engine.state.pieces import read_pieces
+def run_record(trainer: Trainer, batches: list[list[int]]) -> RunRecord:
+    """The record of a run that has ended; closes its engine."""
+    from ds_trainer.engine.state.state_shards import read_state_shards
 
     state: dict[str, str] = {}
-    for pieces in read_pieces(trainer.engine):
-        for piece in pieces.tensors:
-            state[f"{piece.name}/{piece.kind}"] = digest_of(piece)
-        for name, scalars in pieces.scalars.items():
+    for shards in read_state_shards(trainer.engine):
+        for shard in shards.tensors:
+            state[f"{shard.name}/{shard.kind}"] = digest_of(shard)
+        for name, scalars in shards.scalars.items():
             state[f"{name}/scalars"] = str(sorted((key, float(value)) for key, value in scalars.items()))
     logs = [
         (entry["loss"], entry["grad_norm"], entry["learning_rate"])
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    story = Story(batches, logs, state, random_digest(), trainer.state.global_step, trainer.state.epoch)
+    record = RunRecord(batches, logs, state, random_digest(), trainer.state.global_step, trainer.state.epoch)
     trainer.engine.close()
-    return story
+    return record
 
 
 def digest(data: Any) -> str:
@@ -208,19 +208,19 @@ def random_digest() -> str:
     return digest(repr((state["python"], name, keys.tolist(), rest, state["torch"].tolist())).encode())
 
 
-def run(output_dir: str, resume: str | bool | None = None, **more: Any) -> Story:
+def run(output_dir: str, resume: str | bool | None = None, **more: Any) -> RunRecord:
     """Train on this rank; what came of it."""
     trainer = make(output_dir, **more)
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     trainer.train(resume_from_checkpoint=resume)
-    return told(trainer, batches)
+    return run_record(trainer, batches)
 
 
-def differences(found: Story, wanted: Story, trained: int | None = None) -> list[str]:
+def differences(found: RunRecord, wanted: RunRecord, trained: int | None = None) -> list[str]:
     """What is not bit for bit the same in a run that went on and one that was never stopped."""
     names = ("logs", "state", "random", "step", "epoch")
     different = [name for name in names if getattr(found, name) != getattr(wanted, name)]
-    # Before the first step of a run whose sequences are cut, its first batch goes through the model in other forms too.
+    # Before the first step of a run with sharded sequences, its first batch goes through the model in other forms too.
     had = found.batches if trained is None else found.batches[len(found.batches) - trained :]
     if (not had and trained != 0) or had != wanted.batches[len(wanted.batches) - len(had) :]:
         different.append("batches")

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_trainer.parallel import attention_blocks, context
-from ds_trainer.parallel.context import ring_attention
+from ds_trainer.parallel import attention_blocks
+from ds_trainer.parallel import ring_attention as ring
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.parallel.ring_attention import ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from tests.support.attention import allowed_pairs, dense_attention
 from tests.support.pool import pool
@@ -68,8 +69,8 @@ class Case:
 
 def replica_of(layout: ParallelLayout, rank: int) -> int:
     """A number alike on the ranks of one ring and different on others."""
-    place = layout.coordinates(rank)
-    return layout.rank_at(place.dp, 0, place.sp, place.tp)
+    coordinates = layout.coordinates(rank)
+    return layout.rank_at(coordinates.dp, 0, coordinates.sp, coordinates.tp)
 
 
 def run_cases(cases: list[Case]) -> list[list[np.ndarray[Any, Any]]]:
@@ -79,11 +80,11 @@ def run_cases(cases: list[Case]) -> list[list[np.ndarray[Any, Any]]]:
 
 def run_case(case: Case) -> list[np.ndarray[Any, Any]]:
     groups, plan = parallel_groups(case.layout), case.plan()
-    cp_rank, replica = groups.place.cp, replica_of(case.layout, torch.distributed.get_rank())
-    own = plan.context_positions(cp_rank)
+    cp_rank, replica = groups.coordinates.cp, replica_of(case.layout, torch.distributed.get_rank())
+    positions = plan.context_positions(cp_rank)
     if case.fault == "plain order":
-        own = torch.arange(plan.length).chunk(case.layout.cp)[cp_rank]
-    query, key, value, grad_out = (tensor[:, :, own] for tensor in case.tensors(replica))
+        positions = torch.arange(plan.length).chunk(case.layout.cp)[cp_rank]
+    query, key, value, grad_out = (tensor[:, :, positions] for tensor in case.tensors(replica))
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     with mock.patch.object(attention_blocks, "MASK_ELEMENTS", case.mask_elements), FAULTS[case.fault]():
         out = ring_attention(
@@ -115,7 +116,7 @@ def errors(
     return worst
 
 
-def far(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+def failing_cases(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     """The cases that differ from the definition."""
     of_ranks = pool(cases[0].layout.world_size).run(run_cases, cases)
     found = []
@@ -142,36 +143,36 @@ def merge_by_mean() -> Iterator[None]:
         merged[:, :, rows] = torch.where(met, (merged[:, :, rows] + out) / 2, out)
         merged_lse[:, :, rows] = torch.logaddexp(merged_lse[:, :, rows], lse)
 
-    with mock.patch.object(context._Merged, "add", add):
+    with mock.patch.object(ring._MergedOutput, "add", add):
         yield
 
 
 @contextmanager
 def gradients_stay() -> Iterator[None]:
-    passed_on = context._Ring.pass_on
+    passed_on = ring._Ring.pass_on
 
     def pass_on(self: Any, buffer: Tensor, tag: int) -> Any:
         transfer = passed_on(self, buffer, tag)
-        if tag == context._GRADIENTS:
+        if tag == ring._GRADIENTS:
             transfer.wait()
-            return context._Transfer(buffer, buffer, [])
+            return ring._Transfer(buffer, buffer, [])
         return transfer
 
-    with mock.patch.object(context._Ring, "pass_on", pass_on):
+    with mock.patch.object(ring._Ring, "pass_on", pass_on):
         yield
 
 
 @contextmanager
 def sums_in_16_bits() -> Iterator[None]:
-    total, accumulators = context._Sum.total, context._Merged._accumulators
+    total, accumulators = ring._GradientSum.total, ring._MergedOutput._accumulators
 
     def rounded(self: Any) -> tuple[Tensor, Tensor]:
         out, lse = accumulators(self)
         return out.copy_(out.bfloat16()), lse
 
     with (
-        mock.patch.object(context._Sum, "total", lambda self: total(self).bfloat16().float()),
-        mock.patch.object(context._Merged, "_accumulators", rounded),
+        mock.patch.object(ring._GradientSum, "total", lambda self: total(self).bfloat16().float()),
+        mock.patch.object(ring._MergedOutput, "_accumulators", rounded),
     ):
         yield
 

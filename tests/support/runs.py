@@ -18,7 +18,7 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
         return {name: p.detach().cpu().float().clone() for name, p in parameters}
 
 
-def trajectory_of(trainer: Trainer) -> Trajectory:
+def compatibility_of(trainer: Trainer) -> Trajectory:
     """What the trainer logged, and its weights."""
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Trajectory(
@@ -51,6 +51,6 @@ def train_and_report(
     options = {} if collator is None else {"data_collator": collator}
     trainer = trainer_class(make_model(), args, train_dataset=make_data(), **options)
     trainer.train()
-    report = trajectory_of(trainer)
+    report = compatibility_of(trainer)
     trainer.engine.close()
     return report

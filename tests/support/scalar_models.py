@@ -116,5 +116,5 @@ def collate_pairs(rows: list[Row]) -> dict[str, Any]:
 def contrastive_loss(micro_batch: int, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Mean over micro-batches: a contrastive loss compares the pairs of one with each other."""
     tensors = {key: value.split(micro_batch) for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    parts = [dict(zip(tensors, values, strict=True)) for values in zip(*tensors.values(), strict=True)]
-    return torch.stack([model(**part, return_loss=True).loss for part in parts]).mean()
+    micro_batches = [dict(zip(tensors, values, strict=True)) for values in zip(*tensors.values(), strict=True)]
+    return torch.stack([model(**part, return_loss=True).loss for part in micro_batches]).mean()

@@ -65,14 +65,14 @@ def trained(folder: str, world: int, shuffled: bool) -> dict[str, Any]:
 
 
 def resumed(folder: str, stop: int) -> dict[str, Any]:
-    whole = trainer_of(f"{folder}/whole", 1, pipeline())
-    whole.train()
+    uninterrupted = trainer_of(f"{folder}/whole", 1, pipeline())
+    uninterrupted.train()
     values = {"save_strategy": "steps", "save_steps": stop}
     first = trainer_of(f"{folder}/cut{stop}", 1, pipeline(), max_steps=stop, **values)
     first.train()
     second = trainer_of(f"{folder}/cut{stop}", 1, pipeline(), **values)
     second.train(resume_from_checkpoint=True)
-    return {"whole": losses_of(whole), "resumed": losses_of(second)}
+    return {"whole": losses_of(uninterrupted), "resumed": losses_of(second)}
 
 
 def in_a_plain_loop() -> dict[str, Any]:

@@ -121,10 +121,10 @@ def text_metrics(found: Any) -> dict[str, float]:
     tokens = np.where(found.predictions == -100, PAD, found.predictions)
     labels = np.where(found.label_ids == -100, PAD, found.label_ids)
 
-    def words(row: Any) -> list[int]:
+    def decoded(row: Any) -> list[int]:
         return [int(token) for token in row if token != PAD]
 
-    rows = list(zip(map(words, tokens), map(words, labels), strict=True))
+    rows = list(zip(map(decoded, tokens), map(decoded, labels), strict=True))
     return {
         "exact": float(np.mean([a == b for a, b in rows])),
         "words": float(np.mean([len(a) for a, _ in rows])),

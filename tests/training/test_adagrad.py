@@ -14,7 +14,7 @@ from tests.support.loading import on_meta
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import pool
-from tests.support.runs import trajectory_of
+from tests.support.runs import compatibility_of
 
 make_data = partial(RaggedTokens, 64)
 RATE = 1e-2
@@ -36,20 +36,20 @@ def run(output_dir: Path, model: Any, checkpoint: str | None = None, **changes: 
     )
     job = Trainer(model, TrainingArguments(str(output_dir), **{**values, **changes}), train_dataset=make_data())
     job.train(resume_from_checkpoint=checkpoint)
-    found = trajectory_of(job)
+    found = compatibility_of(job)
     job.engine.close()
     return found
 
 
 def at_every_stage(output_dir: Path) -> list[tuple[Trajectory, Trajectory, Trajectory]]:
-    """On a rank: a whole run, one of a model on meta, and one that goes on in the middle."""
+    """On a rank: a full run, one of a model on the meta device, and one that resumes in the middle."""
     found = []
     for stage in (0, 1, 2, 3):
-        place = output_dir / str(stage)
-        whole = run(place, tiny_llama(), zero_stage=stage, save_strategy="steps", save_steps=2)
-        meta = run(place / "meta", on_meta(tiny_llama()), zero_stage=stage)
-        resumed = run(place, tiny_llama(seed=1), str(place / "checkpoint-2"), zero_stage=stage)
-        found.append((whole, meta, resumed))
+        directory = output_dir / str(stage)
+        uninterrupted = run(directory, tiny_llama(), zero_stage=stage, save_strategy="steps", save_steps=2)
+        meta = run(directory / "meta", on_meta(tiny_llama()), zero_stage=stage)
+        resumed = run(directory, tiny_llama(seed=1), str(directory / "checkpoint-2"), zero_stage=stage)
+        found.append((uninterrupted, meta, resumed))
     return found
 
 
@@ -57,13 +57,13 @@ def plain(model: torch.nn.Module, groups: list[dict[str, Any]]) -> torch.optim.O
     return torch.optim.Adagrad(groups, lr=RATE, lr_decay=0.1)
 
 
-def test_every_stage_gives_the_numbers_of_one_process(tmp_path: Path) -> None:
+def test_every_stage_trains_like_one_process(tmp_path: Path) -> None:
     wanted = train_plainly(tiny_llama(), make_data(), optimizer=plain, learning_rate=RATE)
     for rank in pool(2).run(at_every_stage, tmp_path, timeout=600):
-        for whole, meta, resumed in rank:
-            assert_equal(whole, wanted, 2e-5)
+        for uninterrupted, meta, resumed in rank:
+            assert_equal(uninterrupted, wanted, 2e-5)
             assert_equal(meta, wanted, 2e-5)
-            assert resumed.losses == whole.losses
+            assert resumed.losses == uninterrupted.losses
             assert [
-                name for name, weight in whole.weights.items() if not torch.equal(weight, resumed.weights[name])
+                name for name, weight in uninterrupted.weights.items() if not torch.equal(weight, resumed.weights[name])
             ] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from functools import partial
@@ -14,10 +15,9 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.state import ExportableState
-from ds_trainer.training.process import configure_process
-from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.startup.process_setup import configure_process
 from ds_trainer.training.train_loop import TrainLoop
-from ds_trainer.training.window_losses import WindowLosses
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.pool import pool
@@ -125,11 +125,11 @@ def cache_while_training(output_dir: Path, use_cache: bool) -> bool:
     model = tiny_llama()
     seen: list[bool] = []
 
-    class Look(TrainerCallback):
+    class Probe(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(model.config.use_cache)
 
-    job = Trainer(model, arguments(output_dir, use_cache=use_cache), train_dataset=RaggedTokens(8), callbacks=[Look()])
+    job = Trainer(model, arguments(output_dir, use_cache=use_cache), train_dataset=RaggedTokens(8), callbacks=[Probe()])
     job.train()
     job.engine.close()
     assert model.config.use_cache is True
@@ -145,9 +145,9 @@ def save_weights_only(output_dir: Path) -> str:
     job = trainer(output_dir, save_strategy="steps", save_steps=2, save_only_model=True)
     job.train()
     job.engine.close()
-    again = trainer(output_dir, save_strategy="no", max_steps=4)
+    second = trainer(output_dir, save_strategy="no", max_steps=4)
     with pytest.raises(ConfigError) as error:
-        again.train(resume_from_checkpoint=True)
+        second.train(resume_from_checkpoint=True)
     return str(error.value)
 
 
@@ -174,7 +174,7 @@ class Recorder(Regression):
 
 def samples_seen(output_dir: Path, resume: bool = False, **changes: Any) -> list[torch.Tensor]:
     model = Recorder()
-    args = arguments(output_dir, allow_changed=["max_steps"], **changes)
+    args = arguments(output_dir, allow_changed_on_resume=["max_steps"], **changes)
     job = Trainer(model, args, train_dataset=regression_rows(16))
     job.train(resume_from_checkpoint=resume or None)
     job.engine.close()
@@ -222,14 +222,14 @@ def test_torch_empty_cache_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The allocator's cache is emptied every so many steps on a GPU, and never on a CPU."""
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    job = trainer(tmp_path, torch_empty_cache_steps=3)
-    job._join_ranks()
-    job._build(1)
-    loop = TrainLoop(job, RunPlan.of(job.args, 4), [])
+    made: list[TrainLoop] = []
+    monkeypatch.setattr(TrainLoop, "run", lambda self: made.append(self))
+    trainer(tmp_path, torch_empty_cache_steps=3).train()
+    (loop,) = made
     for step in range(1, 10):
         loop._empty_cache(step)
     assert calls == []
-    job.device = OnGpu()  # type: ignore[assignment]
+    loop._run = dataclasses.replace(loop._run, device=OnGpu())  # type: ignore[arg-type]
     for step in range(1, 10):
         loop._empty_cache(step)
     assert len(calls) == 3
@@ -239,11 +239,9 @@ def test_torch_empty_cache_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def close_window(filtered: bool) -> tuple[float, int]:
-    window = WindowLosses(torch.device("cpu"), filtered)
+    window = LossWindow(torch.device("cpu"), filtered)
     for loss in (1.0, float("nan"), 3.0):
-        window.add(torch.tensor(loss / 2))
-        window.add(torch.tensor(loss / 2))
-        window.end_step()
+        window.add_step([torch.tensor(loss / 2), torch.tensor(loss / 2)])
     return window.close()
 
 
@@ -251,20 +249,19 @@ def test_logging_nan_inf_filter(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("ds_trainer").propagate = True
     with caplog.at_level(logging.WARNING, "ds_trainer"):
         assert close_window(filtered=True) == (2.0, 2)
-    assert "1 of 3 steps had a loss that is not finite" in caplog.text
+    assert "1 of 3 steps had a non-finite loss" in caplog.text
     mean, counted = close_window(filtered=False)
     assert mean != mean and counted == 3
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all() -> None:
+def test_a_non_finite_step_on_one_rank_is_left_out_on_all() -> None:
     assert pool(2).run(nan_on_rank_one) == [(4.0, 1), (4.0, 1)]
 
 
 def nan_on_rank_one() -> tuple[float, int]:
-    window = WindowLosses(torch.device("cpu"), filtered=True)
-    for mine, theirs in ((1.0, float("inf")), (1.0, 3.0)):
-        window.add(torch.tensor(mine if torch.distributed.get_rank() == 0 else theirs))
-        window.end_step()
+    window = LossWindow(torch.device("cpu"), filtered=True)
+    for local, remote in ((1.0, float("inf")), (1.0, 3.0)):
+        window.add_step([torch.tensor(local if torch.distributed.get_rank() == 0 else remote)])
     return window.close()
 
 
@@ -278,7 +275,7 @@ def nan_run(output_dir: Path, **changes: Any) -> list[dict[str, float]]:
     return [entry for entry in job.state.log_history if "loss" in entry]
 
 
-def test_the_log_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_the_log_counts_the_steps_it_leaves_out(tmp_path: Path) -> None:
     ((entry,),) = pool(1).run(partial(nan_run, tmp_path))
     assert entry["steps_with_nonfinite_loss"] >= 1
     ((entry,),) = pool(1).run(partial(nan_run, tmp_path, logging_nan_inf_filter=False))
@@ -320,7 +317,7 @@ def test_tf32_determinism_log_level_and_seed() -> None:
     assert changed["draw"] != usual["draw"]
 
 
-def test_replicas_have_a_level_of_their_own() -> None:
+def test_replicas_have_their_own_log_level() -> None:
     levels = [state["level"] for state in pool(2).run(partial(observe, log_level="info", log_level_replica="error"))]
     assert levels == [logging.INFO, logging.ERROR]
 
@@ -362,7 +359,7 @@ def count_over_two_runs(output_dir: Path, restore: bool) -> tuple[int, int]:
     first.engine.close()
     counter = Counter(start=20)
     changes: dict[str, Any] = dict(
-        max_steps=4, allow_changed=["max_steps"], restore_callback_states_from_checkpoint=restore
+        max_steps=4, allow_changed_on_resume=["max_steps"], restore_callback_states_from_checkpoint=restore
     )
     second = trainer(output_dir, callbacks=[counter], **changes)
     second.train(resume_from_checkpoint=True)

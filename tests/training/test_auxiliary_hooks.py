@@ -1,4 +1,4 @@
-"""Auxiliary losses of models and losses of one's own: which are weighted by the Trainer, and which are noticed."""
+"""Auxiliary losses of models and custom losses: which are weighted by the Trainer, and which are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.models import tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import pool
 from tests.support.runs import train_and_report
-from tests.training.test_auxiliary_loss import FOUR, SGD, make_data, reference, run
+from tests.training.loop.test_auxiliary_loss import FOUR, SGD, make_data, reference, run
 
 
 def by_weighted_means(make_model: Any) -> Trajectory:
@@ -26,7 +26,7 @@ def by_weighted_means(make_model: Any) -> Trajectory:
 
 
 @pytest.mark.parametrize(("shows", "declared"), [(True, None), (False, True), (True, True)])
-def test_a_model_of_ones_own(shows: bool, declared: bool | None, tmp_path: Any) -> None:
+def test_a_custom_model_with_an_auxiliary_loss(shows: bool, declared: bool | None, tmp_path: Any) -> None:
     """It shows the term among its outputs, or says that there is one."""
     make_model = partial(OwnExperts, shows, declared)
     wanted = by_weighted_means(make_model)
@@ -35,7 +35,7 @@ def test_a_model_of_ones_own(shows: bool, declared: bool | None, tmp_path: Any) 
             assert_equal(found, wanted)
 
 
-def test_a_term_that_is_found_in_the_outputs_costs_no_random_numbers(tmp_path: Any) -> None:
+def test_finding_the_auxiliary_term_draws_no_random_numbers(tmp_path: Any) -> None:
     """The first micro-batch is computed twice, with the same dropout: bit for bit what a declared model gives."""
     found, declared = (
         run(tmp_path, 2, partial(OwnExperts, True, declaration, dropout=0.2), **FOUR)[0] for declaration in (None, True)
@@ -70,7 +70,7 @@ class OwnStep(Trainer):
 
 
 class WeighsByItself(Trainer):
-    """A loss of one's own that weighs the term with the micro-batch's items."""
+    """A custom loss that weights the term by the items of the micro-batch."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -85,7 +85,7 @@ class WeighsByItself(Trainer):
 
 
 @pytest.mark.parametrize("trainer_class", [CallsOurs, CallsOursWithoutTheCount, OwnStep, WeighsByItself])
-def test_hooks_of_a_subclass(trainer_class: type[Trainer], tmp_path: Any) -> None:
+def test_hooks_of_a_subclass_weight_the_auxiliary_term(trainer_class: type[Trainer], tmp_path: Any) -> None:
     for found in run(tmp_path, 2, trainer_class=trainer_class, **FOUR):
         assert_equal(found, reference("mixtral", 2))
 
@@ -106,39 +106,39 @@ def with_function(make_model: Any, output_dir: str, weighted: bool, **arguments:
     return train_and_report(make_model, make_data, output_dir, WithFunction, **arguments)
 
 
-def test_a_loss_function_weighs_the_term_by_itself(tmp_path: Any) -> None:
+def test_a_loss_function_may_weight_the_auxiliary_term(tmp_path: Any) -> None:
     for found in pool(2).run(partial(with_function, mixtral, str(tmp_path), True, **SGD, **FOUR)):
         assert_equal(found, reference("mixtral", 2))
 
 
 def warnings_of(job: Any) -> list[str]:
     """What ``job`` warns of on this rank."""
-    from ds_trainer.training import auxiliary_loss
+    from ds_trainer.training.loop import auxiliary_loss
 
-    heard: list[str] = []
+    warnings_seen: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings_seen.append(record.getMessage())  # type: ignore[method-assign]
     auxiliary_loss.logger.addHandler(handler)
     try:
         job()
     finally:
         auxiliary_loss.logger.removeHandler(handler)
-    return heard
+    return warnings_seen
 
 
 @pytest.mark.parametrize("undivided", [True, False])
-def test_a_term_that_nobody_weighs_is_noticed(undivided: bool, tmp_path: Any) -> None:
+def test_an_unweighted_auxiliary_term_is_reported(undivided: bool, tmp_path: Any) -> None:
     """By the derivative of the first micro-batch's loss by the count; of a loss without such a term nothing is said."""
     job = partial(with_function, mixtral, str(tmp_path), not undivided, max_steps=1, **SGD, **FOUR)
     hidden = partial(OwnExperts, False, None if undivided else True)
-    own = partial(train_and_report, hidden, make_data, str(tmp_path), max_steps=1, **SGD, **FOUR)
-    for case in (job, own):
-        for heard in pool(2).run(warnings_of, case):
-            assert bool(heard) is undivided, heard
-            assert all("does not depend on num_items_in_batch" in message for message in heard)
+    custom = partial(train_and_report, hidden, make_data, str(tmp_path), max_steps=1, **SGD, **FOUR)
+    for case in (job, custom):
+        for warnings_seen in pool(2).run(warnings_of, case):
+            assert bool(warnings_seen) is undivided, warnings_seen
+            assert all("does not depend on num_items_in_batch" in message for message in warnings_seen)
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
-def test_of_a_plain_model_nothing_is_said(precision: dict[str, bool], tmp_path: Any) -> None:
+def test_a_plain_model_causes_no_warning(precision: dict[str, bool], tmp_path: Any) -> None:
     job = partial(train_and_report, tiny_llama, make_data, str(tmp_path), max_steps=1, **SGD, **FOUR, **precision)
     assert pool(2).run(warnings_of, job) == [[], []]

@@ -1,16 +1,18 @@
-"""The best model comes back without a second whole copy of it in anybody's memory."""
+"""The best model is loaded without a second full copy in memory."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ds_trainer import Trainer
-from ds_trainer.checkpoint.pieces.file import PiecesFile
+from ds_trainer.checkpoint.shards.shard_file import ShardFile
+from ds_trainer.training.resume.checkpointer import Checkpointer
 from tests.support.memory import peak_of
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import WorkerPool
@@ -31,7 +33,7 @@ class Falling:
         return {"score": self.score}
 
 
-def held(trainer: Trainer) -> list[torch.Tensor]:
+def kept_tensors(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of what this rank holds of the weights."""
     return [getattr(p, "ds_tensor", p).detach().clone() for p in trainer.model.parameters()]
 
@@ -60,36 +62,37 @@ def train(output_dir: str, **changes: Any) -> tuple[float, bool, bool]:
         model, args, train_dataset=RaggedTokens(8), eval_dataset=RaggedTokens(2), compute_metrics=Falling()
     )
     weights: dict[int, list[torch.Tensor]] = {}
-    evaluate, keep_best, peaks = trainer.evaluate, trainer.keep_best, []
+    evaluate, keep_best, peaks = trainer.evaluate, Checkpointer.keep_best, []
 
     def note(*given: Any, **named: Any) -> Any:
-        weights[trainer.state.global_step] = held(trainer)
+        weights[trainer.state.global_step] = kept_tensors(trainer)
         return evaluate(*given, **named)
 
     trainer.evaluate = note  # type: ignore[method-assign]
-    trainer.keep_best = lambda: peaks.append(peak_of(keep_best))  # type: ignore[method-assign]
-    trainer.train()
-    end = held(trainer)
+    measured = lambda checkpointer: peaks.append(peak_of(lambda: keep_best(checkpointer)))  # noqa: E731
+    with mock.patch.object(Checkpointer, "keep_best", measured):
+        trainer.train()
+    end = kept_tensors(trainer)
     alike = [all(map(torch.equal, end, weights[step])) for step in (1, 2)]
     trainer.engine.close()
     return peaks[0] / size, alike[0], alike[1]
 
 
 def train_and_keep(output_dir: str) -> tuple[float, bool, bool]:
-    """The same, but every piece that is read stays in memory."""
-    kept, read = [], PiecesFile.tensor
+    """The same, but every shard that is read stays in memory."""
+    kept, read = [], ShardFile.tensor
 
-    def tensor(self: PiecesFile, key: str) -> torch.Tensor:
+    def tensor(self: ShardFile, key: str) -> torch.Tensor:
         kept.append(read(self, key).clone())
         return kept[-1]
 
-    PiecesFile.tensor = tensor  # type: ignore[method-assign]  # this rank ends with the test
+    ShardFile.tensor = tensor  # type: ignore[method-assign]  # this rank ends with the test
     return train(output_dir, zero_stage=0)
 
 
 @pytest.mark.parametrize("way", [*SHARDED, "whole"])
 def test_the_best_model_is_loaded_in_parts(way: str, tmp_path: Path) -> None:
-    """A rank reads piece by piece. Where what was read is kept, the same measure sees a whole copy."""
+    """A rank reads shard by shard. If these are kept, the same measurement sees a full copy."""
     fresh = WorkerPool(2)
     job = partial(train, str(tmp_path), **SHARDED[way]) if way in SHARDED else partial(train_and_keep, str(tmp_path))
     found = fresh.run(job)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_trainer import ConfigError, Trainer, TrainingArguments
-from ds_trainer.training.trajectory import NAMES, allowed_names
+from ds_trainer.training.resume.compatibility import NAMES, allowed_names
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 
@@ -70,39 +70,41 @@ CHANGED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "words"), CHANGED, ids=[name for name, _, _ in CHANGED])
-def test_what_decides_the_trajectory_is_compared(
-    name: str, value: Any, words: str, checkpoint: str, tmp_path: Path
+@pytest.mark.parametrize(("name", "value", "message"), CHANGED, ids=[name for name, _, _ in CHANGED])
+def test_arguments_that_decide_the_weights_are_compared(
+    name: str, value: Any, message: str, checkpoint: str, tmp_path: Path
 ) -> None:
     trainer = trainer_of(tmp_path, **{name: value})
     with pytest.raises(ConfigError) as error:
         trainer.train(resume_from_checkpoint=checkpoint)
-    assert words in str(error.value) and checkpoint in str(error.value)
-    assert "Set it back, or go on with the new one by allow_changed=[" in str(error.value)
+    assert message in str(error.value) and checkpoint in str(error.value)
+    assert "Set it back, or resume with the new value: allow_changed_on_resume=[" in str(error.value)
 
 
-def test_all_differences_are_told_at_once(checkpoint: str, tmp_path: Path) -> None:
+def test_all_differences_are_reported_at_once(checkpoint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        trained(tmp_path, checkpoint, learning_rate=5e-3, weight_decay=0.0, allow_changed=["weight_decay"], seed=1)
+        trained(
+            tmp_path, checkpoint, learning_rate=5e-3, weight_decay=0.0, allow_changed_on_resume=["weight_decay"], seed=1
+        )
     assert [problem.partition(" was ")[0] for problem in error.value.problems] == ["learning_rate", "seed", "data_seed"]
 
 
 FREE: list[dict[str, Any]] = [
     {"zero_stage": 2, "logging_steps": 2},
     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    {"dataloader_drop_last": True},  # leaves out nothing: 40 samples are 10 rounds
+    {"dataloader_drop_last": True},  # leaves out nothing: 40 samples are 10 micro_steps
     {"save_steps": 2, "run_name": "another", "seed": 42, "data_seed": 42},
 ]
 
 
 @pytest.mark.parametrize("arguments", FREE, ids=str)
-def test_what_does_not_is_free(arguments: dict[str, Any], checkpoint: str, tmp_path: Path) -> None:
+def test_other_arguments_may_change(arguments: dict[str, Any], checkpoint: str, tmp_path: Path) -> None:
     trainer = trained(tmp_path, checkpoint, **arguments)
     assert trainer.state.global_step == 6
     trainer.engine.close()
 
 
-def test_the_length_counts_only_where_the_schedule_depends_on_it(tmp_path: Path) -> None:
+def test_the_length_is_compared_only_if_the_schedule_depends_on_it(tmp_path: Path) -> None:
     for kind, free in (("constant", True), ("linear", False)):
         directory = tmp_path / kind
         trained(directory, lr_scheduler_type=kind, max_steps=3).engine.close()
@@ -112,7 +114,7 @@ def test_the_length_counts_only_where_the_schedule_depends_on_it(tmp_path: Path)
         else:
             with pytest.raises(ConfigError, match=r"max_steps was 3 when .* and is 6"):
                 trainer.train(resume_from_checkpoint=True)
-        if trainer._engine is not None:
+        if trainer.engines.training_or_none is not None:
             trainer.engine.close()
 
 
@@ -121,21 +123,23 @@ def test_the_length_counts_only_where_the_schedule_depends_on_it(tmp_path: Path)
     [{"learning_rate": 5e-3}, {"lr_scheduler_type": "linear"}, {"warmup_steps": 2}, {"max_steps": 8}],
     ids=str,
 )
-def test_a_schedule_that_may_change_stands_at_the_step(
+def test_an_allowed_schedule_change_continues_at_the_step(
     changed: dict[str, Any], checkpoint: str, tmp_path: Path
 ) -> None:
     """From the step on its rates are those of a run that had them from the beginning."""
-    whole = trained(tmp_path / "whole", **changed)
-    found = trained(tmp_path / "found", checkpoint, allow_changed=list(changed), **changed)
-    assert logged(found, "learning_rate")[3:] == logged(whole, "learning_rate")[3:]
-    assert logged(found, "learning_rate")[:3] != logged(whole, "learning_rate")[:3]
-    for trainer in (whole, found):
+    uninterrupted = trained(tmp_path / "whole", **changed)
+    found = trained(tmp_path / "found", checkpoint, allow_changed_on_resume=list(changed), **changed)
+    assert logged(found, "learning_rate")[3:] == logged(uninterrupted, "learning_rate")[3:]
+    assert logged(found, "learning_rate")[:3] != logged(uninterrupted, "learning_rate")[:3]
+    for trainer in (uninterrupted, found):
         trainer.engine.close()
 
 
-def test_settings_that_may_change_take_effect(checkpoint: str, tmp_path: Path) -> None:
+def test_allowed_changes_take_effect(checkpoint: str, tmp_path: Path) -> None:
     names = ["weight_decay", "adam_beta1", "adam_epsilon"]
-    trainer = trained(tmp_path, checkpoint, weight_decay=0.3, adam_beta1=0.5, adam_epsilon=1e-4, allow_changed=names)
+    trainer = trained(
+        tmp_path, checkpoint, weight_decay=0.3, adam_beta1=0.5, adam_epsilon=1e-4, allow_changed_on_resume=names
+    )
     groups = trainer.optimizer.param_groups
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.3]
     assert {group["betas"][0] for group in groups} == {0.5} and {group["eps"] for group in groups} == {1e-4}
@@ -143,16 +147,16 @@ def test_settings_that_may_change_take_effect(checkpoint: str, tmp_path: Path) -
     trainer.engine.close()
 
 
-def test_another_optimizer_begins_with_no_states(checkpoint: str, tmp_path: Path) -> None:
+def test_another_optimizer_starts_without_states(checkpoint: str, tmp_path: Path) -> None:
     names = ["optim", "learning_rate"]
-    trainer = trained(tmp_path, checkpoint, optim="sgd", learning_rate=1e-3, allow_changed=names)
+    trainer = trained(tmp_path, checkpoint, optim="sgd", learning_rate=1e-3, allow_changed_on_resume=names)
     assert type(trainer.optimizer).__name__ == "SGD" and trainer.state.global_step == 6
     assert logged(trainer, "learning_rate")[3] == pytest.approx(0.5e-3)
     trainer.engine.close()
 
 
-def test_what_was_restored_is_printed(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, checkpoint, learning_rate=5e-3, allow_changed=["learning_rate"]).engine.close()
+def test_the_restored_state_is_printed(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, checkpoint, learning_rate=5e-3, allow_changed_on_resume=["learning_rate"]).engine.close()
     text = capsys.readouterr().out
     start = text.index("Resumed from ")
     lines = text[start:].splitlines()[:9]
@@ -164,8 +168,8 @@ def test_what_was_restored_is_printed(checkpoint: str, tmp_path: Path, capsys: p
     assert words["changed"] == "learning_rate: 0.01 -> 0.005"
 
 
-def test_names_that_are_none_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'learning_rat' does not decide .* Did you mean 'learning_rate'"):
+def test_unknown_names_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"'learning_rat' is not compared .* Did you mean 'learning_rate'"):
         allowed_names(["learning_rat"])
     assert allowed_names(["num_train_epochs", "gradient_accumulation_steps"]) == {"max_steps", "global_batch"}
     assert "global_batch" in NAMES
@@ -173,7 +177,7 @@ def test_names_that_are_none_are_refused() -> None:
 
 def test_the_arguments_are_in_the_checkpoint(checkpoint: str) -> None:
     written = json.loads((Path(checkpoint) / "training_args.json").read_text())
-    assert written["learning_rate"] == 1e-2 and written["allow_changed"] == []
+    assert written["learning_rate"] == 1e-2 and written["allow_changed_on_resume"] == []
 
 
 # -- weights only ----------------------------------------------------------------------------------------------------
@@ -206,14 +210,14 @@ def saved_weights(output_dir: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("source", ["checkpoint-6", "exported"])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
-def test_a_run_can_begin_with_weights_alone(source: str, world: int, stage: int, tmp_path: Path) -> None:
+def test_a_run_can_start_from_weights_only(source: str, world: int, stage: int, tmp_path: Path) -> None:
     wanted = pool(2).run(saved_weights, str(tmp_path))[0]
     for found in pool(world).run(weights_at_the_start, str(tmp_path / "new"), str(tmp_path / source), stage):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+def test_paths_without_weights_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
         trained(tmp_path, start_from_weights=str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no weights"):

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on is bit for bit the one that was never stopped; and what is left out is noticed."""
+"""A run that is stopped and resumed is bit-identical to an uninterrupted one; and missing state is detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ds_trainer import ConfigError, Trainer
 from tests.support.oracle import stack
 from tests.support.pool import pool
-from tests.support.resuming import AugmentedStream, Tokens, differences, make, run, told, watched
+from tests.support.resuming import AugmentedStream, Tokens, differences, make, record_batches, run, run_record
 
 _STREAMS = ("stream", "stateful_stream", "augmented_stream")
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -50,38 +50,38 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(name: str, tmp_path: Path) -> None:
     world, case = CASES[name]
     arguments = dict(case)
     stop = arguments.pop("stop", 4)
     arguments["save_steps"] = stop
-    whole = pool(world).run(partial(run, str(tmp_path / "whole"), **arguments))
+    uninterrupted = pool(world).run(partial(run, str(tmp_path / "whole"), **arguments))
     pool(world).run(partial(run, str(tmp_path / "parts"), stop_at=stop, **arguments))
     found = pool(world).run(partial(run, str(tmp_path / "parts"), True, seed=1, **arguments))
-    for one, other in zip(found, whole, strict=True):
+    for one, other in zip(found, uninterrupted, strict=True):
         trained = (other.step - stop) * arguments.get("gradient_accumulation_steps", 1)
         assert differences(one, other, trained) == []
         assert 0 < len(one.batches) < len(other.batches)
 
 
-# -- negative controls: what is left out is noticed -------------------------------------------------------------------
+# -- negative controls: missing state is detected ----------------------------------------------------------------------
 
 
-def omitted(piece: str) -> tuple[Any, str, Any]:
-    """Where to put which function so that ``piece`` is not restored."""
+def without_restoring(piece: str) -> tuple[Any, str, Any]:
+    """Which function to replace, and with what, so that ``piece`` is not restored."""
     from ds_trainer.callbacks.state import TrainerState
     from ds_trainer.checkpoint import manager
-    from ds_trainer.checkpoint.pieces import engine_files
-    from ds_trainer.checkpoint.pieces.source import PiecesSource
-    from ds_trainer.engine.state.pieces import MASTER
-    from ds_trainer.training.data_place import DataPlace
+    from ds_trainer.checkpoint.shards import engine_files
+    from ds_trainer.checkpoint.shards.shard_source import ShardSource
+    from ds_trainer.engine.state.state_shards import MASTER
+    from ds_trainer.training.loop.data_cursor import DataCursor
 
-    fill, scalars = PiecesSource.fill, PiecesSource.scalars
+    fill, scalars = ShardSource.fill, ShardSource.scalars
 
     def without(left_out: str) -> Any:
-        def some(self: Any, name: str, kind: str, place: Any, target: torch.Tensor) -> None:
+        def some(self: Any, name: str, kind: str, shard_slice: Any, target: torch.Tensor) -> None:
             if kind != left_out:
-                fill(self, name, kind, place, target)
+                fill(self, name, kind, shard_slice, target)
 
         return some
 
@@ -89,14 +89,14 @@ def omitted(piece: str) -> tuple[Any, str, Any]:
         return {key: torch.ones_like(value) for key, value in scalars(self, name).items()}
 
     return {
-        "weights": (PiecesSource, "fill", without(MASTER)),
-        "first moment": (PiecesSource, "fill", without("exp_avg")),
-        "second moment": (PiecesSource, "fill", without("exp_avg_sq")),
-        "step of the optimizer": (PiecesSource, "scalars", first_step),
-        "settings and counters": (engine_files, "write_progress", lambda engine, progress, keep: None),
+        "weights": (ShardSource, "fill", without(MASTER)),
+        "first moment": (ShardSource, "fill", without("exp_avg")),
+        "second moment": (ShardSource, "fill", without("exp_avg_sq")),
+        "step of the optimizer": (ShardSource, "scalars", first_step),
+        "settings and counters": (engine_files, "write_client_state", lambda engine, progress, keep: None),
         "schedule": (torch.optim.lr_scheduler.LambdaLR, "load_state_dict", lambda self, state: None),
         "random state": (manager, "restore_random_state", lambda state: None),
-        "place in the epoch": (DataPlace, "_enter_at", lambda self, at: None),
+        "place in the epoch": (DataCursor, "_enter_at", lambda self, at: None),
         "trainer's state": (TrainerState, "load_from_json", lambda path: TrainerState()),
     }[piece]
 
@@ -104,7 +104,7 @@ def omitted(piece: str) -> tuple[Any, str, Any]:
 def run_without(piece: str | None, output_dir: str, checkpoint: str) -> Any:
     if piece is None:
         return run(output_dir, checkpoint, data="augmented", seed=1)
-    owner, name, replacement = omitted(piece)
+    owner, name, replacement = without_restoring(piece)
     kept = owner.__dict__[name]
     setattr(owner, name, replacement)
     try:
@@ -114,7 +114,7 @@ def run_without(piece: str | None, output_dir: str, checkpoint: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+def uninterrupted_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     """A run that was never stopped, and its checkpoint in the middle."""
     directory = tmp_path_factory.mktemp("whole")
     return pool(1).run(partial(run, str(directory), data="augmented"))[0], str(directory / "checkpoint-4")
@@ -127,8 +127,10 @@ PIECES = (
 
 
 @pytest.mark.parametrize("piece", [None, *PIECES])
-def test_every_piece_is_needed(piece: str | None, whole: tuple[Any, str], tmp_path: Path) -> None:
-    wanted, checkpoint = whole
+def test_control_every_piece_of_saved_state_is_needed(
+    piece: str | None, uninterrupted_run: tuple[Any, str], tmp_path: Path
+) -> None:
+    wanted, checkpoint = uninterrupted_run
     (found,) = pool(1).run(run_without, piece, str(tmp_path), checkpoint)
     assert (differences(found, wanted) == []) is (piece is None)
 
@@ -144,7 +146,7 @@ class OwnLoader(Trainer):
 
 
 class StatefulLoader:
-    """A loader that knows its place, by torchdata's protocol."""
+    """A stateful loader, by the protocol of torchdata."""
 
     loaded = False
 
@@ -194,15 +196,15 @@ class OwnStreamLoader(Trainer):
 
 def run_with_loader(kind: type[Trainer], output_dir: str, resume: Any, stop_at: int | None, seed: int) -> Any:
     trainer = make(output_dir, trainer_class=kind, stop_at=stop_at, seed=seed, max_steps=14, save_steps=stop_at or 14)
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     trainer.train(resume_from_checkpoint=resume)
     read = trainer.own_loader.read if isinstance(trainer, OwnStatefulLoader) else None
-    return told(trainer, batches), read
+    return run_record(trainer, batches), read
 
 
 @pytest.mark.parametrize("stop", [4, 9, 11])
 @pytest.mark.parametrize("kind", [OwnLoader, OwnStatefulLoader, OwnStreamLoader])
-def test_loaders_of_others_go_on(kind: type[Trainer], stop: int, tmp_path: Path) -> None:
+def test_custom_loaders_resume(kind: type[Trainer], stop: int, tmp_path: Path) -> None:
     ((wanted, _),) = pool(1).run(run_with_loader, kind, str(tmp_path / "whole"), None, None, 0)
     pool(1).run(run_with_loader, kind, str(tmp_path / "parts"), None, stop, 0)
     ((found, read),) = pool(1).run(run_with_loader, kind, str(tmp_path / "parts"), True, None, 1)
@@ -211,14 +213,14 @@ def test_loaders_of_others_go_on(kind: type[Trainer], stop: int, tmp_path: Path)
         assert read == 14 - stop  # nothing was read over
 
 
-def test_a_loader_of_others_cannot_be_entered_inside_a_batch(tmp_path: Path) -> None:
+def test_a_custom_loader_cannot_resume_inside_a_batch(tmp_path: Path) -> None:
     pool(1).run(run_with_loader, OwnLoader, str(tmp_path), None, 3, 0)
     (message,) = pool(1).run(refused_batch, str(tmp_path))
     assert "12 samples of epoch 0" in message and "between two batches only" in message
 
 
 def refused_batch(output_dir: str) -> str:
-    changed = {"per_device_train_batch_size": 5, "allow_changed": ["global_batch"], "max_steps": 14}
+    changed = {"per_device_train_batch_size": 5, "allow_changed_on_resume": ["global_batch"], "max_steps": 14}
     trainer = make(output_dir, trainer_class=OwnLoader, **changed)
     try:
         trainer.train(resume_from_checkpoint=True)
@@ -232,14 +234,14 @@ def refused_batch(output_dir: str) -> str:
 
 def run_finished(output_dir: str, resume: bool) -> tuple[int, int]:
     trainer = make(output_dir, max_steps=7, save_steps=7)
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     trainer.train(resume_from_checkpoint=resume)
     step = trainer.state.global_step
     trainer.engine.close()
     return step, len(batches)
 
 
-def test_a_run_that_is_finished_does_nothing_more(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
     """In the middle of an epoch too."""
     assert pool(1).run(run_finished, str(tmp_path), False) == [(7, 7)]
     assert pool(1).run(run_finished, str(tmp_path), True) == [(7, 0)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.checkpoint.background.writing import BackgroundSave
+from ds_trainer.checkpoint.background.background_save import BackgroundSave
 from tests.support.host_syncs import DEVICE, HostSync, PretendedDevice, counted
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -26,12 +26,13 @@ FIRST, LAST = 4, 7  # the steps from after FIRST to the end of LAST are watched
 STEPS = LAST - FIRST
 ACCUMULATION = 2
 
-# ZeRO 0 in float32, where DeepSpeed computes no norm: whether the gradient is finite, once a step (docs/throughput.md).
+# ZeRO 0 in float32, where DeepSpeed computes no norm: whether the gradient is finite, once a step
+# (docs/reference/throughput.md).
 NORM_OF_STAGE_0 = ("item", "ds_trainer/engine/training_engine.py step")
 
 
 class Watch(TrainerCallback):
-    """Watches steps, or the rounds in the middle of an evaluation."""
+    """Watches steps, or the micro_steps in the middle of an evaluation."""
 
     def __init__(self, device: PretendedDevice, evaluation: bool, release: threading.Event) -> None:
         self._device, self._evaluation, self._rounds = device, evaluation, 0
@@ -65,7 +66,7 @@ def watched_run(
     device: PretendedDevice | None = None,
     **arguments: Any,
 ) -> list[HostSync]:
-    """Train on this rank; what was found in the steps (or rounds of an evaluation) that are watched."""
+    """Train on this rank; what was found in the steps (or micro_steps of an evaluation) that are watched."""
     values: dict[str, Any] = dict(
         learning_rate=1e-2,
         logging_steps=100,
@@ -122,7 +123,7 @@ def ours(records: list[HostSync]) -> dict[tuple[str, str], int]:
 BETWEEN_HOSTS = {
     "decision": ("host collective allreduce_", "ds_trainer/utils/distributed.py largest"),
     "shapes": ("host collective all_gather_object", "ds_trainer/utils/distributed.py gather_objects"),
-    "batch": ("host collective broadcast_", "ds_trainer/data/sending.py _broadcast"),
+    "batch": ("host collective broadcast_", "ds_trainer/data/batch_transfer.py _broadcast"),
 }
 
 
@@ -143,7 +144,7 @@ BETWEEN_HOSTS = {
         (2, 2, {"stream": True}, {BETWEEN_HOSTS["decision"]: STEPS}),
     ],
 )
-def test_a_step_waits_for_nothing(
+def test_a_step_does_not_wait_for_the_device(
     world: int, stage: int, arguments: dict[str, Any], allowed: dict[Any, int], tmp_path: Path
 ) -> None:
     for found in pool(world).run(partial(watched_run, str(tmp_path), zero_stage=stage, **arguments)):
@@ -151,10 +152,10 @@ def test_a_step_waits_for_nothing(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_save_under_way_is_not_waited_for(world: int, tmp_path: Path) -> None:
+def test_a_background_save_does_not_wait_for_the_device(world: int, tmp_path: Path) -> None:
     """What belongs to its beginning, at the first of the steps, has passed through the functions that begin it."""
     for found in pool(world).run(partial(watched_run, str(tmp_path), zero_stage=1, saving=True)):
-        begins = ("save_in_training", "store_flos")
+        begins = ("save_in_background", "flush")
         assert ours([one for one in found if not any(map(one.passes, begins))]) == {}
 
 
@@ -168,7 +169,9 @@ def test_a_save_under_way_is_not_waited_for(world: int, tmp_path: Path) -> None:
         (2, {"metrics": True}, {BETWEEN_HOSTS["shapes"]: STEPS}),
     ],
 )
-def test_nor_does_an_evaluation(world: int, arguments: dict[str, Any], allowed: dict[Any, int], tmp_path: Path) -> None:
+def test_an_evaluation_does_not_wait_for_the_device(
+    world: int, arguments: dict[str, Any], allowed: dict[Any, int], tmp_path: Path
+) -> None:
     for found in pool(world).run(partial(watched_run, str(tmp_path), evaluation=True, **arguments)):
         assert ours(found) == allowed
 
@@ -238,7 +241,7 @@ def controls(output_dir: str) -> dict[str, int]:
     return found
 
 
-def test_what_waits_is_found(tmp_path: Path) -> None:
+def test_control_every_kind_of_host_sync_is_found(tmp_path: Path) -> None:
     """Negative control: each kind, put into the steps of a run, is found in every micro-batch, and nothing else is."""
     (found,) = pool(1).run(controls, str(tmp_path))
     assert {kind for kind in HARMLESS if found[kind]} == set()

@@ -21,13 +21,13 @@ import pytest
 
 from ds_trainer import TrainerCallback
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, Manifest
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from tests.support.pool import RankFailure, pool
-from tests.support.resuming import Story, differences, make, run
-from tests.training.test_resume import STOP_AT, make_trainer
+from tests.support.resuming import RunRecord, differences, make, run
+from tests.training.resume.test_resumption import STOP_AT, make_trainer
 
 STEPS = 8
 SAVING: dict[str, Any] = {"save_steps": 2, "zero_stage": 1}
@@ -83,18 +83,18 @@ def killed(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Story]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
     return list(pool(2).run(partial(run, str(tmp_path_factory.mktemp("whole")), **SAVING)))
 
 
-def goes_on(output_dir: Path, whole: list[Story]) -> None:
+def resume_and_compare(output_dir: Path, uninterrupted: list[RunRecord]) -> None:
     """The resumed run ends as the unbroken one, and nothing half done is left."""
     # A run may be killed when it has trained all its steps: then the next one has none to do.
-    left = STEPS - Manifest.read(list_checkpoints(output_dir)[-1]).step
+    remaining = STEPS - Manifest.read(list_checkpoints(output_dir)[-1]).step
     resumed = pool(2).run(partial(run, str(output_dir), True, **SAVING))
-    for wanted, found in zip(whole, resumed, strict=True):
-        assert len(found.batches) == left
-        assert differences(found, wanted, left) == []
+    for wanted, found in zip(uninterrupted, resumed, strict=True):
+        assert len(found.batches) == remaining
+        assert differences(found, wanted, remaining) == []
     assert [path.name for path in list_checkpoints(output_dir)][-1] == f"checkpoint-{STEPS}"
     assert not list(output_dir.glob(".*"))
 
@@ -109,30 +109,30 @@ KILLS = {
 
 
 @pytest.mark.parametrize("name", KILLS)
-def test_killed_in_a_save(name: str, whole: list[Story], tmp_path: Path) -> None:
+def test_a_run_killed_during_a_save_resumes(name: str, uninterrupted: list[RunRecord], tmp_path: Path) -> None:
     ranks, (operation, count), newest = KILLS[name]
     with pytest.raises(RankFailure):
         pool(2).run(killed, str(tmp_path), ranks, partial(DieAt, operation, count), False, timeout=60)
     assert [path.name for path in list_checkpoints(tmp_path)][-1] == newest
-    goes_on(tmp_path, whole)
+    resume_and_compare(tmp_path, uninterrupted)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_any_moment(seed: int, whole: list[Story], tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_resumes(seed: int, uninterrupted: list[RunRecord], tmp_path: Path) -> None:
     chance = random.Random(seed)
     ranks = chance.choice([(0,), (1,), (0, 1)])
     with pytest.raises(RankFailure):
         later = partial(DieLater, chance.uniform(0.0, 0.5))
         pool(2).run(killed, str(tmp_path), ranks, later, seed % 2 == 0, timeout=60)
     assert list_checkpoints(tmp_path)
-    goes_on(tmp_path, whole)
+    resume_and_compare(tmp_path, uninterrupted)
 
 
 # -- two jobs in one directory ---------------------------------------------------------------------------------------
 
 
 class WaitInTheMiddle(TrainerCallback):
-    """At step 3: says so by a file, and goes on when another one is there."""
+    """At step 3: writes a file, and continues when another one exists."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir).parent
@@ -148,7 +148,7 @@ def refused(output_dir: str) -> str:
     return str(error.value)
 
 
-def test_a_second_job_is_refused_and_does_no_harm(whole: list[Story], tmp_path: Path) -> None:
+def test_a_second_job_is_rejected_without_harm(uninterrupted: list[RunRecord], tmp_path: Path) -> None:
     output_dir = tmp_path / "out"
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(pool(2).run, partial(run, str(output_dir), callbacks=[WaitInTheMiddle()], **SAVING))
@@ -159,7 +159,7 @@ def test_a_second_job_is_refused_and_does_no_harm(whole: list[Story], tmp_path: 
             (message,) = pool(1).run(refused, str(output_dir))
         finally:
             (tmp_path / "go").touch()
-        for wanted, found in zip(whole, first.result(), strict=True):
+        for wanted, found in zip(uninterrupted, first.result(), strict=True):
             assert differences(found, wanted) == []
     assert str(output_dir) in message and "process" in message
     assert [path.name for path in list_checkpoints(output_dir)][-1] == "checkpoint-8"
@@ -180,27 +180,27 @@ class Disguise(TrainerCallback):
 def run_disguised(output_dir: str, stop_at: int | None, resume: bool, stage: int) -> tuple[list[float], str]:
     samples = 8 // distributed.world_size()  # the same global batch everywhere
     trainer = make_trainer(output_dir, stop_at, zero_stage=stage, per_device_train_batch_size=samples)
-    build = trainer._build
+    build = trainer.build_engine
 
     def built(steps: int) -> None:
         build(steps)
         trainer.model._ds_optimizer_for_test = trainer.engine.deepspeed.optimizer  # type: ignore[assignment]
 
-    trainer._build = built  # type: ignore[method-assign]
+    trainer.build_engine = built  # type: ignore[method-assign]
     trainer.add_callback(Disguise())
-    said = ""
+    message = ""
     try:
         trainer.train(resume_from_checkpoint=resume)
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
     trainer.model.__dict__.pop("_ds_optimizer_for_test", None)
-    if trainer._engine is not None:
+    if trainer.engines.training_or_none is not None:
         trainer.engine.close()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], said
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], message
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_unknown_optimizer_is_kept_by_deepspeed(stage: int, tmp_path: Path) -> None:
+def test_states_of_an_unknown_optimizer_are_saved_by_deepspeed(stage: int, tmp_path: Path) -> None:
     ((wanted, _), _) = pool(2).run(run_disguised, str(tmp_path / "whole"), None, False, stage)
     pool(2).run(run_disguised, str(tmp_path / "parts"), STOP_AT, False, stage)
     manifest = Manifest.read(tmp_path / "parts" / f"checkpoint-{STOP_AT}")
@@ -209,8 +209,8 @@ def test_an_unknown_optimizer_is_kept_by_deepspeed(stage: int, tmp_path: Path) -
     assert "model.safetensors" in manifest.files  # the weights are gathered, while training waits
     ((found, _), _) = pool(2).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
     assert found == wanted
-    ((_, said),) = pool(1).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
-    assert "can be resumed from in no other" in said and "'world_size': 2" in said
+    ((_, message),) = pool(1).run(run_disguised, str(tmp_path / "parts"), None, True, stage)
+    assert "can be resumed only in its own layout" in message and "'world_size': 2" in message
 
 
 # -- a disk in every machine -----------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def run_on_own_disk(root: str, stop_at: int | None, resume: bool) -> list[float]
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_every_machine_keeps_what_its_ranks_hold(tmp_path: Path) -> None:
+def test_every_machine_saves_the_shards_of_its_ranks(tmp_path: Path) -> None:
     wanted = pool(2).run(run_on_own_disk, str(tmp_path / "whole"), None, False)[0]
     pool(2).run(run_on_own_disk, str(tmp_path), STOP_AT, False)
     for rank in (0, 1):

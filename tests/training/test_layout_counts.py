@@ -11,17 +11,20 @@ from hypothesis import strategies as st
 
 from ds_trainer import Trainer
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.callbacks.protocol import CallbackHandler
+from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.hooks.data import DataHooks
-from ds_trainer.training.run_plan import RunPlan
+from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.overrides.data_loading import DataLoading
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import LENGTH, RaggedTokens, tiny_llama
 from tests.support.pool import pool
 from tests.support.predictions import arguments
 
-SAMPLES = 21  # with global batches of 8: the last one is ragged, and the last round too
+SAMPLES = 21  # with global batches of 8: the last one is ragged, and the last micro-step too
 
 
 def counts(output_dir: str, sizes: dict[str, int], micro_batch: int, mode: str, smoothing: float) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(found)
 
 
-def test_one_process_counts_right(of_one_process: dict[str, Any]) -> None:
+def test_one_process_counts_correctly(of_one_process: dict[str, Any]) -> None:
     rows = RaggedTokens(SAMPLES).rows
     assert of_one_process["samples"] == SAMPLES and of_one_process["tokens"] == SAMPLES * LENGTH
     assert of_one_process["tokens seen"][-1] == sum(int(row["attention_mask"].sum()) for row in rows)
@@ -78,8 +81,8 @@ def test_one_process_counts_right(of_one_process: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_counts_what_one_process_does(name: str, of_one_process: dict[str, Any], tmp_path: Path) -> None:
-    """With label smoothing, whose sums over tokens are cut too."""
+def test_every_layout_counts_like_one_process(name: str, of_one_process: dict[str, Any], tmp_path: Path) -> None:
+    """Also with label smoothing, whose sums over tokens are sharded too."""
     world, sizes, micro_batch = LAYOUTS[name]
     numbers = ("losses", "grad_norms", "operations")
     for found in pool(world).run(counts, str(tmp_path), sizes, micro_batch, "non_padding", 0.1):
@@ -87,29 +90,29 @@ def test_every_layout_counts_what_one_process_does(name: str, of_one_process: di
             assert found[what] == (pytest.approx(wanted, rel=1e-5) if what in numbers else wanted), what
 
 
-def everybody_speaks(*job: Any) -> dict[str, Any]:
-    speaks = ParallelLayout.speaks
-    ParallelLayout.speaks = lambda self, rank: True  # type: ignore[method-assign]
+def all_ranks_count(*job: Any) -> dict[str, Any]:
+    is_replica_leader = ParallelLayout.is_replica_leader
+    ParallelLayout.is_replica_leader = lambda self, rank: True  # type: ignore[method-assign]
     try:
         return counts(*job)
     finally:
-        ParallelLayout.speaks = speaks  # type: ignore[method-assign]
+        ParallelLayout.is_replica_leader = is_replica_leader  # type: ignore[method-assign]
 
 
-def test_a_replica_that_counts_on_all_ranks_is_seen(of_one_process: dict[str, Any], tmp_path: Path) -> None:
+def test_control_a_replica_that_counts_on_all_ranks_is_detected(of_one_process: dict[str, Any], tmp_path: Path) -> None:
     """Negative control."""
     job = (str(tmp_path), {"tensor_parallel_size": 2}, 4, "non_padding", 0.1)
-    for found in pool(2).run(everybody_speaks, *job):
+    for found in pool(2).run(all_ranks_count, *job):
         assert found["tokens"] == 2 * of_one_process["tokens"]
 
 
-def test_what_does_not_fit_is_refused_before_a_process_group_exists(
+def test_impossible_layouts_are_rejected_before_a_process_group_exists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def must_not_start(device_type: str) -> None:
         raise AssertionError("a process group was started")
 
-    monkeypatch.setattr("ds_trainer.training.hooks.parts.start_process_group", must_not_start)
+    monkeypatch.setattr("ds_trainer.training.startup.process_setup.start_process_group", must_not_start)
 
     def refusal(world: int, **sizes: Any) -> str:
         for name, value in dict(WORLD_SIZE=world, RANK=0, LOCAL_RANK=0, MASTER_ADDR="nowhere", MASTER_PORT=1).items():
@@ -119,10 +122,10 @@ def test_what_does_not_fit_is_refused_before_a_process_group_exists(
         return str(error.value)
 
     assert "Choose tensor 4 or tensor 2 or tensor 8, or start 9 ranks." in refusal(8, tensor_parallel_size=3)
-    words = refusal(8, sequence_parallel_size=8)
-    assert "sequence_parallel_size=8 (argument): 4 query heads cannot be divided among 8" in words
-    assert "Nearest sizes that this model fits into on 8 ranks: sequence 4 or sequence 2 or data" in words
-    assert "of at most 64 tokens are shorter than the 128 pieces" in refusal(64, context_parallel_size=64)
+    message = refusal(8, sequence_parallel_size=8)
+    assert "sequence_parallel_size=8 (argument): 4 query heads cannot be divided among 8" in message
+    assert "Nearest sizes that this model supports on 8 ranks: sequence 4 or sequence 2 or data" in message
+    assert "of at most 64 tokens are too short for the 128 chunks" in refusal(64, context_parallel_size=64)
     assert "auto_find_batch_size=True" in refusal(2, tensor_parallel_size=2, auto_find_batch_size=True)
 
 
@@ -132,7 +135,7 @@ small = st.integers(1, 4)
 
 
 @given(small, small, small, small, st.integers(1, 9), st.integers(1, 5), st.integers(1, 500), st.booleans())
-def test_every_size_of_a_batch_comes_from_one_plan(
+def test_all_batch_sizes_come_from_the_batch_plan(
     dp: int, tp: int, cp: int, sp: int, micro_batch: int, accumulation: int, samples: int, drop_last: bool
 ) -> None:
     world = dp * tp * cp * sp
@@ -140,29 +143,30 @@ def test_every_size_of_a_batch_comes_from_one_plan(
     batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
     wanted = micro_batch * accumulation * world // (tp * cp * sp)
     args = TrainingArguments("out", **sizes, **batch, dataloader_drop_last=drop_last, use_cpu=True)  # type: ignore[arg-type]
-    hooks = DataHooks()
-    hooks.args, hooks.layout = args, ParallelLayout.of(args, world)
+    hooks = DataLoading()
+    hooks.events = TrainingEvents(args, TrainerState(), CallbackHandler([], None, None, None, None))
+    hooks.layout = ParallelLayout.of(args, world)
     plan = hooks.batch_plan
-    assert hooks.get_total_train_batch_size(args) == plan.step_size == wanted
+    assert hooks.get_total_train_batch_size(args) == plan.global_batch_size == wanted
     assert plan.describe().startswith(f"{wanted} = {micro_batch} per device x {accumulation} accumulation x {dp} ")
     # The configuration: DeepSpeed multiplies these by the size of the data-parallel world that our mpu tells it.
     compiled = compile_config(args, hooks.layout)
-    told = compiled.get("train_micro_batch_size_per_gpu") * compiled.get("gradient_accumulation_steps")
-    assert told * hooks.layout.dp == wanted
+    configured = compiled.get("train_micro_batch_size_per_gpu") * compiled.get("gradient_accumulation_steps")
+    assert configured * hooks.layout.dp == wanted
     # Steps: as those of one process with the same global batch.
     alone = BatchPlan(ParallelLayout(1), micro_batch * dp, accumulation, drop_last)
-    assert plan.rounds(samples) == alone.rounds(samples) and plan.steps(samples) == alone.steps(samples)
-    if plan.rounds(samples):
-        assert RunPlan.of(args, plan.rounds(samples)) == RunPlan.of(args, alone.rounds(samples))
-    # Samples: those of all replicas in a round are those of one process.
-    for index in range(min(3, plan.rounds(samples))):
-        held = [position for rank in range(dp) for position in plan.share(index, rank, samples)]
-        assert held == list(alone.share(index, 0, samples))
+    assert plan.micro_steps(samples) == alone.micro_steps(samples) and plan.steps(samples) == alone.steps(samples)
+    if plan.micro_steps(samples):
+        assert RunPlan.of(args, plan.micro_steps(samples)) == RunPlan.of(args, alone.micro_steps(samples))
+    # Samples: those of all replicas in a micro-step are those of one process.
+    for index in range(min(3, plan.micro_steps(samples))):
+        positions = [position for rank in range(dp) for position in plan.rank_samples(index, rank, samples)]
+        assert positions == list(alone.rank_samples(index, 0, samples))
 
 
 @given(small, small, small, small, st.integers(1, 9), st.integers(1, 5), st.integers(1, 400))
-def test_a_batch_size_in_the_file_must_be_that_of_the_plan(
-    dp: int, tp: int, cp: int, sp: int, micro_batch: int, accumulation: int, said: int
+def test_a_batch_size_in_the_file_must_match_the_batch_plan(
+    dp: int, tp: int, cp: int, sp: int, micro_batch: int, accumulation: int, configured: int
 ) -> None:
     sizes = {"tensor_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel_size": sp}
     batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
@@ -173,6 +177,6 @@ def test_a_batch_size_in_the_file_must_be_that_of_the_plan(
 
     right = micro_batch * accumulation * dp
     compiled(right)
-    if said != right:
+    if configured != right:
         with pytest.raises(ConfigError, match=f"= {right}. Write"):
-            compiled(said)
+            compiled(configured)

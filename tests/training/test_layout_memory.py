@@ -91,25 +91,25 @@ SHARED = [ParallelLayout(2, cp=2), ParallelLayout(2, sp=2), ParallelLayout(4, cp
 
 
 @pytest.mark.parametrize("layout", SHARED, ids=lambda layout: layout.describe())
-def test_states_fall_with_the_gradient_ranks_and_activations_with_the_cut(
+def test_states_shrink_with_zero_ranks_and_activations_with_sequence_sharding(
     layout: ParallelLayout, tmp_path: Any
 ) -> None:
     alone, found = most(ALONE, 3, tmp_path), most(layout, 3, tmp_path)
-    assert found.states == pytest.approx(alone.states / layout.gradient_ranks, rel=0.05)
+    assert found.states == pytest.approx(alone.states / layout.seq_data_parallel_size, rel=0.05)
     assert found.activations == pytest.approx(alone.activations / (layout.cp * layout.sp), rel=0.1)
 
 
-def test_slices_of_tensor_parallelism(tmp_path: Any) -> None:
-    """Matrices of the layers are halved, embeddings and norms are not (docs/parallelism.md)."""
+def test_memory_of_tensor_parallel_partitions(tmp_path: Any) -> None:
+    """Matrices of the layers are halved, embeddings and norms are not (docs/explanation/parallelism.md)."""
     alone, found = most(ALONE, 0, tmp_path), most(ParallelLayout(2, tp=2), 0, tmp_path)
     model = make_model()
-    whole = sum(p.numel() for n, p in model.named_parameters() if "embed" in n or "norm" in n)
-    sliced = sum(p.numel() for p in model.parameters()) - whole
-    assert found.states / alone.states == pytest.approx((whole + sliced / 2) / (whole + sliced), rel=0.02)
+    replicated = sum(p.numel() for n, p in model.named_parameters() if "embed" in n or "norm" in n)
+    sliced = sum(p.numel() for p in model.parameters()) - replicated
+    assert found.states / alone.states == pytest.approx((replicated + sliced / 2) / (replicated + sliced), rel=0.02)
     assert 0.4 < found.activations / alone.activations < 0.8
 
 
-def test_the_measurement_sees_a_rank_that_holds_everything(tmp_path: Any) -> None:
+def test_control_a_rank_that_holds_everything_is_detected(tmp_path: Any) -> None:
     """Negative control: on ZeRO 0 nothing falls."""
     alone, found = most(ALONE, 0, tmp_path), most(ParallelLayout(2), 0, tmp_path)
     assert found.states == pytest.approx(alone.states, rel=0.01)

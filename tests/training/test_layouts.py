@@ -99,8 +99,8 @@ def far_from_reference(case: Case, found: Trajectory) -> dict[str, float]:
 # -- what else runs at the same time ---------------------------------------------------------------------------------
 
 ALL_AXES = ParallelLayout(8, tp=2, cp=2, sp=2)
-CUT = ParallelLayout(4, cp=2, sp=2)
-SLICED_AND_CUT = ParallelLayout(4, tp=2, sp=2)
+SHARDED_LAYOUT = ParallelLayout(4, cp=2, sp=2)
+PARTITIONED_AND_SHARDED = ParallelLayout(4, tp=2, sp=2)
 
 
 def case_of(layout: ParallelLayout, stage: int, **values: Any) -> Case:
@@ -109,7 +109,9 @@ def case_of(layout: ParallelLayout, stage: int, **values: Any) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"), [(CUT, 0), (CUT, 3), (SLICED_AND_CUT, 2), (ALL_AXES, 3)], ids=["cut0", "cut3", "both2", "all3"]
+    ("layout", "stage"),
+    [(SHARDED_LAYOUT, 0), (SHARDED_LAYOUT, 3), (PARTITIONED_AND_SHARDED, 2), (ALL_AXES, 3)],
+    ids=["cut0", "cut3", "both2", "all3"],
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(layout: ParallelLayout, stage: int, reentrant: bool, tmp_path: Any) -> None:
@@ -120,7 +122,9 @@ def test_recomputation(layout: ParallelLayout, stage: int, reentrant: bool, tmp_
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"), [(CUT, 1), (SLICED_AND_CUT, 2), (ALL_AXES, 3)], ids=["cut1", "both2", "all3"]
+    ("layout", "stage"),
+    [(SHARDED_LAYOUT, 1), (PARTITIONED_AND_SHARDED, 2), (ALL_AXES, 3)],
+    ids=["cut1", "both2", "all3"],
 )
 def test_optimizer_offload(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
     for found in run(case_of(layout, stage), tmp_path, offload_optimizer="cpu"):
@@ -134,9 +138,9 @@ def with_adapters() -> torch.nn.Module:
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
-@pytest.mark.parametrize(("layout", "stage"), [(CUT, 0), (CUT, 3), (ParallelLayout(4, sp=2), 2)])
+@pytest.mark.parametrize(("layout", "stage"), [(SHARDED_LAYOUT, 0), (SHARDED_LAYOUT, 3), (ParallelLayout(4, sp=2), 2)])
 def test_adapters(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
-    """LoRA: most weights are frozen. (Cut by tensor parallelism: tests/parity/test_tensor_families.py.)"""
+    """LoRA: most weights are frozen. (Partitioned by tensor parallelism: tests/parity/test_tensor_families.py.)"""
     case = case_of(layout, stage, clip=0.0)
     options: dict[str, Any] = {"optimizer": adamw, "learning_rate": 2e-3, "collate": documents_as_rows}
     wanted = train_plainly(with_adapters(), Documents(DATA["padded"]()), **options)
@@ -149,7 +153,9 @@ BF16_TOLERANCE = 0.01
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"), [(CUT, 1), (CUT, 3), (SLICED_AND_CUT, 1), (ALL_AXES, 3)], ids=["cut1", "cut3", "both1", "all3"]
+    ("layout", "stage"),
+    [(SHARDED_LAYOUT, 1), (SHARDED_LAYOUT, 3), (PARTITIONED_AND_SHARDED, 1), (ALL_AXES, 3)],
+    ids=["cut1", "cut3", "both1", "all3"],
 )
 def test_bf16(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
     """Within the tolerance that data parallelism in bf16 has too (``test_oracle.py``)."""
@@ -163,10 +169,10 @@ def test_bf16(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
         autocast=True,
     )
     for found in run(case, tmp_path, bf16=True):
-        far = distances(found, wanted)
-        assert far["losses"] < BF16_TOLERANCE, far
-        assert far["grad_norms"] < 5 * BF16_TOLERANCE, far
-        assert far["weights"] < 5 * BF16_TOLERANCE, far
+        differences = distances(found, wanted)
+        assert differences["losses"] < BF16_TOLERANCE, differences
+        assert differences["grad_norms"] < 5 * BF16_TOLERANCE, differences
+        assert differences["weights"] < 5 * BF16_TOLERANCE, differences
 
 
 # -- negative controls -----------------------------------------------------------------------------------------------
@@ -180,8 +186,8 @@ class AveragesOverReplicasOnly(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_the_oracle_notices_a_wrong_loss_scale(tmp_path: Any) -> None:
-    case = case_of(CUT, 1, optimizer="sgd", clip=0.0)
+def test_control_a_wrong_loss_scale_is_detected(tmp_path: Any) -> None:
+    case = case_of(SHARDED_LAYOUT, 1, optimizer="sgd", clip=0.0)
     for found in run(case, tmp_path, AveragesOverReplicasOnly):
         assert far_from_reference(case, found)["grad_norms"] > 0.5
         assert far_from_reference(case, found)["weights"] > 1e-3
@@ -190,22 +196,24 @@ def test_the_oracle_notices_a_wrong_loss_scale(tmp_path: Any) -> None:
 class ForgetsTheContextGroup(Trainer):
     """Negative control: gradients are averaged over some of the ranks that share them."""
 
-    def _build(self, num_training_steps: int) -> None:
+    def build_engine(self, num_training_steps: int) -> None:
         import ds_trainer.engine.training_engine as module
 
-        kept = module.tell_deepspeed, module.check_beliefs
-        module.tell_deepspeed = lambda groups, config: kept[0](replace(groups, gradient=groups.sp), config)
+        kept = module.set_deepspeed_groups, module.verify_engine_topology
+        module.set_deepspeed_groups = lambda groups, config: kept[0](
+            replace(groups, seq_data_parallel=groups.sp), config
+        )
         if self.args.run_name == "unchecked":
-            module.check_beliefs = lambda *_: None
+            module.verify_engine_topology = lambda *_: None
         try:
-            super()._build(num_training_steps)
+            super().build_engine(num_training_steps)
         finally:
-            module.tell_deepspeed, module.check_beliefs = kept
+            module.set_deepspeed_groups, module.verify_engine_topology = kept
 
 
-def test_a_dropped_group_is_refused_and_would_be_wrong(tmp_path: Any) -> None:
-    case = case_of(CUT, 1, optimizer="sgd", clip=0.0)
-    with pytest.raises(RankFailure, match="DeepSpeed believes ranks of the gradient group to be"):
+def test_a_dropped_group_is_rejected_and_would_be_wrong(tmp_path: Any) -> None:
+    case = case_of(SHARDED_LAYOUT, 1, optimizer="sgd", clip=0.0)
+    with pytest.raises(RankFailure, match="DeepSpeed's seq_data_parallel ranks:"):
         run(case, tmp_path, ForgetsTheContextGroup)
     for found in run(case, tmp_path, ForgetsTheContextGroup, run_name="unchecked"):
         assert far_from_reference(case, found)["weights"] > 1e-3
@@ -216,12 +224,12 @@ class ShiftsAfterTheCut(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self.sequence_cut is not None  # the layout cuts
-        self.sequence_cut.shifts_labels = False  # then the model does it
+        assert self.sequence_sharder is not None  # the layout shards
+        self.sequence_sharder.shifts_labels = False  # then the model does it
 
 
-def test_the_oracle_notices_labels_that_are_shifted_after_the_cut(tmp_path: Any) -> None:
-    case = case_of(CUT, 1, clip=0.0)
+def test_control_labels_shifted_after_sharding_are_detected(tmp_path: Any) -> None:
+    case = case_of(SHARDED_LAYOUT, 1, clip=0.0)
     for found in run(case, tmp_path, ShiftsAfterTheCut):
         assert far_from_reference(case, found)["losses"] > 1e-3
         assert far_from_reference(case, found)["weights"] > 1e-3

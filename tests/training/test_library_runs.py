@@ -13,15 +13,15 @@ import torch
 
 from ds_trainer import ParallelLayout, Trainer, TrainerCallback, TrainingArguments, compile_config
 from ds_trainer.arguments.enums import OptimizerNames
-from ds_trainer.config.library_optimizers import LIBRARY
+from ds_trainer.config.library_optimizer_table import LIBRARY
 from ds_trainer.engine.training_engine import TrainingEngine
-from ds_trainer.optim.library_optimizers import build_library_optimizer
+from ds_trainer.optim.library_optimizer_builder import build_library_optimizer
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal, distances
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import pool
-from tests.support.runs import train_and_report, trajectory_of
+from tests.support.runs import compatibility_of, train_and_report
 
 RATE = 2e-3
 SHAPES = ["adafactor", "stable_adamw", "grokadamw", "galore_adamw", "galore_adafactor", "apollo_adamw"]
@@ -79,23 +79,23 @@ def ours(output_dir: Path, name: str, world: int, **changes: Any) -> list[Trajec
 
 
 @pytest.mark.parametrize("name", SHAPES + SWAPS)
-def test_stage_0_gives_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
+def test_stage_0_trains_like_one_process(name: str, tmp_path: Path) -> None:
     """Stage 0 is chosen by itself, since these need whole tensors."""
     for found in ours(tmp_path, name, 2):
         assert_equal(found, reference(name), 2e-5)
 
 
 @pytest.mark.parametrize(("name", "stage"), ELEMENTS)
-def test_every_stage_gives_the_numbers_of_one_process(name: str, stage: int, tmp_path: Path) -> None:
+def test_every_stage_trains_like_one_process(name: str, stage: int, tmp_path: Path) -> None:
     for found in ours(tmp_path, name, 2, zero_stage=stage):
         assert_equal(found, reference(name), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "galore_adamw"])
-def test_bf16_at_stage_0_is_near(name: str, tmp_path: Path) -> None:
+def test_bf16_at_stage_0_is_close(name: str, tmp_path: Path) -> None:
     for found in ours(tmp_path, name, 2, bf16=True):
-        far = distances(found, reference(name))
-        assert far["losses"] < 0.01 and far["weights"] < 0.05, far
+        differences = distances(found, reference(name))
+        assert differences["losses"] < 0.01 and differences["weights"] < 0.05, differences
 
 
 def before_the_first_step() -> tuple[bool, int]:
@@ -116,22 +116,22 @@ def before_the_first_step() -> tuple[bool, int]:
     return same, known
 
 
-def test_no_step_before_the_first() -> None:
+def test_no_optimizer_step_before_the_first() -> None:
     assert pool(1).run(before_the_first_step) == [(True, 0)]
 
 
-def test_offloaded(tmp_path: Path) -> None:
+def test_the_optimizer_can_be_offloaded(tmp_path: Path) -> None:
     for found in ours(tmp_path, "ademamix", 2, zero_stage=2, offload_optimizer="cpu"):
         assert_equal(found, reference("ademamix"), 2e-5)
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_eight_bits_are_near_on_every_stage(name: str, tmp_path: Path) -> None:
-    """ZeRO's flat pieces are quantised in other blocks, and small tensors and embeddings with the rest."""
+def test_eight_bit_states_are_close_at_every_stage(name: str, tmp_path: Path) -> None:
+    """ZeRO's flat shards are quantized in other blocks, and small tensors and embeddings with the rest."""
     for stage in (0, 1):
         for found in ours(tmp_path, name, 2, zero_stage=stage):
-            far = distances(found, reference(name))
-            assert far["losses"] < 0.02 and far["weights"] < 0.1, (stage, far)
+            differences = distances(found, reference(name))
+            assert differences["losses"] < 0.02 and differences["weights"] < 0.1, (stage, differences)
 
 
 class HandedIn(Trainer):
@@ -144,7 +144,7 @@ class HandedIn(Trainer):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "stable_adamw", "grokadamw"])
-def test_zero_would_give_other_numbers(name: str, tmp_path: Path) -> None:
+def test_control_zero_would_give_other_losses(name: str, tmp_path: Path) -> None:
     for found in ours(tmp_path, name, 2, zero_stage=1, trainer_class=HandedIn):
         assert distances(found, reference(name))["weights"] > 1e-3
     with pytest.raises(ConfigError, match="depends on the shape of each tensor"):
@@ -175,7 +175,7 @@ def trainer(
 def run(output_dir: Path, name: str, stop: bool, resume: bool, **changes: Any) -> Trajectory:
     job = trainer(output_dir, name, stop, **changes)
     job.train(resume_from_checkpoint=resume)
-    report = trajectory_of(job)
+    report = compatibility_of(job)
     job.engine.close()
     return report
 
@@ -198,10 +198,10 @@ RESUMED = [
 @pytest.mark.parametrize(("name", "stage", "changes"), RESUMED)
 def test_a_resumed_run_is_the_same(name: str, stage: int, changes: dict[str, Any], tmp_path: Path) -> None:
     arguments = {**changes, "zero_stage": stage}
-    whole = pool(2).run(partial(run, tmp_path / "whole", name, False, False, **arguments))
+    uninterrupted = pool(2).run(partial(run, tmp_path / "whole", name, False, False, **arguments))
     pool(2).run(partial(run, tmp_path / "parts", name, True, False, **arguments))
     resumed = pool(2).run(partial(run, tmp_path / "parts", name, False, True, **arguments))
-    for found, wanted in zip(resumed, whole, strict=True):
+    for found, wanted in zip(resumed, uninterrupted, strict=True):
         assert found.losses == wanted.losses
         assert all(torch.equal(found.weights[key], wanted.weights[key]) for key in wanted.weights)
 
@@ -234,10 +234,10 @@ def test_schedule_free_evaluates_and_saves_the_averaged_weights(tmp_path: Path) 
     assert abs(trained - by_hand) > 1e-4 * by_hand
 
 
-def test_a_handed_in_optimizer_that_swaps_weights(tmp_path: Path) -> None:
+def test_a_given_optimizer_may_swap_weights(tmp_path: Path) -> None:
     chosen("schedule_free_sgd")
     messages = pool(2).run(handed_in_swapping, tmp_path)
-    assert all("AdamWScheduleFree puts other weights in place" in message for message in messages)
+    assert all("AdamWScheduleFree uses different weights" in message for message in messages)
 
 
 def handed_in_swapping(output_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""A dataset of a billion samples: trained on, stopped and gone on with, at no cost for its length."""
+"""A dataset of a billion samples: trained on, stopped and resumed, at no cost for its length."""
 
 from __future__ import annotations
 
@@ -34,28 +34,33 @@ class Billion(Dataset[Any]):
 
 
 def counted(output_dir: str, resume: bool | None = None, **arguments: Any) -> tuple[Any, list[int], int]:
-    """The story of a run, the rows that were read, and by how many bytes the process has grown."""
+    """The record of a run, the rows that were read, and by how many bytes the process has grown."""
     data, before = Billion(), psutil.Process().memory_info().rss
-    story = run(output_dir, resume, data=data, **arguments)
-    return story, data.read, psutil.Process().memory_info().rss - before
+    record = run(output_dir, resume, data=data, **arguments)
+    return record, data.read, psutil.Process().memory_info().rss - before
 
 
 @pytest.mark.parametrize("strategy", ["random", "sequential"])
-def test_a_billion_samples(strategy: str, tmp_path: Path) -> None:
+def test_a_billion_samples_train_and_resume(strategy: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"train_sampling_strategy": strategy, "save_steps": 4}
     seen = {}
     for world in (1, 2, 4):
         path, sizes = str(tmp_path / str(world)), {"per_device_train_batch_size": 4 // world}
         run_ranks = pool(world).run
-        whole = run_ranks(partial(counted, path + "whole", **sizes, **arguments))
+        uninterrupted = run_ranks(partial(counted, path + "whole", **sizes, **arguments))
         run_ranks(partial(counted, path, stop_at=4, **sizes, **arguments))
         found = run_ranks(partial(counted, path, True, seed=1, **sizes, **arguments))
-        for (story, read, grown), (other, all_read, _) in zip(found, whole, strict=True):
-            assert differences(story, other) == []
+        for (record, read, grown), (other, all_read, _) in zip(found, uninterrupted, strict=True):
+            assert differences(record, other) == []
             assert len(read) < len(all_read)  # nothing is read over
             assert grown < 400 * 2**20  # torch and the engine; an order of int64 would take 8 GB
-        share = 4 // world
+        micro_batch_loss = 4 // world
         seen[world] = [
-            sorted(row for _, read, _ in whole for row in read[step * share : (step + 1) * share]) for step in range(8)
+            sorted(
+                row
+                for _, read, _ in uninterrupted
+                for row in read[step * micro_batch_loss : (step + 1) * micro_batch_loss]
+            )
+            for step in range(8)
         ]
     assert seen[1] == seen[2] == seen[4]

@@ -38,13 +38,13 @@ OVERLAP = {"zero_optimization": {"overlap_comm": True, "contiguous_gradients": T
 def images(where: Any) -> list[int]:
     """Rows of the data with an image, given ``where(epoch, step, rank, micro_batch)`` of a run on two ranks.
 
-    A row has its image in all epochs: one that has no place of its own in an epoch keeps that of the other.
+    A row has its image in all epochs: one that is not used in an epoch keeps that of the other.
     """
     found: set[int] = set()
     for epoch in range(2):
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        for place, row in enumerate(order):
-            step, inside = divmod(place, GLOBAL_BATCH)
+        for index, row in enumerate(order):
+            step, inside = divmod(index, GLOBAL_BATCH)
             micro_batch, rest = divmod(inside, 4)
             if where(epoch, step, rest // 2, micro_batch):
                 found.add(row)
@@ -63,7 +63,7 @@ def first_epoch(rule: Any) -> list[int]:
 
 
 EVERYWHERE = list(range(SAMPLES))
-PLACES: dict[str, list[int]] = {
+IMAGE_ROWS: dict[str, list[int]] = {
     "nowhere": [],
     "everywhere": EVERYWHERE,
     "on rank 0": first_epoch(lambda step, rank, micro_batch: rank == 0),
@@ -74,17 +74,17 @@ PLACES: dict[str, list[int]] = {
 }
 
 
-def make_data(place: str) -> Rows:
-    return Rows(SAMPLES, Images(PLACES[place]))
+def make_data(case: str) -> Rows:
+    return Rows(SAMPLES, Images(IMAGE_ROWS[case]))
 
 
 @cache
-def reference(place: str, steps: int = STEPS, clip: float = 0.0) -> Trajectory:
+def reference(case: str, steps: int = STEPS, clip: float = 0.0) -> Trajectory:
     sizes: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "steps": steps, "clip": clip}
-    return train_plainly(TwoTowers(), make_data(place), loss=plain_loss, collate=collate, **sizes)
+    return train_plainly(TwoTowers(), make_data(case), loss=plain_loss, collate=collate, **sizes)
 
 
-def job(place: str, tmp_path: Any, **arguments: Any) -> Any:
+def job(case: str, tmp_path: Any, **arguments: Any) -> Any:
     values: dict[str, Any] = dict(
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -92,19 +92,19 @@ def job(place: str, tmp_path: Any, **arguments: Any) -> Any:
         max_grad_norm=0.0,
         remove_unused_columns=False,
     )
-    data = partial(make_data, place)
+    data = partial(make_data, case)
     return partial(train_and_report, TwoTowers, data, str(tmp_path), collator=collate, **{**values, **arguments})
 
 
 @pytest.mark.parametrize(
-    ("stage", "place"),
-    [*product((0, 1, 2), PLACES), *product((3,), ("nowhere", "everywhere", "in some micro-batches"))],
+    ("stage", "case"),
+    [*product((0, 1, 2), IMAGE_ROWS), *product((3,), ("nowhere", "everywhere", "in some micro-batches"))],
 )
-def test_numbers_of_one_process(stage: int, place: str, tmp_path: Any) -> None:
+def test_mixed_batches_train_like_one_process(stage: int, case: str, tmp_path: Any) -> None:
     """ZeRO 0, 1 and 2: wherever images are missing. ZeRO 3: where all ranks call the tower, or none."""
-    steps = STEPS if stage < 3 else STEPS // 2  # the places are those of the first epoch
-    for found in pool(2).run(job(place, tmp_path, zero_stage=stage, max_steps=steps), timeout=90):
-        assert_equal(found, reference(place, steps))
+    steps = STEPS if stage < 3 else STEPS // 2  # the positions are those of the first epoch
+    for found in pool(2).run(job(case, tmp_path, zero_stage=stage, max_steps=steps), timeout=90):
+        assert_equal(found, reference(case, steps))
 
 
 FLOAT32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -112,7 +112,9 @@ FLOAT32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 @pytest.mark.parametrize("arguments", [{"offload_optimizer": "cpu"}, {"deepspeed": OVERLAP}])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_numbers_with_offload_and_overlap(stage: int, arguments: dict[str, Any], tmp_path: Any) -> None:
+def test_mixed_batches_with_offload_and_overlap_train_like_one_process(
+    stage: int, arguments: dict[str, Any], tmp_path: Any
+) -> None:
     for found in pool(2).run(job("on rank 0", tmp_path, zero_stage=stage, **arguments), timeout=90):
         assert_equal(found, reference("on rank 0"))
 
@@ -133,7 +135,7 @@ def test_bf16(stage: int, settings: dict[str, Any], tmp_path: Any) -> None:
 # -- ZeRO-3: one error on all ranks ------------------------------------------------------------------------------------
 
 
-def end_of_a_program(place: str, directory: str, **arguments: Any) -> None:
+def end_of_a_program(case: str, directory: str, **arguments: Any) -> None:
     """Train, write down what that ends with (error, text, seconds, steps done), and end, as a program does."""
     values: dict[str, Any] = dict(
         per_device_train_batch_size=2,
@@ -146,28 +148,28 @@ def end_of_a_program(place: str, directory: str, **arguments: Any) -> None:
         zero_stage=3,
     )
     args = TrainingArguments(directory, **{**values, **arguments})
-    trainer = Trainer(TwoTowers(), args, train_dataset=make_data(place), data_collator=collate)
-    begun, said = time.monotonic(), ("", "")
+    trainer = Trainer(TwoTowers(), args, train_dataset=make_data(case), data_collator=collate)
+    started, error_and_message = time.monotonic(), ("", "")
     try:
         trainer.train()
     except RuntimeError as error:
-        said = (type(error).__name__, str(error))
-    found = (*said, time.monotonic() - begun, trainer.state.global_step)
+        error_and_message = (type(error).__name__, str(error))
+    found = (*error_and_message, time.monotonic() - started, trainer.state.global_step)
     Path(directory, f"rank{args.process_index}.json").write_text(json.dumps(found))
     time.sleep(1.0)  # the store is in the process of rank 0
     os._exit(1)
 
 
-def ends(place: str, directory: Path, **arguments: Any) -> list[Any]:
+def results_of_ranks(case: str, directory: Path, **arguments: Any) -> list[Any]:
     """:func:`end_of_a_program` on two ranks."""
     close_pools()
     with pytest.raises(RankFailure):
-        pool(2).run(partial(end_of_a_program, place, str(directory), **arguments), timeout=90)
+        pool(2).run(partial(end_of_a_program, case, str(directory), **arguments), timeout=90)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("place", "step", "threshold"),
+    ("case", "step", "threshold"),
     [
         ("on rank 0", 0, 0),
         ("on rank 1", 0, 0),
@@ -177,11 +179,11 @@ def ends(place: str, directory: Path, **arguments: Any) -> list[Any]:
         ("not in one of the second epoch", 4, 100_000),
     ],
 )
-def test_stage_3_ends_all_ranks_with_the_name_of_the_module(
-    place: str, step: int, threshold: int, tmp_path: Path
+def test_at_stage_3_different_modules_end_all_ranks_and_are_named(
+    case: str, step: int, threshold: int, tmp_path: Path
 ) -> None:
     settings = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold}}
-    found = ends(place, tmp_path, deepspeed=settings)
+    found = results_of_ranks(case, tmp_path, deepspeed=settings)
     assert {kind for kind, *_ in found} <= {"ModulesDiffer", "PeerFailure"}
     for _, text, seconds, done in found:
         assert "different modules under ZeRO-3" in text
@@ -230,7 +232,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, "plain"), (1, "plain"), (2, "plain"), *product((3,), MODELS)])
-def test_experts_that_get_tokens_on_one_rank_only(stage: int, kind: str, tmp_path: Any) -> None:
+def test_experts_with_tokens_on_one_rank_only(stage: int, kind: str, tmp_path: Any) -> None:
     settings: dict[str, Any] = {}
     if stage == 3:
         settings["deepspeed"] = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
@@ -241,7 +243,7 @@ def test_experts_that_get_tokens_on_one_rank_only(stage: int, kind: str, tmp_pat
 # -- what the guard costs ----------------------------------------------------------------------------------------------
 
 
-def asked_in_each_step(place: str, directory: str, checkpointing: bool = False, evaluations: bool = False) -> list[int]:
+def agreements_per_step(case: str, directory: str, checkpointing: bool = False, evaluations: bool = False) -> list[int]:
     """How often this rank could not tell by itself what the others do, step by step."""
     from transformers import TrainerCallback
 
@@ -270,7 +272,7 @@ def asked_in_each_step(place: str, directory: str, checkpointing: bool = False, 
         deepspeed={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
         gradient_checkpointing=checkpointing,
     )
-    data = Rows(SAMPLES, Images(ALTERNATING if place == "alternating" else PLACES[place]))
+    data = Rows(SAMPLES, Images(ALTERNATING if case == "alternating" else IMAGE_ROWS[case]))
     model = tiny_llama() if checkpointing else TwoTowers()
     trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collate, callbacks=[Steps()])
     counts.append(0)
@@ -287,22 +289,22 @@ ALTERNATING = [row for row in range(SAMPLES) if row % 8 < 4]  # in the order of 
 
 
 @pytest.mark.parametrize("evaluations", [False, True])
-def test_nothing_is_asked_once_the_way_is_known(evaluations: bool, tmp_path: Any) -> None:
-    for counts in pool(2).run(asked_in_each_step, "everywhere", str(tmp_path), False, evaluations):
+def test_ranks_need_no_agreement_on_known_module_paths(evaluations: bool, tmp_path: Any) -> None:
+    for counts in pool(2).run(agreements_per_step, "everywhere", str(tmp_path), False, evaluations):
         assert counts[0] > 20
         first_evaluation = 2 if evaluations else 0  # it belongs to the step before it
         assert [step for step, count in enumerate(counts) if count] == sorted({0, first_evaluation})
 
 
-def test_nothing_is_asked_with_activation_checkpointing(tmp_path: Any) -> None:
-    for counts in pool(2).run(asked_in_each_step, "nowhere", str(tmp_path), True):
+def test_ranks_need_no_agreement_with_activation_checkpointing(tmp_path: Any) -> None:
+    for counts in pool(2).run(agreements_per_step, "nowhere", str(tmp_path), True):
         assert counts[0] > 20
         assert set(counts[1:]) == {0}
 
 
-def test_ways_that_all_ranks_take_in_turn_cost_one_question_a_micro_batch(tmp_path: Any) -> None:
+def test_alternating_module_paths_cost_one_agreement_per_micro_batch(tmp_path: Any) -> None:
     """Images in every other micro-batch, on all ranks: no error, and hardly a cost after the first of each kind."""
-    for counts in pool(2).run(asked_in_each_step, "alternating", str(tmp_path)):
+    for counts in pool(2).run(agreements_per_step, "alternating", str(tmp_path)):
         assert counts[0] > 20
         assert counts[1] == 3  # how a pass ends is seen when the next one begins
         assert set(counts[2:]) == {2}

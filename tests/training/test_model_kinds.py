@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.model.kinds import head_problems
+from ds_trainer.training.model.loss_head_check import loss_head_problems
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import relative
 from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_of_transformers(case: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Without accumulation: there the reference trusts a signature, and doubles a loss that ignores the count."""
     make_model, make_rows, changes = CASES[case]
     changes = {**changes, "per_device_train_batch_size": 8, "max_steps": 2}
@@ -128,7 +128,7 @@ def test_numbers_of_transformers(case: str, tmp_path: Path) -> None:
         assert relative(trajectory.grad_norms, norms) < 1e-4
 
 
-def test_a_tensor_alone_is_a_loss(tmp_path: Path) -> None:
+def test_a_single_tensor_is_the_loss(tmp_path: Path) -> None:
     """The reference wants it in a tuple; the numbers are the tuple's."""
     data = partial(regression_rows, 32)
     changes = {**OURS, "per_device_train_batch_size": 4}
@@ -146,16 +146,16 @@ class OwnLoss(Trainer):
         return model(**inputs).last_hidden_state.square().mean()
 
 
-def test_a_body_without_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_head_is_rejected(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True)
     llama_body = tiny_llama().model
     for body in (bert("BertModel"), llama_body):
         name = type(body).__name__
-        with pytest.raises(ConfigError, match=f"{name} ends in hidden states: it takes no labels and returns no loss"):
+        with pytest.raises(ConfigError, match=f"{name} returns hidden states: it takes no labels and returns no loss"):
             Trainer(body, args)
         assert Trainer(body, args, compute_loss_func=squares) is not None  # somebody else computes it
         assert OwnLoss(body, args) is not None
-    assert head_problems(tiny_llama()) == head_problems(PlainLanguageModel()) == []
+    assert loss_head_problems(tiny_llama()) == loss_head_problems(PlainLanguageModel()) == []
 
 
 def outcome(make_model: Any, rows: Any, output_dir: Path) -> str:
@@ -170,8 +170,8 @@ def outcome(make_model: Any, rows: Any, output_dir: Path) -> str:
     raise AssertionError("was not refused")
 
 
-def test_no_loss_came_back(tmp_path: Path) -> None:
+def test_a_missing_loss_is_reported(tmp_path: Path) -> None:
     without = [{"input_ids": row["input_ids"]} for row in RaggedTokens(4).rows]
-    (words,) = pool(1).run(partial(outcome, tiny_llama, without, tmp_path))
-    assert words.startswith("LlamaForCausalLM returned no scalar loss for a batch of input_ids; it returned only")
-    assert "Give it the labels it needs" in words
+    (message,) = pool(1).run(partial(outcome, tiny_llama, without, tmp_path))
+    assert message.startswith("LlamaForCausalLM returned no scalar loss for a batch of input_ids; it returned only")
+    assert "Add labels to the batch" in message

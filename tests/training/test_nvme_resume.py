@@ -17,7 +17,7 @@ from tests.support.compare import weight_distance
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory
 from tests.support.pool import pool
-from tests.support.runs import trajectory_of
+from tests.support.runs import compatibility_of
 
 CONFIG = Path(__file__).parents[2] / "ds_configs" / "zero3_nvme.json"
 STOP, STEPS = 2, 4
@@ -56,13 +56,13 @@ def run(output_dir: Path, extensions: str | None, resume: str | None = None, **c
     args = TrainingArguments(str(output_dir), **{**values, **changes})
     trainer = Trainer(model, args, train_dataset=RaggedTokens(60))
     trainer.train(resume_from_checkpoint=resume)
-    found = trajectory_of(trainer)
+    found = compatibility_of(trainer)
     trainer.engine.close()
     return found
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "embedding frozen"])
-def test_saved_on_the_disk_and_elsewhere(extensions: str, frozen: bool, tmp_path: Path) -> None:
+def test_nvme_states_resume_on_nvme_and_in_memory(extensions: str, frozen: bool, tmp_path: Path) -> None:
     """From the disk to the disk, from the disk into memory, from memory to the disk."""
     saving = {"save_strategy": "steps", "save_steps": STOP, "frozen": frozen}
     wanted = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ds_trainer import Trainer, TrainerCallback, TrainerState, TrainingArguments, TrainingStopped
-from ds_trainer.checkpoint.background.writing import THREAD
+from ds_trainer.checkpoint.background.background_save import THREAD_NAME
+from tests.support.file_access import opened
 from tests.support.models import RaggedTokens, tiny_llama
-from tests.support.opens import opened
 from tests.support.pool import pool
 
 
@@ -47,7 +47,7 @@ def looked_at(output_dir: str, **arguments: Any) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_the_main_process_looks_where_the_best_checkpoint_is(background: bool, tmp_path: Path) -> None:
+def test_only_the_main_process_reads_the_best_checkpoint(background: bool, tmp_path: Path) -> None:
     best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
     best |= {"greater_is_better": True, "save_async": background}  # losses fall: the first stays the best
     (_, end), (seen, other_end) = pool(2).run(looked_at_with, str(tmp_path), best)
@@ -59,7 +59,7 @@ def looked_at_with(output_dir: str, arguments: dict[str, Any]) -> tuple[list[str
     return looked_at(output_dir, **arguments)
 
 
-def test_a_stop_and_the_start_after_it(tmp_path: Path) -> None:
+def test_file_access_of_a_stop_and_a_restart(tmp_path: Path) -> None:
     long = {"save_steps": 10_000, "max_steps": 10_000}
     (_, end), (seen, other_end) = pool(2).run(looked_at_with, str(tmp_path), long)
     assert end == other_end and end.startswith(str(tmp_path / "checkpoint-"))
@@ -89,9 +89,9 @@ def texts_made(output_dir: str, save_async: bool) -> list[str]:
     return made
 
 
-def test_the_history_is_written_out_by_one_rank_beside_the_training(tmp_path: Path) -> None:
+def test_one_rank_writes_the_history_in_the_background(tmp_path: Path) -> None:
     one, other = pool(2).run(texts_made, str(tmp_path), True)
-    assert one == [THREAD] * 4 + ["MainThread"] and other == []  # the last: trainer_state.json of the whole run
+    assert one == [THREAD_NAME] * 4 + ["MainThread"] and other == []  # the last: trainer_state.json of the whole run
     for step in range(1, 5):
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["global_step"] == step and [entry["step"] for entry in state["log_history"]] == [
@@ -99,12 +99,12 @@ def test_the_history_is_written_out_by_one_rank_beside_the_training(tmp_path: Pa
         ]
 
 
-def test_a_save_in_the_foreground_too(tmp_path: Path) -> None:
+def test_one_rank_writes_the_history_of_a_foreground_save(tmp_path: Path) -> None:
     one, other = pool(2).run(texts_made, str(tmp_path), False)
     assert one == ["MainThread"] * 5 and other == []
 
 
-def test_a_snapshot_of_the_state_stays_as_it_is() -> None:
+def test_a_snapshot_of_the_state_does_not_change() -> None:
     counter = {"args": {}, "attributes": {"seen": [1]}}
     state = TrainerState(global_step=3, log_history=[{"loss": 1.0, "step": 3}], stateful_callbacks={"C": counter})
     before, copy = state.to_json(), state.snapshot()

@@ -1,7 +1,7 @@
 """Every layout gives the numbers of one process: loss, gradient norm, learning rate and weights against plain PyTorch.
 
-37 samples in global batches of 16: the last batch of an epoch has 5, so that windows are partial, shares are ragged
-and, at world 4, replicas work on fillers. Every micro-batch has another number of target tokens.
+37 samples in global batches of 16: the last batch of an epoch has 5, so that windows are partial, shards are ragged
+and, at world 4, replicas work on dummies. Every micro-batch has another number of target tokens.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def sizes(world: int, accumulation: int) -> dict[str, int]:
     return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
 
 
-PLACES = list(product((1, 2, 4), (0, 1, 2, 3), (1, 2, 4)))  # world, stage, accumulation
+SETUPS = list(product((1, 2, 4), (0, 1, 2, 3), (1, 2, 4)))  # world, stage, accumulation
 STEPS = list(product(("adamw", "sgd"), (0.0, CLIP)))
-# Every place with one kind of step, in turn; the others are in the matrix.
-CHOSEN = [(*place, *STEPS[index % 4]) for index, place in enumerate(PLACES)]
+# Every setup with one kind of step, in turn; the others are in the matrix.
+CHOSEN = [(*place, *STEPS[index % 4]) for index, place in enumerate(SETUPS)]
 
 
 def check(world: int, stage: int, accumulation: int, optimizer: str, clip: float, tmp_path: Any) -> None:
@@ -66,7 +66,7 @@ def test_trajectory_is_that_of_one_process(
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "any_case" in metafunc.fixturenames:
         asked = "matrix" in metafunc.config.option.markexpr
-        metafunc.parametrize("any_case", [(*p, *s) for p, s in product(PLACES, STEPS)] if asked else [])
+        metafunc.parametrize("any_case", [(*p, *s) for p, s in product(SETUPS, STEPS)] if asked else [])
 
 
 @pytest.mark.matrix
@@ -100,25 +100,25 @@ def test_loss_per_sample(tmp_path: Any) -> None:
 
 
 class IgnoresTheCount(Trainer):
-    """Negative control: believes that the micro-batch's mean is a share of the global batch's, as many loops do."""
+    """Negative control: takes the mean of a micro-batch for a part of the global mean, as many loops do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.loss_rule.normalised = False
+        self.loss_rule.normalized = False
         self.loss_rule.verified = True
         accumulation = self.args.gradient_accumulation_steps
         ranks = self.layout.dp
         self.loss_rule.contribution = lambda loss, own, items: loss / (accumulation * ranks)  # type: ignore[method-assign]
 
 
-def test_the_oracle_notices_a_wrong_normaliser(tmp_path: Any) -> None:
+def test_control_a_wrong_normalizer_is_detected(tmp_path: Any) -> None:
     arguments = {**OPTIMIZERS["adamw"], **sizes(2, 2), "max_grad_norm": 0.0, "zero_stage": 1}
     job = partial(train_and_report, tiny_llama, make_data, str(tmp_path), IgnoresTheCount, **arguments)
     for found in pool(2).run(job):
-        far = distances(found, reference("adamw", 0.0))
-        assert far["losses"] > 1e-3
-        assert far["grad_norms"] > 1e-3
-        assert far["weights"] > 1e-3
+        differences = distances(found, reference("adamw", 0.0))
+        assert differences["losses"] > 1e-3
+        assert differences["grad_norms"] > 1e-3
+        assert differences["weights"] > 1e-3
 
 
 BF16_TOLERANCE = {0: 0.02, 1: 0.01, 2: 0.01, 3: 0.01}
@@ -126,15 +126,15 @@ BF16_TOLERANCE = {0: 0.02, 1: 0.01, 2: 0.01, 3: 0.01}
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_agrees_with_a_bf16_reference(stage: int, tmp_path: Any) -> None:
-    """bf16 rounds to 3 significant digits; stage 0 keeps gradients in bf16 while it sums them over ranks."""
+    """bf16 micro_steps to 3 significant digits; stage 0 keeps gradients in bf16 while it sums them over ranks."""
     model = tiny_llama()
     wanted = train_plainly(model, make_data(), learning_rate=2e-3, autocast=True)
     arguments = {**OPTIMIZERS["adamw"], **sizes(2, 2), "max_grad_norm": 0.0, "zero_stage": stage, "bf16": True}
     for found in pool(2).run(partial(train_and_report, tiny_llama, make_data, str(tmp_path), **arguments)):
-        far = distances(found, wanted)
-        assert far["losses"] < BF16_TOLERANCE[stage], far
-        assert far["grad_norms"] < 5 * BF16_TOLERANCE[stage], far
-        assert far["weights"] < 5 * BF16_TOLERANCE[stage], far
+        differences = distances(found, wanted)
+        assert differences["losses"] < BF16_TOLERANCE[stage], differences
+        assert differences["grad_norms"] < 5 * BF16_TOLERANCE[stage], differences
+        assert differences["weights"] < 5 * BF16_TOLERANCE[stage], differences
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -143,9 +143,9 @@ def test_torch_autocast_agrees_with_autocast_in_one_process(stage: int, tmp_path
     arguments = {**OPTIMIZERS["adamw"], **sizes(2, 2), "max_grad_norm": 0.0, "zero_stage": stage}
     job = partial(train_and_report, tiny_llama, make_data, str(tmp_path), torch_autocast="bf16", **arguments)
     for found in pool(2).run(job):
-        far = distances(found, wanted)
-        assert far["losses"] < 0.005, far
-        assert far["weights"] < 0.02, far
+        differences = distances(found, wanted)
+        assert differences["losses"] < 0.005, differences
+        assert differences["weights"] < 0.02, differences
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

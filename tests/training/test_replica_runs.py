@@ -36,7 +36,7 @@ class UnsteadyLater(RaggedTokens):
 
 
 @contextmanager
-def everybody_reads() -> Iterator[None]:
+def all_ranks_read() -> Iterator[None]:
     kept = loader_module.replica_groups
     loader_module.replica_groups = lambda layout: None
     try:
@@ -60,15 +60,16 @@ def train(output_dir: str, alone: bool, sizes: dict[str, int]) -> tuple[list[lis
     )
     trainer = Trainer(tiny_llama(), args, train_dataset=UnsteadyLater(args.process_index, steady=4))
     seen: list[list[int]] = []
-    step = trainer.call_training_step
+    fetch = trainer.get_batch_samples
 
-    def watched(inputs: Any, items: Any) -> torch.Tensor:
-        seen.append(inputs["input_ids"].flatten().tolist())
-        return step(inputs, items)
+    def watched(*given: Any) -> Any:
+        batches, items = fetch(*given)
+        seen.extend(batch["input_ids"].flatten().tolist() for batch in batches)
+        return batches, items
 
-    trainer.call_training_step = watched  # type: ignore[method-assign]
+    trainer.get_batch_samples = watched  # type: ignore[method-assign]
     if alone:
-        with everybody_reads():
+        with all_ranks_read():
             trainer.train()
     else:
         trainer.train()
@@ -92,7 +93,7 @@ def test_ranks_of_a_replica_see_equal_batches_in_every_step(sizes: dict[str, int
         assert found[0][0][step] != found[2][0][step]
 
 
-def test_deepspeed_alone_would_let_them_differ(tmp_path: Path) -> None:
+def test_control_deepspeed_alone_lets_replicas_differ(tmp_path: Path) -> None:
     """Negative control: its look at the first batch passes, and weights that are copies of each other drift apart."""
     found = pool(2).run(train, str(tmp_path), True, {"tensor_parallel_size": 2})
     assert found[0][0][0] == found[1][0][0]

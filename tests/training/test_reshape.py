@@ -1,6 +1,6 @@
 """Saved on one layout, resumed on any other: the next losses are those of the run that was never stopped.
 
-Nine layouts. By default each is gone on from by itself and by two others; ``-m matrix`` runs the other 54 pairs. The
+Nine layouts. By default each is resumed in its own layout and in two others; ``-m matrix`` runs the other 54 pairs. The
 samples are the right ones: a global batch is the same set of rows everywhere, and a run with another global batch goes
 on with the sample that comes next.
 """
@@ -18,8 +18,8 @@ from ds_trainer import ConfigError, Trainer, TrainingArguments
 from tests.support.compare import weight_distance
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
-from tests.support.resuming import watched
-from tests.support.runs import trajectory_of
+from tests.support.resuming import record_batches
+from tests.support.runs import compatibility_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank, ZeRO 0": {"world": 1, "zero_stage": 0},
@@ -62,9 +62,9 @@ def trainer_of(layout: str, output_dir: str, batch: int = BATCH, **arguments: An
 def run(layout: str, output_dir: str, resume: str | None = None, **arguments: Any) -> Any:
     """Trajectory and the rows that reached this rank's model."""
     trainer = trainer_of(layout, output_dir, **arguments)
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     trainer.train(resume_from_checkpoint=resume)
-    found = trajectory_of(trainer)
+    found = compatibility_of(trainer)
     trainer.engine.close()
     return found, batches
 
@@ -87,7 +87,7 @@ def unbroken(layout: str, base: Path) -> Any:
     [pytest.param(*pair, marks=[] if pair in CHOSEN else pytest.mark.matrix) for pair in PAIRS],
     ids=lambda name: name.replace(" ", "-"),
 )
-def test_every_layout_goes_on_from_every_other(old: str, new: str, base: Path, tmp_path: Path) -> None:
+def test_every_layout_resumes_from_every_other(old: str, new: str, base: Path, tmp_path: Path) -> None:
     wanted = unbroken(old, base)
     checkpoint = str(base / old / f"checkpoint-{STOP}")
     for found, _ in pool(LAYOUTS[new]["world"]).run(partial(run, new, str(tmp_path), checkpoint)):
@@ -98,7 +98,7 @@ def test_every_layout_goes_on_from_every_other(old: str, new: str, base: Path, t
         assert weight_distance(found.weights, wanted.weights) < 1e-5
 
 
-def test_the_comparison_notices_a_lost_moment(base: Path, tmp_path: Path) -> None:
+def test_control_a_lost_optimizer_moment_is_detected(base: Path, tmp_path: Path) -> None:
     """Negative control: without the optimizer's states the next losses are others."""
     wanted = unbroken("dp 2, ZeRO 1", base)
     checkpoint = str(base / "dp 2, ZeRO 1" / f"checkpoint-{STOP}")
@@ -108,19 +108,19 @@ def test_the_comparison_notices_a_lost_moment(base: Path, tmp_path: Path) -> Non
 
 
 def run_without_states(layout: str, output_dir: str, checkpoint: str) -> Any:
-    from ds_trainer.checkpoint.pieces.source import PiecesSource
+    from ds_trainer.checkpoint.shards.shard_source import ShardSource
 
-    kept = PiecesSource.fill
+    kept = ShardSource.fill
 
-    def without(self: Any, name: str, kind: str, place: Any, target: Any) -> None:
+    def without(self: Any, name: str, kind: str, shard_slice: Any, target: Any) -> None:
         if kind != "exp_avg":
-            kept(self, name, kind, place, target)
+            kept(self, name, kind, shard_slice, target)
 
-    PiecesSource.fill = without  # type: ignore[method-assign]
+    ShardSource.fill = without  # type: ignore[method-assign]
     try:
         return run(layout, output_dir, checkpoint)
     finally:
-        PiecesSource.fill = kept  # type: ignore[method-assign]
+        ShardSource.fill = kept  # type: ignore[method-assign]
 
 
 # -- another global batch --------------------------------------------------------------------------------------------
@@ -139,14 +139,14 @@ def rows_of(batches: list[list[int]]) -> list[tuple[int, ...]]:
         ("tp 2, ZeRO 0", 8, "dp 2, ZeRO 3", 10),
     ],
 )
-def test_another_batch_skips_nothing_and_repeats_nothing(
+def test_another_batch_size_skips_and_repeats_nothing(
     old: str, before: int, new: str, now: int, tmp_path: Path
 ) -> None:
     saving = {"save_strategy": "steps", "save_steps": STOP, "max_steps": STOP, "lr_scheduler_type": "constant"}
     first = pool(LAYOUTS[old]["world"]).run(partial(run, old, str(tmp_path), batch=before, **saving))
     longer = {"max_steps": -1, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
     checkpoint = str(tmp_path / f"checkpoint-{STOP}")
-    changed = {**longer, "batch": now, "allow_changed": ["global_batch"]}
+    changed = {**longer, "batch": now, "allow_changed_on_resume": ["global_batch"]}
     second = pool(LAYOUTS[new]["world"]).run(partial(run, new, str(tmp_path / "new"), checkpoint, **changed))
     rows = [row for _, batches in (*first, *second) for row in dict.fromkeys(rows_of(batches))]
     data = sorted(tuple(row["input_ids"].tolist()) for row in RaggedTokens(60))
@@ -156,11 +156,13 @@ def test_another_batch_skips_nothing_and_repeats_nothing(
     assert len(second[0][0].losses) == STOP + -(-(60 - STOP * before) // now)
 
 
-def test_another_batch_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+def test_another_batch_size_is_rejected_unless_it_is_allowed(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "lr_scheduler_type": "constant"}
     pool(2).run(partial(run, "dp 2, ZeRO 1", str(tmp_path), **saving))
     message = pool(1).run(refusal, "1 rank, ZeRO 0", str(tmp_path), str(tmp_path / "checkpoint-1"))[0]
-    assert "global_batch was 8" in message and "is 4" in message and "allow_changed=[global_batch]" in message
+    assert (
+        "global_batch was 8" in message and "is 4" in message and "allow_changed_on_resume=['global_batch']" in message
+    )
 
 
 def refusal(layout: str, output_dir: str, checkpoint: str) -> str:
@@ -171,6 +173,6 @@ def refusal(layout: str, output_dir: str, checkpoint: str) -> str:
     raise AssertionError("was not refused")
 
 
-def test_layouts_are_what_their_names_say() -> None:
+def test_layouts_match_their_names() -> None:
     assert len(LAYOUTS) >= 8 and {sizes["world"] for sizes in LAYOUTS.values()} == {1, 2, 4}
     assert len(PAIRS) == len(LAYOUTS) ** 2

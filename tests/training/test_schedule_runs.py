@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.training.train_loop import TrainLoop
+from ds_trainer.training.loop.step import StepRunner
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import Regression, regression_rows
@@ -110,16 +110,16 @@ class Stopped(Trainer):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
-def test_a_resumed_run_goes_on_with_the_same_rates(name: str, stage: int, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_same_rates(name: str, stage: int, tmp_path: Path) -> None:
     saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "zero_stage": stage}
-    whole = pool(2).run(partial(run, str(tmp_path / "whole"), name, 4, **saved))
+    uninterrupted = pool(2).run(partial(run, str(tmp_path / "whole"), name, 4, **saved))
     pool(2).run(partial(run, str(tmp_path / "parts"), name, 4, Stopped, **saved))
     resumed = pool(2).run(
         partial(
             run, str(tmp_path / "parts"), name, 4, resume_from_checkpoint=str(tmp_path / "parts/checkpoint-5"), **saved
         )
     )
-    assert resumed == whole and len(set(whole[0][5:])) > 1
+    assert resumed == uninterrupted and len(set(uninterrupted[0][5:])) > 1
 
 
 class OwnMetric(Trainer):
@@ -129,7 +129,7 @@ class OwnMetric(Trainer):
         return {"eval_loss": float(len(self.state.log_history)) * (-1) ** distributed.rank()}
 
 
-def test_all_ranks_follow_the_metric_of_the_first(tmp_path: Path) -> None:
+def test_all_ranks_follow_the_metric_of_rank_0(tmp_path: Path) -> None:
     first, second = pool(2).run(run, str(tmp_path), "reduce_lr_on_plateau", 4, OwnMetric)
     assert first == second and len(set(first)) > 3
 
@@ -146,9 +146,9 @@ def refused_in_the_run(output_dir: str) -> str:
     return str(error.value)
 
 
-def test_a_metric_that_is_not_there(tmp_path: Path) -> None:
-    (words,) = pool(1).run(refused_in_the_run, str(tmp_path))
-    assert "the metric 'eval_loss'" in words and "It has eval_los. Did you mean 'eval_los'?" in words
+def test_a_missing_metric_is_reported(tmp_path: Path) -> None:
+    (message,) = pool(1).run(refused_in_the_run, str(tmp_path))
+    assert "the metric 'eval_loss'" in message and "It has eval_los. Did you mean 'eval_los'?" in message
 
 
 class InItsOwnType(Regression):
@@ -176,14 +176,14 @@ def overflowing(output_dir: str, stage: int) -> tuple[list[float], list[bool]]:
     trainer.model = trainer.model_wrapped = InItsOwnType()
     trainer.loss_rule.verified = True  # its check would look at the infinite loss
     applied: list[bool] = []
-    trainer._build = _noting(trainer, applied)  # type: ignore[method-assign]
+    trainer.build_engine = _noting(trainer, applied)  # type: ignore[method-assign]
     trainer.train()
     trainer.engine.close()
     return logged(trainer), applied
 
 
 def _noting(trainer: Trainer, applied: list[bool]) -> Any:
-    build = trainer._build
+    build = trainer.build_engine
 
     def wrapped(steps: int) -> None:
         build(steps)
@@ -199,7 +199,7 @@ def _noting(trainer: Trainer, applied: list[bool]) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_that_was_left_out_does_not_move_the_schedule(stage: int, tmp_path: Path) -> None:
+def test_a_skipped_step_does_not_advance_the_schedule(stage: int, tmp_path: Path) -> None:
     for rates, applied in pool(2).run(overflowing, str(tmp_path), stage):
         assert applied == [True] * 4 + [False] + [True] * (STEPS - 5)
         wanted = [0.3 * (STEPS - step) / STEPS for step in (0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10)]
@@ -207,18 +207,18 @@ def test_a_step_that_was_left_out_does_not_move_the_schedule(stage: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type=greedy follows a metric, but eval_strategy=no"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type=reduce_lr_on_plateau follows a metric"),
     ],
 )
-def test_a_schedule_without_a_metric(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_schedule_without_a_metric(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TrainingArguments("out", **arguments)
 
 
-def test_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_wrong_schedules_are_rejected_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'num_cycle' is not an argument"):
         ours(str(tmp_path), "cosine", 8, lr_scheduler_kwargs={"num_cycle": 1})
     model = Regression()
@@ -229,10 +229,10 @@ def test_refused_before_anything_starts(tmp_path: Path) -> None:
         Trainer(model, args, train_dataset=regression_rows(8), optimizers=handed)
     args = TrainingArguments(str(tmp_path), use_cpu=True, lr_scheduler_type="greedy", eval_strategy="epoch")
     several = {"a": regression_rows(8), "b": regression_rows(8)}
-    with pytest.raises(ConfigError, match=r"several datasets \(a, b\).*'eval_a_loss'"):
+    with pytest.raises(ConfigError, match=r"several evaluation datasets \(a, b\).*'eval_a_loss'"):
         Trainer(model, args, train_dataset=regression_rows(8), eval_dataset=several)
 
 
-def test_nothing_of_a_schedule_is_on_the_loop() -> None:
+def test_schedules_add_nothing_to_the_training_loop() -> None:
     """The loop asks once, not every step, how its schedule is stepped."""
-    assert "steps_on_metric" not in TrainLoop._run_step.__code__.co_names
+    assert "steps_on_metric" not in StepRunner.run.__code__.co_names

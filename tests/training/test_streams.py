@@ -17,7 +17,7 @@ from tests.support.compare import assert_equal, distances
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, stack, train_plainly
 from tests.support.pool import pool
-from tests.support.runs import train_and_report, trajectory_of
+from tests.support.runs import compatibility_of, train_and_report
 
 SAMPLES = 37  # 2 global batches of 16 and one of 5 in every epoch
 STEPS = 5
@@ -65,7 +65,9 @@ def arguments(world: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     ("world", "accumulation", "stage", "workers"),
     [(1, 1, 0, 0), (1, 4, 0, 2), (2, 1, 0, 0), (2, 2, 3, 0), (2, 4, 2, 2), (4, 2, 0, 0)],
 )
-def test_the_numbers_of_plain_pytorch(world: int, accumulation: int, stage: int, workers: int, tmp_path: Any) -> None:
+def test_losses_are_those_of_plain_pytorch(
+    world: int, accumulation: int, stage: int, workers: int, tmp_path: Any
+) -> None:
     values = arguments(world, accumulation, zero_stage=stage, dataloader_num_workers=workers)
     for found in pool(world).run(partial(train_on_stream, str(tmp_path), **values)):
         assert_equal(found, reference())
@@ -85,7 +87,7 @@ def test_a_stream_with_a_length_needs_no_max_steps(tmp_path: Any) -> None:
         assert_equal(found, reference(6))
 
 
-def test_an_order_of_their_own_is_noticed(tmp_path: Any) -> None:
+def test_ranks_with_their_own_stream_order_are_detected(tmp_path: Any) -> None:
     for message in pool(2).run(refusal_of, InTheirOrder, str(tmp_path)):
         assert "The ranks read different data" in message and "generator" in message
 
@@ -135,19 +137,19 @@ def test_epochs_are_those_of_transformers(tmp_path: Path) -> None:
 
         on_epoch_begin, on_step_end = Positions.on_epoch_begin, Positions.on_step_end
 
-    mine, theirs = Positions(), Theirs()
-    Trainer(tiny_llama(), make_args(tmp_path, max_steps=7), train_dataset=Stream(), callbacks=[mine]).train()
+    ours, expected = Positions(), Theirs()
+    Trainer(tiny_llama(), make_args(tmp_path, max_steps=7), train_dataset=Stream(), callbacks=[ours]).train()
     args = transformers.TrainingArguments(
         str(tmp_path), max_steps=7, per_device_train_batch_size=16, use_cpu=True, report_to="none", save_strategy="no"
     )
-    transformers.Trainer(tiny_llama(), args, train_dataset=Stream(), callbacks=[theirs]).train()
-    assert mine.epochs == pytest.approx(theirs.epochs)
+    transformers.Trainer(tiny_llama(), args, train_dataset=Stream(), callbacks=[expected]).train()
+    assert ours.epochs == pytest.approx(expected.epochs)
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
-def test_a_run_goes_on_where_it_stopped(stop: int, tmp_path: Path) -> None:
-    whole = Trainer(tiny_llama(), make_args(tmp_path / "whole"), train_dataset=Stream())
-    whole.train()
+def test_a_stream_run_resumes_where_it_stopped(stop: int, tmp_path: Path) -> None:
+    uninterrupted = Trainer(tiny_llama(), make_args(tmp_path / "whole"), train_dataset=Stream())
+    uninterrupted.train()
     values = {"save_strategy": "steps", "save_steps": stop, "lr_scheduler_type": "constant"}
     first = Trainer(tiny_llama(), make_args(tmp_path / "cut", max_steps=stop, **values), train_dataset=Stream())
     first.train()
@@ -155,8 +157,10 @@ def test_a_run_goes_on_where_it_stopped(stop: int, tmp_path: Path) -> None:
     second.train(resume_from_checkpoint=True)
     constant = Trainer(tiny_llama(), make_args(tmp_path / "c", lr_scheduler_type="constant"), train_dataset=Stream())
     constant.train()
-    assert trajectory_of(second).losses == pytest.approx(trajectory_of(constant).losses, rel=1e-6)
-    assert distances(trajectory_of(whole), trajectory_of(constant))["weights"] > 1e-4  # the comparison can fail
+    assert compatibility_of(second).losses == pytest.approx(compatibility_of(constant).losses, rel=1e-6)
+    assert (
+        distances(compatibility_of(uninterrupted), compatibility_of(constant))["weights"] > 1e-4
+    )  # the comparison can fail
     assert second.state.epoch == pytest.approx(constant.state.epoch)
 
 
@@ -186,14 +190,14 @@ def test_without_length_max_steps_is_needed_at_construction(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (lambda: Stream(0), "The training data is empty"),
-        (lambda: iter(RaggedTokens(20).rows), "ended after 2 steps and gave nothing when it was read again"),
+        (lambda: iter(RaggedTokens(20).rows), "ended after 2 steps and was empty when it was read again"),
     ],
 )
-def test_nothing_to_read_is_no_endless_loop(data: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_an_empty_stream_is_no_endless_loop(data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(tiny_llama(), make_args(tmp_path), train_dataset=data()).train()
 
 
@@ -237,6 +241,6 @@ def test_a_loader_of_a_subclass_may_have_no_length(tmp_path: Path) -> None:
     assert pool(2).run(run_with, OwnLoader, str(tmp_path)) == ["9 steps"] * 2
 
 
-def test_uneven_loaders_without_length_are_told_on_all_ranks(tmp_path: Path) -> None:
+def test_uneven_loaders_without_length_are_reported_on_all_ranks(tmp_path: Path) -> None:
     for message in pool(2).run(run_with, UnevenLoader, str(tmp_path)):
-        assert "batches read over the ranks are [4, 5]" in message
+        assert "the ranks have read [4, 5] batches" in message

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from tests.test_house import ROOT
+from tests.test_package import ROOT
 
 
 def found_by(module: str, *arguments: str) -> dict[str, Any]:
     """What ``python -m module`` printed."""
     environment = {**os.environ, "KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "2"}
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    results = [line for line in completed.stdout.splitlines() if line.startswith("RESULT")]
+    assert results, completed.stdout[-3000:] + completed.stderr[-3000:]
     found: dict[str, Any] = json.loads(results[0].removeprefix("RESULT"))
     return found
 
@@ -43,7 +43,7 @@ EXACT = ["world 1 stage 0", "world 1 stage 1 accumulated", "world 2 stage 0", "w
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_the_numbers_of_a_torch_loop_over_the_same_model(case: str, keras_runs: dict[str, Any]) -> None:
+def test_losses_are_those_of_a_torch_loop_over_the_same_model(case: str, keras_runs: dict[str, Any]) -> None:
     """Loss with regularisation, gradient norms, and every weight under its Keras name; the ragged batch too."""
     (wanted,) = keras_runs["oracle"]
     for found in keras_runs[case]:
@@ -55,14 +55,14 @@ def test_the_numbers_of_a_torch_loop_over_the_same_model(case: str, keras_runs: 
         assert found["eval"] == pytest.approx(keras_runs[EXACT[0]][0]["eval"], rel=1e-5)
 
 
-def test_bfloat16_is_near(keras_runs: dict[str, Any]) -> None:
+def test_bfloat16_is_close(keras_runs: dict[str, Any]) -> None:
     (wanted,), (found,) = keras_runs["oracle"], keras_runs["world 1 bf16"]
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-2)
     assert found["losses"] != pytest.approx(wanted["losses"], rel=1e-6)  # it is not float32 in disguise
 
 
 @pytest.mark.parametrize("case", ["state, stage 0", "state, stage 3", "state, bf16"])
-def test_modes_and_state_of_its_own(case: str, keras_runs: dict[str, Any]) -> None:
+def test_keras_modes_and_state_are_handled(case: str, keras_runs: dict[str, Any]) -> None:
     """Dropout in training only; moving averages really move, where Keras sees them, and come back from the file."""
     for found in keras_runs[case]:
         assert found["dropout"] > 0.1 and found["still"] == 0.0
@@ -73,7 +73,7 @@ def test_modes_and_state_of_its_own(case: str, keras_runs: dict[str, Any]) -> No
         assert found["reloaded"] < (0.1 if half else 1e-5)
 
 
-def test_ranks_draw_what_their_generators_say(keras_runs: dict[str, Any]) -> None:
+def test_ranks_draw_from_their_own_generators(keras_runs: dict[str, Any]) -> None:
     one, other = (found["mask of rank"] for found in keras_runs["state, stage 3"])
     assert one != other
 
@@ -95,19 +95,19 @@ print([name for name, _ in module.named_parameters()])
 """
 
 
-def test_a_raw_keras_model_is_refused() -> None:
+def test_a_raw_keras_model_is_rejected() -> None:
     if importlib.util.find_spec("keras") is None:
         pytest.skip("keras is not installed")
     environment = {**os.environ, "KERAS_BACKEND": "torch"}
     command = [sys.executable, "-c", RAW]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
-    assert done.stdout.strip().endswith("['dense.kernel', 'dense.bias']"), done.stderr[-2000:]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert completed.stdout.strip().endswith("['dense.kernel', 'dense.bias']"), completed.stderr[-2000:]
 
 
-def test_importing_it_imports_neither() -> None:
+def test_importing_the_trainer_imports_neither_keras_nor_tensorflow() -> None:
     code = "import sys; from ds_trainer import TFTrainer; print({'keras', 'tensorflow'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip().endswith("set()")
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert completed.stdout.strip().endswith("set()")
 
 
 # -- tf.data -----------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def tf_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_pipeline_gives_the_numbers_of_a_torch_loop(world: int, tf_runs: dict[str, Any]) -> None:
+def test_a_pipeline_trains_like_a_torch_loop(world: int, tf_runs: dict[str, Any]) -> None:
     (wanted,) = tf_runs["oracle"]
     for found in tf_runs[f"in order, {world}"]:
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
@@ -129,7 +129,7 @@ def test_a_pipeline_gives_the_numbers_of_a_torch_loop(world: int, tf_runs: dict[
         assert found["predicted"] == pytest.approx(wanted["predicted"], rel=1e-5)
 
 
-def test_every_rank_shuffles_alike(tf_runs: dict[str, Any]) -> None:
+def test_every_rank_shuffles_the_same_way(tf_runs: dict[str, Any]) -> None:
     (one,) = tf_runs["shuffled, 1"]
     for found in tf_runs["shuffled, 2"]:
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
@@ -138,13 +138,13 @@ def test_every_rank_shuffles_alike(tf_runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_run_goes_on_in_the_same_order(epoch: int, tf_runs: dict[str, Any]) -> None:
+def test_a_pipeline_resumes_in_the_same_order(epoch: int, tf_runs: dict[str, Any]) -> None:
     (found,) = tf_runs[f"resumed in epoch {epoch}"]
     assert found["resumed"] == pytest.approx(found["whole"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"),
+    ("mistake", "message"),
     [
         ("batched", "append unbatch()"),
         ("endless evaluation", "add take(n)"),
@@ -156,5 +156,5 @@ def test_a_run_goes_on_in_the_same_order(epoch: int, tf_runs: dict[str, Any]) ->
         ("strings", "can't convert np.ndarray"),
     ],
 )
-def test_mistakes_are_refused(mistake: str, words: str, tf_runs: dict[str, Any]) -> None:
-    assert words in tf_runs["refused"][0][mistake]
+def test_mistakes_are_rejected(mistake: str, message: str, tf_runs: dict[str, Any]) -> None:
+    assert message in tf_runs["refused"][0][mistake]

@@ -20,7 +20,7 @@ from tests.support.compare import assert_equal
 from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.oracle import stack, token_loss, train_plainly
 from tests.support.pool import pool
-from tests.support.runs import train_and_report, trajectory_of
+from tests.support.runs import compatibility_of, train_and_report
 
 
 def arguments(output_dir: Any, **changes: Any) -> TrainingArguments:
@@ -103,10 +103,10 @@ def run_everything(output_dir: str) -> tuple[Any, dict[str, int]]:
     args = arguments(output_dir, gradient_accumulation_steps=2, per_device_train_batch_size=8, eval_strategy="epoch")
     trainer = Everything(tiny_llama(), args, train_dataset=RaggedTokens(37), eval_dataset=RaggedTokens(5))
     trainer.train()
-    return trajectory_of(trainer), trainer.calls
+    return compatibility_of(trainer), trainer.calls
 
 
-def test_every_hook_is_called_and_the_numbers_stay(tmp_path: Path) -> None:
+def test_every_hook_is_called_without_changing_the_losses(tmp_path: Path) -> None:
     found, calls = pool(1).run(run_everything, str(tmp_path))[0]
     assert_equal(found, train_plainly(tiny_llama(), RaggedTokens(37), learning_rate=2e-3, steps=3))
     assert calls["create_optimizer"] == calls["create_scheduler"] == calls["get_train_dataloader"] == 1
@@ -165,10 +165,10 @@ def run_with(output_dir: str, make: Any, **changes: Any) -> Any:
     args = arguments(output_dir, **changes)
     trainer = make(args)
     trainer.train()
-    return trajectory_of(trainer)
+    return compatibility_of(trainer)
 
 
-def test_compute_loss_func_and_optimizers_handed_in(tmp_path: Path) -> None:
+def test_compute_loss_func_and_given_optimizers(tmp_path: Path) -> None:
     def make(args: TrainingArguments) -> Trainer:
         model = tiny_llama()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -184,7 +184,7 @@ def test_compute_loss_func_and_optimizers_handed_in(tmp_path: Path) -> None:
     assert "optimizer" not in json.loads((tmp_path / "ds_config.json").read_text())
 
 
-def test_a_schedule_beside_the_files_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_given_twice_is_rejected(tmp_path: Path) -> None:
     class OwnSchedule(Trainer):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             raise AssertionError("refused before")
@@ -195,13 +195,13 @@ def test_a_schedule_beside_the_files_is_refused(tmp_path: Path) -> None:
     model = Regression()
     schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters(), lr=0.1))
     handed = fail_with(lambda: Trainer(model, args, optimizers=(None, schedule)))
-    assert handed.startswith(f"{file}:2 has a scheduler, but optimizers=(..., ConstantLR) handed to the Trainer.")
+    assert handed.startswith(f"{file}:2 has a scheduler, but optimizers=(..., ConstantLR) passed to the Trainer.")
     overridden = fail_with(lambda: OwnSchedule(model, args))
-    assert overridden.startswith(f"{file}:2 has a scheduler, but OwnSchedule.create_scheduler makes another")
+    assert overridden.startswith(f"{file}:2 has a scheduler, but OwnSchedule.create_scheduler builds another")
     assert "scheduler" in Trainer(model, args).compiled
 
 
-def test_a_loader_of_the_users_own(tmp_path: Path) -> None:
+def test_a_custom_loader_is_used(tmp_path: Path) -> None:
     class OwnLoader(Trainer):
         def get_train_dataloader(self) -> Any:
             order = torch.randperm(37, generator=torch.Generator().manual_seed(42)).tolist()
@@ -212,7 +212,7 @@ def test_a_loader_of_the_users_own(tmp_path: Path) -> None:
     assert_equal(found, train_plainly(tiny_llama(), RaggedTokens(37), learning_rate=2e-3, steps=3))
 
 
-def test_gradient_checkpointing_changes_no_number(tmp_path: Path) -> None:
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
     make = partial(Trainer, tiny_llama(), train_dataset=RaggedTokens(37))
     found = run_with(str(tmp_path), lambda args: make(args=args), gradient_checkpointing=True)
     assert_equal(found, train_plainly(tiny_llama(), RaggedTokens(37), learning_rate=2e-3, steps=3))
@@ -231,13 +231,13 @@ def train_twice(output_dir: str, stage: int) -> tuple[Any, Any]:
     trainer.save_model(f"{output_dir}/before")
     trainer.evaluate(RaggedTokens(5))
     trainer.train()
-    first = trajectory_of(trainer)
+    first = compatibility_of(trainer)
     trainer.train()
-    return first, trajectory_of(trainer)
+    return first, compatibility_of(trainer)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_training_again_goes_on_from_the_weights(stage: int, tmp_path: Path) -> None:
+def test_training_again_continues_from_the_weights(stage: int, tmp_path: Path) -> None:
     """Save and evaluate before training, train, train again: a second engine over the first one's weights."""
     model = tiny_llama()
     data = RaggedTokens(37)
@@ -335,7 +335,7 @@ def test_ranks_stop_and_save_together(everywhere: bool, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
 
 
-def test_total_batch_size_is_the_plans(tmp_path: Path) -> None:
+def test_total_batch_size_is_that_of_the_batch_plan(tmp_path: Path) -> None:
     trainer = Trainer(tiny_llama(), arguments(tmp_path, gradient_accumulation_steps=3))
     assert trainer.get_total_train_batch_size() == 48
 
@@ -360,23 +360,23 @@ def test_total_batch_size_is_the_plans(tmp_path: Path) -> None:
         ),
         (
             lambda args: Trainer(tiny_llama(), args, data_collator=lambda rows: rows, train_dataset=RaggedTokens(4)),
-            "A batch is a list, but models are called by keyword",
+            "A batch is a list, but models are called with keyword arguments",
         ),
         (
             lambda args: Trainer(tiny_llama(), dataclasses.replace(args, eval_strategy="epoch")),
             "eval_strategy=epoch, but there is no eval_dataset",
         ),
-        (lambda args: Trainer(args=args), "Give either a model or a model_init"),
+        (lambda args: Trainer(args=args), "Pass either a model or a model_init"),
     ],
 )
-def test_wrong_use_is_refused_in_words(make: Any, message: str, tmp_path: Path) -> None:
+def test_wrong_use_is_rejected_with_a_message(make: Any, message: str, tmp_path: Path) -> None:
     found = fail_with(lambda: make(arguments(tmp_path)).train())
     assert message.lower() in found.lower()
 
 
-def test_loaders_of_different_lengths_are_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_loaders_of_different_lengths_are_rejected_on_all_ranks(tmp_path: Path) -> None:
     messages = pool(2).run(uneven_loaders, str(tmp_path))
-    assert all("the loaders' lengths over the ranks are [1, 2]" in message for message in messages)
+    assert all("the lengths of the loaders, by rank, are [1, 2]" in message for message in messages)
 
 
 def uneven_loaders(output_dir: str) -> str:

@@ -15,7 +15,7 @@ from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.pool import pool
-from tests.support.runs import train_and_report, trajectory_of
+from tests.support.runs import compatibility_of, train_and_report
 
 
 def arguments(directory: Any, **changes: Any) -> TrainingArguments:
@@ -53,13 +53,13 @@ def ask_optimizer(directory: str, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_questions_about_the_optimizer(stage: int, tmp_path: Path) -> None:
+def test_optimizer_queries(stage: int, tmp_path: Path) -> None:
     size = sum(p.numel() for p in Regression().parameters())
     for answer in pool(2).run(ask_optimizer, str(tmp_path), stage):
         assert answer == (size, size, [1e-2, 1e-2], 0.1, 0.0, True, 2)
 
 
-def test_there_is_no_optimizer_before(tmp_path: Path) -> None:
+def test_there_is_no_optimizer_before_training(tmp_path: Path) -> None:
     trainer = job(tmp_path)
     for question in (trainer.get_learning_rates, trainer.get_optimizer_group):
         with pytest.raises(ConfigError, match="no optimizer yet"):
@@ -68,7 +68,7 @@ def test_there_is_no_optimizer_before(tmp_path: Path) -> None:
         trainer.create_scheduler(10)
 
 
-def test_made_before_training_and_used_in_it(tmp_path: Path) -> None:
+def test_an_optimizer_created_before_training_is_used(tmp_path: Path) -> None:
     """A script may make both itself, look at them and change them: training takes them as they are."""
     trainer = job(tmp_path)
     trainer.create_optimizer_and_scheduler(num_training_steps=3)
@@ -93,22 +93,22 @@ def with_class(directory: str, stage: int, by_class: bool) -> Any:
     args = arguments(directory, zero_stage=stage, per_device_train_batch_size=2)
     trainer = Trainer(model, args, train_dataset=RaggedTokens(12), **given)
     trainer.train()
-    report = trajectory_of(trainer)
+    report = compatibility_of(trainer)
     trainer.engine.close()
     return report
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_optimizer_class_is_made_over_the_model(stage: int, tmp_path: Path) -> None:
+def test_an_optimizer_class_is_built_for_the_model(stage: int, tmp_path: Path) -> None:
     """Given as class and arguments, or made by the user: the same numbers, under ZeRO too."""
     by_class = pool(2).run(with_class, str(tmp_path / "a"), stage, True)[0]
     by_hand = pool(2).run(with_class, str(tmp_path / "b"), 0, False)[0]
     assert_equal(by_class, by_hand)
 
 
-def test_a_class_that_refuses_its_arguments(tmp_path: Path) -> None:
+def test_an_optimizer_class_that_rejects_its_arguments_is_reported(tmp_path: Path) -> None:
     trainer = job(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentun": 0.5}))
-    with pytest.raises(ConfigError, match=r"optimizer_cls_and_kwargs handed .*momentun"):
+    with pytest.raises(ConfigError, match=r"optimizer_cls_and_kwargs passed .*momentun"):
         trainer.train()
 
 
@@ -122,14 +122,14 @@ def second_training(directory: str, stage: int) -> str:
     except ConfigError as error:
         return str(error)
     finally:
-        if trainer._engine is not None:
+        if trainer.engines.training_or_none is not None:
             trainer.engine.close()
     return ""
 
 
-def test_an_optimizer_over_other_tensors_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_over_other_tensors_is_rejected(tmp_path: Path) -> None:
     stranger = torch.optim.SGD(Regression(seed=1).parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="made for another model"):
+    with pytest.raises(ConfigError, match="built for another model"):
         job(tmp_path, optimizers=(stranger, None)).train()
     assert second_training(str(tmp_path), stage=0) == ""
     for message in pool(2).run(second_training, str(tmp_path), 1):
@@ -142,9 +142,9 @@ class MakesASchedule(Trainer):
         self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
 
 
-def test_a_schedule_made_beside_the_files_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_created_besides_that_of_the_file_is_rejected(tmp_path: Path) -> None:
     file = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
-    with pytest.raises(ConfigError, match="has a scheduler, but MakesASchedule made a ConstantLR"):
+    with pytest.raises(ConfigError, match="has a scheduler, but MakesASchedule has built a ConstantLR"):
         job(tmp_path, MakesASchedule, {"deepspeed": file}).train()
 
 
@@ -157,7 +157,7 @@ class Shorter(Trainer):
         return (*values, max_steps - 1)
 
 
-def test_set_initial_training_values_is_what_the_loop_takes(tmp_path: Path) -> None:
+def test_set_initial_training_values_is_used_by_the_loop(tmp_path: Path) -> None:
     changes = {"max_steps": -1, "num_train_epochs": 1.5, "gradient_accumulation_steps": 2}
     trainer = job(tmp_path, Shorter, {**changes, "per_device_train_batch_size": 4})
     values = Trainer.set_initial_training_values(trainer, trainer.args, trainer.get_train_dataloader())
@@ -243,31 +243,31 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "neither model nor model_init": ({"model": None}, "either a model or a model_init"),
     "both": ({"model_init": Regression}, "either a model or a model_init"),
     "a class for a model": ({"model": Regression}, "model is a type, not a torch.nn.Module"),
-    "an unknown name of a model": ({"model": "no-such-model"}, "'no-such-model' is no directory"),
+    "an unknown name of a model": ({"model": "no-such-model"}, "'no-such-model' is not a directory"),
     "model_init with two arguments": ({"model": None, "model_init": two_arguments}, "needs trial, size"),
     "model_init without a model": ({"model": None, "model_init": lambda: None}, "returned a NoneType"),
     "an optimizer alone": ({"optimizers": "adamw"}, "must be a pair"),
     "two optimizers": (
         {"optimizers": (object(), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-        "both given",
+        "are given",
     ),
     "an optimizer over a model to come": (
         {"model": None, "model_init": Regression, "optimizers": (object(), None)},
-        "over the parameters of one model",
+        "have the parameters of one model",
     ),
     "a collator that is no function": ({"data_collator": {"pad": True}}, "data_collator is a dict"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_construction_is_refused_in_words(name: str, tmp_path: Path) -> None:
-    given, words = WRONG[name]
+def test_wrong_construction_is_rejected_with_a_message(name: str, tmp_path: Path) -> None:
+    given, message = WRONG[name]
     with pytest.raises(ConfigError) as error:
         Trainer(**{"model": Regression(), "args": arguments(tmp_path), **given})
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
-def test_the_weights_of_train_and_report_are_whole(tmp_path: Path) -> None:
+def test_train_and_report_returns_full_weights(tmp_path: Path) -> None:
     """The attributes of the reference, before and after."""
     trainer = job(tmp_path)
     assert trainer.model_wrapped is trainer.model
@@ -289,7 +289,7 @@ def in_half_precision(directory: str) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_floats_are_fed_in_the_engines_precision(tmp_path: Path) -> None:
+def test_floats_are_cast_to_the_precision_of_the_engine(tmp_path: Path) -> None:
     """A model of bf16 weights cannot multiply float32 inputs."""
     trainer = job(tmp_path / "fp32")
     trainer.train()

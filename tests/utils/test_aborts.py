@@ -1,4 +1,4 @@
-"""Giving up a process group ends in bounded time and is never silent, also where the abort raises or hangs (NCCL)."""
+"""Aborting a process group takes bounded time and is never silent, even if the abort raises or hangs (NCCL)."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ RANK = """
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raises", "could not abort its process group: RuntimeError: ncclCommAbort failed"),
         ("hangs", "could not abort its process group: the abort did not end within 2 s"),
         ("works", ""),
     ],
 )
-def test_ranks_end_whatever_the_abort_does(how: str, said: str, tmp_path: Path) -> None:
+def test_ranks_end_whatever_the_abort_does(how: str, message: str, tmp_path: Path) -> None:
     code = textwrap.dedent(RANK).format(how=how, failed=str(tmp_path / "failed"))
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -80,5 +80,5 @@ def test_ranks_end_whatever_the_abort_does(how: str, said: str, tmp_path: Path) 
     assert "rank 0 ends: rank 1 failed with ValueError: rank 1 is broken" in outputs[0]
     assert "ValueError: rank 1 is broken" in outputs[1]
     for output in outputs:
-        assert said in output
-        assert ("could not abort" in output) is bool(said)
+        assert message in output
+        assert ("could not abort" in output) is bool(message)

@@ -1,4 +1,4 @@
-"""gloo connects the ranks that talk to each other; a rank that fails ends its connections, whenever they were made."""
+"""gloo connects ranks at their first exchange; a rank that fails closes its connections, whenever they were made."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_trainer.utils import side_store as module
+from ds_trainer.utils import store as module
 from ds_trainer.utils.open_files import STORE_CONNECTIONS
 from ds_trainer.utils.ranks import free_port
-from ds_trainer.utils.side_store import side_store
+from ds_trainer.utils.store import side_store
 from tests.support.pool import pool
 
 ROOT = Path(__file__).parents[2]
 
 
 def connections(with_store: bool = False) -> int:
-    """Established TCP connections of this process; those to the rendezvous store only if asked for."""
+    """Established TCP connections of this process; those to the rendezvous store only on request."""
     store = int(os.environ["MASTER_PORT"])
     found = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
     return sum(with_store or store not in (one.laddr.port, one.raddr.port) for one in found)
 
 
 def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
-    """Connections that a group of all ranks and one of half of them take: when made, and after an all-reduce."""
+    """Connections of a group of all ranks and of one of half of them: when created, and after an all-reduce."""
     before = os.environ["TORCH_GLOO_LAZY_INIT"]  # set by whoever started the process group
     assert before == "1"
     os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
@@ -62,7 +62,7 @@ def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_ranks_are_connected_when_they_talk(world: int) -> None:
+def test_ranks_connect_at_their_first_exchange(world: int) -> None:
     for whole, half in pool(world).run(sockets_of_groups, "1"):
         assert (whole[0], half[0]) == (0, 0), "nothing is connected when a group is made"
         assert whole[1] <= 2 * (world - 1).bit_length() and half[1] <= 2 * (world // 2 - 1).bit_length()
@@ -104,14 +104,15 @@ DIES = """
     import os, signal, time, torch, torch.distributed as dist
     from ds_trainer.engine.process_group import start_process_group
     from ds_trainer.utils import failures
+    from ds_trainer.utils.store import group_store
     from tests.utils.test_connections import connections
 
     info = start_process_group("cpu")
     failures.watch_peers()
     met = connections()
-    store = dist.distributed_c10d._get_default_store()
+    store = group_store()
     if info.rank == 1:
-        store.get("ready")  # the other one has met it: what hangs before is ended by the launcher
+        store.get("ready")  # the other rank has seen it; the launcher ends earlier hangs
         store.set("going", "")
         os.kill(os.getpid(), signal.SIGKILL)
     store.set("ready", "")
@@ -146,14 +147,14 @@ def run(script: str, world: int) -> list[str]:
             rank.kill()
 
 
-def test_connections_that_were_made_later_are_ended_too() -> None:
+def test_later_connections_are_closed_too() -> None:
     first, second, third = run(RANK, 3)
     assert int(second.split()[1]) >= 2
     for output in (first, third):
         assert output.startswith("awake") and float(output.split()[1]) < 10
 
 
-def test_a_rank_that_dies_before_the_first_exchange_is_no_hang() -> None:
+def test_a_rank_that_dies_before_the_first_exchange_causes_no_hang() -> None:
     first, _ = run(DIES, 2)
     assert first.startswith("failed") and float(first.split()[1]) < 20
     assert int(first.split()[2]) >= 1, "ranks are connected when the group is made: without that one of two runs hangs"
@@ -165,41 +166,42 @@ def test_threads_share_one_connection_to_the_store() -> None:
 
 
 def stores_of_threads() -> int:
-    """Connections that failures, health and saves take together beside that of the process group."""
-    from ds_trainer.checkpoint.background.meeting import Meeting
-    from ds_trainer.monitor.health.board import Board
+    """Connections that failures, health and saves use in addition to that of the process group."""
+    from ds_trainer.checkpoint.background.store_barrier import StoreBarrier
+    from ds_trainer.monitor.health.status_board import StatusBoard
     from ds_trainer.utils.failures import watch_peers
 
-    module._made = None  # of earlier cases
+    module._side = None  # of earlier cases
     side_store()
     watch_peers()
     before = connections(with_store=True)
-    users: list[Any] = [Meeting(), Board()]
-    assert all(user._store is side_store() for user in users)
-    distinct = {id(user._store) for user in users}
+    users: list[Any] = [StoreBarrier(), StatusBoard()]
+    assert all(user._store.connection is side_store() for user in users)
+    distinct = {id(user._store.connection) for user in users}
     dist.barrier()
     assert connections(with_store=True) == before
     return len(distinct)
 
 
-def test_what_ranks_say_in_the_store_is_no_pickle() -> None:
-    """Whoever reaches the port may write there; reading a pickle runs what it says."""
-    pool(2).run(speaks_json)
+def test_values_in_the_store_are_never_unpickled() -> None:
+    """Anyone who can reach the port may write to the store, and unpickling runs code."""
+    pool(2).run(rejects_a_pickle)
 
 
-def speaks_json() -> None:
-    from ds_trainer.checkpoint.background.meeting import Meeting
+def rejects_a_pickle() -> None:
+    from ds_trainer.checkpoint.background.store_barrier import StoreBarrier
 
-    meeting, said = Meeting(), ["Zürich\udc80", 1, None, [True]]
-    assert meeting.gather_to_main(said) == (None if meeting.rank else [said, said])
-    assert meeting.broadcast_object(said) == said
-    if meeting.rank:
-        turn = f"{meeting._name}/{meeting._turn + 1}"
-        meeting._store.set(f"{turn}/1", b"\x80\x04\x95")
-        meeting._store.add(f"{turn}/came", 1)
+    barrier, values = StoreBarrier(), ["Zürich\udc80", 1, None, [True]]
+    assert barrier.gather_to_main(values) == (None if barrier.rank else [values, values])
+    assert barrier.broadcast_object(values) == values
+    if barrier.rank:
+        store, turn = barrier._store, barrier._turn + 1
+        assert store is not None
+        store.connection.set(f"{store.prefix}/{turn}/1", b"\x80\x04\x95")
+        store.add(f"{turn}/count")
         return
     try:
-        meeting.gather_to_main(said)
+        barrier.gather_to_main(values)
     except ValueError:
         return
     raise AssertionError("a pickle was read")

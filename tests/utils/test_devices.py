@@ -1,4 +1,4 @@
-"""Each rank has a GPU of its own under every launcher, and what cannot be is refused in words, on all ranks."""
+"""Each rank has its own GPU under every launcher; otherwise there is an error on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_trainer.utils.devices import check_own_devices, device_index
+from ds_trainer.utils.devices import check_distinct_devices, device_index
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import RankInfo, free_port, known_local_size, resolve_ranks
 from tests.support.pool import pool
@@ -59,7 +59,7 @@ def torchrun(rank: int, ranks: int = 16, each: int = 8) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
-def test_the_local_rank_chooses_unless_one_gpu_is_visible(launcher: Any) -> None:
+def test_the_local_rank_selects_the_gpu_unless_one_is_visible(launcher: Any) -> None:
     for rank in range(8):
         environment = launcher(rank)
         info = resolve_ranks(environment)
@@ -68,18 +68,18 @@ def test_the_local_rank_chooses_unless_one_gpu_is_visible(launcher: Any) -> None
 
 
 @pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
-def test_more_ranks_than_gpus_are_refused_on_all_ranks(launcher: Any) -> None:
-    """Also on those that would have had one: they would wait for the others."""
+def test_more_ranks_than_gpus_are_an_error_on_all_ranks(launcher: Any) -> None:
+    """Including those that have a GPU, which would wait for the others."""
     for rank in range(8):
         environment = {**launcher(rank), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         info = resolve_ranks(environment)
         with pytest.raises(ConfigError) as refused:
             device_index(info, 4, environment)
-        for said in (f"launcher: {info.launcher}", "8 ranks", "sees 4 GPUs", "CUDA_VISIBLE_DEVICES=0,1,2,3"):
-            assert said in str(refused.value)
+        for message in (f"launcher: {info.launcher}", "8 ranks", "sees 4 GPUs", "CUDA_VISIBLE_DEVICES=0,1,2,3"):
+            assert message in str(refused.value)
 
 
-def test_by_hand_only_the_local_rank_is_known() -> None:
+def test_without_a_launcher_only_the_local_rank_is_known() -> None:
     environment = {name: value for name, value in torchrun(5).items() if name != "LOCAL_WORLD_SIZE"}
     with pytest.raises(ConfigError, match="at least 6 ranks"):
         device_index(resolve_ranks(environment), 4, environment)
@@ -89,12 +89,12 @@ def test_by_hand_only_the_local_rank_is_known() -> None:
 @pytest.mark.parametrize(
     ("counts", "node", "expected"), [("8(x2)", "1", 8), ("4,2(x2),1", "0", 4), ("4,2(x2),1", "2", 2), ("4", "3", None)]
 )
-def test_ranks_of_a_machine_that_slurm_tells_of(counts: str, node: str, expected: int | None) -> None:
+def test_the_number_of_local_ranks_from_slurm(counts: str, node: str, expected: int | None) -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
     assert known_local_size(step) == expected
 
 
-def test_the_place_survives_the_change_of_local_rank() -> None:
+def test_the_local_rank_survives_the_export_of_the_gpu_index() -> None:
     info = resolve_ranks(srun(11))
     bound = {**srun(11), **info.environment(0)}
     assert bound["LOCAL_RANK"] == "0"
@@ -141,19 +141,19 @@ PROCESS = """
 """
 
 
-def process(place: dict[str, str], visible: int) -> dict[str, Any]:
+def process(variables: dict[str, str], visible: int) -> dict[str, Any]:
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
-    environment = {**kept, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29500"}
+    environment = {**kept, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29500"}
     command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(visible)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return dict(json.loads(completed.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
-def test_a_rank_takes_its_gpu_and_keeps_its_place(launcher: Any, visible: int, index: int) -> None:
+def test_a_rank_selects_its_gpu_and_keeps_its_local_rank(launcher: Any, visible: int, index: int) -> None:
     place = launcher(3)
     found = process(place, visible)
     stands = [f"cuda:{index}", 3, 3, False]
@@ -163,7 +163,7 @@ def test_a_rank_takes_its_gpu_and_keeps_its_place(launcher: Any, visible: int, i
 
 
 @pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
-def test_too_few_gpus_are_refused_before_anything_is_touched(launcher: Any) -> None:
+def test_too_few_gpus_are_an_error_before_anything_changes(launcher: Any) -> None:
     found = process(launcher(0), 2)
     assert "sees 2 GPUs" in found["refused"] and found["chosen"] == []
 
@@ -172,7 +172,7 @@ def test_too_few_gpus_are_refused_before_anything_is_touched(launcher: Any) -> N
 
 
 class Counting:
-    """A store that counts what is asked of it."""
+    """A store that counts its operations."""
 
     def __init__(self, port: int) -> None:
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
@@ -184,7 +184,7 @@ class Counting:
 
 
 def checked(uuids: list[str]) -> tuple[list[str | None], list[int]]:
-    """What each rank is told, and how much it asked of the store."""
+    """The error of each rank, and its number of store operations."""
     port = free_port()
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     stores = [Counting(port) for _ in uuids]
@@ -192,7 +192,7 @@ def checked(uuids: list[str]) -> tuple[list[str | None], list[int]]:
     def rank(number: int) -> str | None:
         info = RankInfo(number, len(uuids), number % 8, "127.0.0.1", port, "srun")
         try:
-            check_own_devices(stores[number], info, uuids[number], timedelta(seconds=20))
+            check_distinct_devices(stores[number], info, uuids[number], timedelta(seconds=20))
         except ConfigError as error:
             return str(error)
         return None
@@ -204,14 +204,14 @@ def checked(uuids: list[str]) -> tuple[list[str | None], list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 32])
-def test_ranks_with_gpus_of_their_own_go_on(ranks: int) -> None:
+def test_ranks_with_distinct_gpus_pass(ranks: int) -> None:
     said, calls = checked([f"GPU-{rank}" for rank in range(ranks)])
     assert said == [None] * ranks
     assert max(calls) <= 5, "whatever the number of ranks"
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
-def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_an_error_on_all_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     said, calls = checked(["GPU-0", *(f"GPU-{rank}" for rank in range(1, ranks - 1)), "GPU-0"])
     assert all("have the same GPU (GPU-0)" in str(one) for one in said)
@@ -220,7 +220,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: int, monkeypatch: 
 
 
 def local_rank_of_accelerate() -> tuple[int, int]:
-    """What accelerate takes for the rank on the machine where LOCAL_RANK is the index of the only visible GPU."""
+    """accelerate's local rank if LOCAL_RANK is the index of the only visible GPU."""
     from accelerate.state import PartialState
 
     from ds_trainer.utils.accelerate_state import attach_accelerate
@@ -237,7 +237,7 @@ def local_rank_of_accelerate() -> tuple[int, int]:
         PartialState._shared_state.update(kept)
 
 
-def test_accelerate_knows_the_rank_on_the_machine() -> None:
+def test_accelerate_has_the_local_rank() -> None:
     assert pool(2).run(local_rank_of_accelerate) == [(0, 0), (1, 0)]
 
 
@@ -269,7 +269,7 @@ START = """
 
 
 def started(uuids: list[str]) -> list[dict[str, str]]:
-    """What two tasks of srun with one visible GPU each hand to torch."""
+    """The arguments to torch of two srun tasks with one visible GPU each."""
     ranks = []
     for rank, uuid in enumerate(uuids):
         step = {**srun(rank, 2, 2), "MASTER_PORT": "", "SLURM_JOB_ID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
@@ -289,7 +289,7 @@ def test_the_process_group_is_bound_to_the_only_visible_gpu() -> None:
         assert made == wanted
 
 
-def test_a_gpu_that_two_tasks_share_by_mistake_is_refused_before_nccl_starts() -> None:
+def test_a_gpu_of_two_tasks_is_an_error_before_nccl_starts() -> None:
     first, second = started(["GPU-0", "GPU-0"])
     assert first == second
     assert "Two ranks of" in first["refused"] and "--gpus-per-task=1" in first["refused"]

@@ -1,4 +1,4 @@
-"""One rank fails: all ranks end with a clear error within seconds, under every launcher, and nobody is left over."""
+"""One rank fails: all ranks end with a clear error within seconds, under every launcher, and no process is left."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def fails_alike(output_dir: str) -> tuple[list[str], float]:
     return [*errors, str(distributed.agree(votes))], time.monotonic() - start
 
 
-def test_ranks_that_fail_alike_go_on_together(tmp_path: Path) -> None:
+def test_ranks_with_the_same_error_continue_together(tmp_path: Path) -> None:
     """Each raises its own error at once, and the process group is as good as before."""
     for (first, second, vote), seconds in pool(2).run(fails_alike, str(tmp_path)):
         assert "The samples of a batch differ in 'input_ids'" in first and first == second
@@ -204,8 +204,8 @@ def run_in_pool(where: str, stage: int, output_dir: str) -> str:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("where", ["dataset", "callback", "loss"])
 def test_ranks_without_a_launcher_end(where: str, stage: int, tmp_path: Path) -> None:
-    """The failing process lives on; the other is told by its own thread and ends with exit code 1."""
+    """The failing process stays alive; a thread of the other detects that, and it ends with exit code 1."""
     with pytest.raises(RankFailure) as failure:
         results = pool(2).run(run_in_pool, where, stage, str(tmp_path), timeout=STARTED_WITHIN)
-        raise RankFailure("\n".join(results))  # both could even go on: then their words are looked at
+        raise RankFailure("\n".join(results))  # both could even continue: then their messages are compared
     assert "no answer" not in str(failure.value) and "ended well" not in str(failure.value)

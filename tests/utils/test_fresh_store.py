@@ -1,7 +1,8 @@
-"""Ranks that are started again in the store of dead ones find a name that is new, whatever those left there."""
+"""Restarted ranks agree on a new name in the store of dead ranks, whatever values those have left."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ds_trainer.utils import torch_group
 from ds_trainer.utils.fresh_store import agree_on_name, fresh_store, outlives_ranks
-from ds_trainer.utils.ranks import free_port
+from ds_trainer.utils.ranks import RankInfo, free_port
 
 WORLD = 4
 
 
 def attempt(store: Any, chance: random.Random, ranks: range = range(WORLD), seconds: float = 20.0) -> list[str | None]:
-    """Names that ranks come to, each begun a little later or earlier; None where it gave up."""
+    """The names that ranks agree on, started at slightly different times; None after a timeout."""
 
     def one(rank: int, delay: float) -> str | None:
         time.sleep(delay)
@@ -33,8 +35,8 @@ def attempt(store: Any, chance: random.Random, ranks: range = range(WORLD), seco
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_attempt_has_a_name_of_its_own(seed: int) -> None:
-    """Also after attempts of which some ranks died before they had agreed, the first or the last ones."""
+def test_every_attempt_has_a_unique_name(seed: int) -> None:
+    """Even after attempts in which the first or the last ranks died before they agreed."""
     chance = random.Random(seed)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
@@ -51,7 +53,7 @@ def test_every_attempt_has_a_name_of_its_own(seed: int) -> None:
 
 
 class Counted:
-    """A store that counts what its user asks, and how many values that moves."""
+    """A store that counts operations and transferred values."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.calls, self.values = store, 0, 0
@@ -65,10 +67,10 @@ class Counted:
         return call
 
 
-def test_only_rank_0_asks_for_each_rank() -> None:
+def test_only_rank_0_reads_a_value_per_rank() -> None:
     world, store = 256, dist.HashStore()
     for rank in range(1, world - 1):
-        store.set(f"ds_trainer/attempt/word/{rank}", f"word {rank}")
+        store.set(f"ds_trainer/attempt/token/{rank}", f"word {rank}")
 
     def others(name: str) -> None:
         store.add(f"ds_trainer/attempt/{name}/agreed", world - 2)
@@ -87,7 +89,7 @@ def test_only_rank_0_asks_for_each_rank() -> None:
 
 
 def test_nothing_of_an_earlier_attempt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under torchrun, whose own process holds the store. The control: the store as torch gives it."""
+    """As under torchrun, whose agent holds the store. Negative control: the store as torch returns it."""
     port, soon = free_port(), timedelta(seconds=20)
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -101,6 +103,24 @@ def test_nothing_of_an_earlier_attempt_is_read(monkeypatch: pytest.MonkeyPatch) 
     plain.set("failed", "rank 1")
     assert plain.check(["failed"]), "and so it has arrived"
     assert again.check(["failed"])
+    del server
+
+
+def test_process_groups_under_torchrun_begin_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, started twice against the same store: the second pair reads nothing of the first."""
+    port, soon = free_port(), timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ranks = [RankInfo(rank, 2, rank, "127.0.0.1", port, "environment") for rank in range(2)]
+    monkeypatch.setattr(torch_group, "_numbers", itertools.repeat(0))  # a restarted process counts from the beginning
+    with ThreadPoolExecutor(2) as threads:
+        first, other = threads.map(lambda info: torch_group.first_store(info, soon), ranks)
+        first.set("failed", "rank 1")
+        assert other.check(["failed"])
+        again = list(threads.map(lambda info: torch_group.first_store(info, soon), ranks))
+    assert not any(store.check(["failed"]) for store in again)
     del server
 
 

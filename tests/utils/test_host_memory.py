@@ -1,4 +1,4 @@
-"""Free host memory is what the job's cgroup leaves, not what the machine has."""
+"""Free host memory respects the cgroup limit of the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def job(tmp_path: Path, version: int, used: int = GIB, reclaimable: int = 0) -> tuple[Path, Path]:
-    """A job of 8 GiB in a partition of 64: the folder of cgroups, and the file that names this process's own."""
+    """A job of 8 GiB in a partition of 64: the cgroup directory, and the file that names the cgroup of this process."""
     own = tmp_path / "own"
     own.write_text("0::/slurm/job_7/step_0\n" if version == 2 else "9:cpu:/\n4:memory:/slurm/job_7/step_0\n")
     root = tmp_path / "cgroup" / ("" if version == 2 else "memory")
@@ -40,30 +40,30 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_limit_of_a_job_counts(version: int, tmp_path: Path) -> None:
+def test_the_lowest_limit_of_a_job_applies(version: int, tmp_path: Path) -> None:
     cgroups, own = job(tmp_path, version)
     assert cgroup_memory(cgroups, own) == (8 * GIB, GIB)
     assert free_host_memory(cgroups, own) == 7 * GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_page_cache_is_no_use_of_memory(version: int, tmp_path: Path) -> None:
+def test_the_page_cache_does_not_count_as_used(version: int, tmp_path: Path) -> None:
     """It fills up with every checkpoint that is written, and the kernel drops it first."""
     cgroups, own = job(tmp_path, version, used=8 * GIB, reclaimable=6 * GIB)
     assert free_host_memory(cgroups, own) == 6 * GIB
 
 
-def test_a_full_job_has_nothing_left(tmp_path: Path) -> None:
+def test_a_full_job_has_no_free_memory(tmp_path: Path) -> None:
     assert free_host_memory(*job(tmp_path, 2, used=9 * GIB)) == 0
 
 
-def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
+def test_without_a_limit_the_memory_of_the_machine_applies(tmp_path: Path) -> None:
     assert cgroup_memory(tmp_path, tmp_path / "none") is None
     assert free_host_memory(tmp_path, tmp_path / "none") == 100 * GIB
 
 
-def test_everybody_asks_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that fits into the machine and not into the job would end in an out-of-memory kill."""
+def test_all_users_apply_the_limit_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that fits into the machine but not into the job would cause an out-of-memory kill."""
     import torch
 
     cgroups, own = job(tmp_path, 2)
@@ -76,10 +76,12 @@ def test_everybody_asks_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert free_memory(torch.device("cpu")) == 7 * GIB
     finding = memory_finding(local_ranks=4)
     assert finding.level == Level.WARN
-    assert "100 GiB of 128 GiB available; this job may use 8.0 GiB and uses 1.0 GiB: 1.8 GiB for each" in finding.said
+    assert (
+        "100 GiB of 128 GiB available; this job may use 8.0 GiB and uses 1.0 GiB: 1.8 GiB for each" in finding.message
+    )
 
 
-def test_only_one_function_asks_for_free_memory() -> None:
+def test_only_one_function_queries_free_memory() -> None:
     package = Path(host_memory.__file__).parents[1]
     found = [path.name for path in package.rglob("*.py") if ".available" in path.read_text(encoding="utf-8")]
     assert sorted(found) == ["host_memory.py", "machine.py"], "and the doctor prints both"

@@ -1,4 +1,4 @@
-"""Votes over the store cost each rank the same in every world, and stand in for gloo where ranks cannot connect."""
+"""Votes over the store have the same cost per rank in every world, and replace gloo if ranks cannot connect."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer import ConfigError, TrainerCallback
-from ds_trainer.training.hooks import stopping
+from ds_trainer.training import trainer as stopping
 from ds_trainer.training.stopping.request import StopRequest
-from ds_trainer.training.stopping.stopper import TrainingStopped
+from ds_trainer.training.stopping.stop_controller import TrainingStopped
 from ds_trainer.training.stopping.vote import StopVote
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE
@@ -32,7 +32,7 @@ TURNS = 5
 
 
 class Counting:
-    """A client of the store that counts what it asks; ``check`` apart, which is repeated while others are awaited."""
+    """A store client that counts its operations; ``check`` separately, which is polled."""
 
     def __init__(self, port: int) -> None:
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
@@ -73,13 +73,13 @@ def test_a_vote_is_the_maximum_and_costs_the_same_in_every_world(ranks: int) -> 
 
 
 def both_kinds(steps: int) -> tuple[list[Any], list[Any]]:
-    """What two stop votes agree on, step by step; rank 1 wishes to stop at step 3."""
+    """The results of two stop votes, step by step; rank 1 requests a stop at step 3."""
     agreed: tuple[list[Any], list[Any]] = [], []
     for found, votes in zip(agreed, (GroupVotes(dist.group.WORLD), StoreVotes()), strict=True):  # type: ignore[arg-type]
         ballot = StopVote(votes)
         for step in range(steps):
-            wish = StopRequest(REQUEUE, "SIGTERM", 1) if distributed.rank() == 1 and step >= 3 else None
-            request = ballot.at(step, wish, 1.0)
+            stop_request = StopRequest(REQUEUE, "SIGTERM", 1) if distributed.rank() == 1 and step >= 3 else None
+            request = ballot.at(step, stop_request, 1.0)
             found.append(None if request is None else request.text)
         ballot.finish()
     return agreed
@@ -97,10 +97,10 @@ def test_a_stop_vote_is_the_same_over_gloo_and_the_store(ranks: int) -> None:
 
 
 def connected(how: str) -> tuple[str, float, list[str]]:
-    """What comes of a group whose ranks reach each other or not, in how many seconds, and what is said."""
-    said: list[str] = []
+    """The kind of group that results if ranks can or cannot connect, the seconds it took, and the log messages."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("ds_trainer.utils.host_votes")
     logger.addHandler(handler)
 
@@ -121,38 +121,38 @@ def connected(how: str) -> tuple[str, float, list[str]]:
                 raise RuntimeError("timed out")
 
         dist.all_reduce = lambda *arguments, **named: Lost()
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         group = reachable_group(make_group, seconds=3.0)
     finally:
         dist.all_reduce = real
         logger.removeHandler(handler)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started
     if group is None:
-        return "store", seconds, said
+        return "store", seconds, messages
     votes = torch.tensor([dist.get_rank()])
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    return f"gloo {votes.item()}", seconds, said
+    return f"gloo {votes.item()}", seconds, messages
 
 
-def test_ranks_that_reach_each_other_use_gloo() -> None:
+def test_ranks_that_can_connect_use_gloo() -> None:
     found = pool(2).run(connected, "well")
     assert [kind for kind, *_ in found] == ["gloo 1"] * 2
-    assert [said for *_, said in found] == [[], []]
+    assert [message for *_, message in found] == [[], []]
 
 
 @pytest.mark.parametrize("how", ["no interface", "silence"])
-def test_ranks_that_do_not_use_the_store_and_say_so_once(how: str) -> None:
+def test_ranks_that_cannot_connect_use_the_store_and_warn_once(how: str) -> None:
     found = pool(2).run(connected, how)
     assert [kind for kind, *_ in found] == ["store"] * 2, "all ranks alike, also where only one has failed"
     assert max(seconds for _, seconds, _ in found) < 30
-    first, second = ([text for text in said if "cannot reach" in text] for *_, said in found)
+    first, second = ([text for text in message if "cannot reach" in text] for *_, message in found)
     assert len(first) == 1 and second == []
     assert "GLOO_SOCKET_IFNAME" in first[0]
 
 
 def groups_beside_nccl(tp: int) -> str:
-    """The groups of a layout where the default one is NCCL's (it says) and gloo finds no network."""
+    """The groups of a layout whose default group claims to be NCCL's and where gloo finds no network."""
     from ds_trainer.parallel.groups import forget_groups, parallel_groups
     from ds_trainer.parallel.layout import ParallelLayout
     from ds_trainer.utils import host_votes
@@ -181,15 +181,15 @@ def groups_beside_nccl(tp: int) -> str:
         forget_groups()
 
 
-def test_a_layout_does_without_gloo_unless_batches_need_it() -> None:
+def test_a_layout_needs_gloo_only_for_batches() -> None:
     assert pool(2).run(groups_beside_nccl, 1) == ["no group"] * 2
     first, second = pool(2).run(groups_beside_nccl, 2)
     assert first == second
-    assert "GLOO_SOCKET_IFNAME" in first and "Batches are handed from rank to rank" in first
+    assert "GLOO_SOCKET_IFNAME" in first and "exchange batches over gloo" in first
 
 
 class Asks(TrainerCallback):
-    """The scheduler asks rank 1 to stop, after step 2."""
+    """Sends the stop signal of a scheduler to rank 1 after step 2."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2 and distributed.rank() == 1:
@@ -212,7 +212,7 @@ def stopped(output_dir: str) -> tuple[int, str, str]:
     raise AssertionError("not stopped")
 
 
-def test_a_training_stops_by_votes_over_the_store(tmp_path: Path) -> None:
+def test_a_training_stops_with_votes_over_the_store(tmp_path: Path) -> None:
     first, second = pool(2).run(stopped, str(tmp_path))
     assert first == second
     assert 2 < first[0] < 100 and first[1:] == ("SIGUSR1 on rank 1", "store")

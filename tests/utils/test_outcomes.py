@@ -1,4 +1,4 @@
-"""How ranks ended, on disk."""
+"""The recorded outcomes of ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.cli.main import main
-from ds_trainer.utils.outcomes import VARIABLE, Outcome, read_outcomes, record_outcome
+from ds_trainer.utils.outcomes import VARIABLE, RankOutcome, read_outcomes, record_outcome
 
 
-def test_a_rank_writes_its_end_and_is_read(tmp_path: Path) -> None:
+def test_an_outcome_is_written_and_read(tmp_path: Path) -> None:
     for rank, code in ((1, 137), (0, 75)):
         assert record_outcome(code, {VARIABLE: str(tmp_path), "PMI_RANK": str(rank), "PMI_SIZE": "2"})
     ends = read_outcomes(tmp_path)
     assert {rank: end.code for rank, end in ends.items()} == {0: 75, 1: 137} and list(ends) == [0, 1]
     assert str(ends[1]) == f"rank 1 on {ends[1].host} was killed by SIGKILL"
-    assert str(Outcome(2, 200, "h", 0.0)) == "rank 2 on h ended with exit code 200"
+    assert str(RankOutcome(2, 200, "h", 0.0)) == "rank 2 on h ended with exit code 200"
 
 
-def test_nothing_is_made_where_the_directory_is_not_seen(tmp_path: Path) -> None:
+def test_nothing_is_written_if_the_directory_does_not_exist(tmp_path: Path) -> None:
     assert record_outcome(0, {})
     assert not record_outcome(0, {VARIABLE: str(tmp_path / "elsewhere")})
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_training_tells_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_records_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     assert main(["config", "gone.yaml"]) == 2
     assert not list(tmp_path.iterdir())

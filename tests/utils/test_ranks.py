@@ -1,4 +1,4 @@
-"""One pure function works out the ranks under every launcher."""
+"""Ranks under every launcher, from one pure function."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_plain_python_is_a_world_of_one() -> None:
     assert resolve_ranks({}) == RankInfo(0, 1, 0, "127.0.0.1", 0, "python")
 
 
-def test_deepspeed_and_torchrun_announce_everything() -> None:
+def test_deepspeed_and_torchrun_set_all_variables() -> None:
     info = resolve_ranks(LAUNCHED)
     assert info == RankInfo(3, 8, 1, "node1", 29500, "environment")
     assert info.environment() == LAUNCHED
 
 
-def test_srun_is_mapped_and_all_ranks_meet_at_one_place() -> None:
+def test_srun_is_mapped_and_all_ranks_have_one_rendezvous() -> None:
     info = resolve_ranks(STEP)
     assert (info.rank, info.world_size, info.local_rank, info.launcher) == (5, 8, 1, "srun")
     assert info.master_address == "gpu007"
@@ -41,13 +41,13 @@ def test_srun_of_two_jobs_on_one_node_use_different_ports() -> None:
     assert resolve_ranks(STEP).master_port != resolve_ranks({**STEP, "SLURM_JOB_ID": "4712"}).master_port
 
 
-def test_the_batch_shell_of_a_slurm_job_is_no_step() -> None:
+def test_the_batch_shell_of_a_slurm_job_is_not_a_step() -> None:
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "4711"}
     assert resolve_ranks(batch).launcher == "python"
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_half_set_environment_is_refused_with_all_values(missing: str) -> None:
+def test_an_incomplete_environment_is_rejected_with_all_values(missing: str) -> None:
     environment = {name: value for name, value in LAUNCHED.items() if name != missing}
     with pytest.raises(ConfigError, match=f"but not {missing}"):
         resolve_ranks(environment)
@@ -56,12 +56,12 @@ def test_a_half_set_environment_is_refused_with_all_values(missing: str) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RANK": "8"}, "RANK=8 in a world of WORLD_SIZE=8"),
+        ({"RANK": "8"}, "RANK=8, which is not below WORLD_SIZE=8"),
         ({"RANK": "two"}, "RANK='two' must be a whole number"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' must be a whole number"),
     ],
 )
-def test_contradictions_are_refused(change: dict[str, str], message: str) -> None:
+def test_contradictions_are_rejected(change: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_ranks({**LAUNCHED, **change})
 
@@ -93,7 +93,7 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
-def test_mpi_on_one_machine_meets_on_it() -> None:
+def test_mpi_on_one_machine_uses_the_loopback_address() -> None:
     info = resolve_ranks(OMPI)
     assert (info.rank, info.world_size, info.local_rank, info.launcher) == (3, 4, 3, "openmpi")
     assert info.master_address == "127.0.0.1"
@@ -127,8 +127,8 @@ def test_srun_with_pmi_is_srun() -> None:
         resolve_ranks({**STEP, "PMI_RANK": "4", "PMI_SIZE": "8"})
 
 
-def test_a_launcher_of_a_machine_may_be_a_task_itself() -> None:
-    """torchrun and deepspeed, started once on each of two machines by srun or mpirun: SLURM counts the launchers."""
+def test_the_launcher_of_a_machine_may_be_a_task_itself() -> None:
+    """torchrun and deepspeed, started once on each of two machines by srun or mpirun: the launchers are the tasks."""
     task = {**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0"}
     mpi = {**OMPI, "OMPI_COMM_WORLD_RANK": "1"}
     for outer in (task, mpi):
@@ -138,12 +138,12 @@ def test_a_launcher_of_a_machine_may_be_a_task_itself() -> None:
             resolve_ranks({**outer, **LAUNCHED})
 
 
-def test_a_task_may_start_ranks_by_hand() -> None:
-    """One task a machine, which starts ranks itself (torch.multiprocessing.spawn, a shell): fewer tasks than ranks."""
+def test_a_task_may_start_ranks_itself() -> None:
+    """One task per machine, which starts ranks itself (torch.multiprocessing.spawn): fewer tasks than ranks."""
     assert resolve_ranks({**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **LAUNCHED}).rank == 3
 
 
-def test_a_daemon_of_mpi_is_no_rank() -> None:
+def test_an_mpi_daemon_is_not_a_rank() -> None:
     """mpirun inside an allocation starts its daemons with srun: their task is not this process."""
     info = resolve_ranks({**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", **OMPI})
     assert (info.rank, info.launcher) == (3, "openmpi")
@@ -166,7 +166,7 @@ def test_a_daemon_of_mpi_is_no_rank() -> None:
         {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **MEETING},
     ],
 )
-def test_what_contradicts_is_refused_with_all_values(environment: dict[str, str]) -> None:
+def test_contradictory_variables_are_listed(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="contradict each other") as caught:
         resolve_ranks(environment)
     told = {name: value for name, value in environment.items() if not name.startswith(("PMIX", "SLURM_JOB"))}
@@ -176,17 +176,17 @@ def test_what_contradicts_is_refused_with_all_values(environment: dict[str, str]
 
 
 @pytest.mark.parametrize("environment", [{**STEP, "WORLD_SIZE": "8"}, {**STEP, **MEETING}])
-def test_what_a_job_script_exports_besides_may_agree(environment: dict[str, str]) -> None:
+def test_additional_variables_may_agree(environment: dict[str, str]) -> None:
     assert resolve_ranks(environment).rank == 5
 
 
 @pytest.mark.parametrize("port", ["0", "65536"])
-def test_a_port_that_is_none(port: str) -> None:
+def test_invalid_ports(port: str) -> None:
     with pytest.raises(ConfigError, match=f"MASTER_PORT={port}"):
         resolve_ranks({**LAUNCHED, "MASTER_PORT": port})
 
 
-def test_the_rank_that_speaks_is_known_even_where_the_environment_is_broken() -> None:
+def test_the_likely_rank_is_known_even_if_the_environment_is_broken() -> None:
     assert likely_rank(STEP) == 5
     assert likely_rank(OMPI) == 3
     assert likely_rank({"RANK": "1", "WORLD_SIZE": "2"}) == 1

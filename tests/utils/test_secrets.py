@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from ds_trainer.utils import secrets
-from ds_trainer.utils.secrets import hide_in_logs, is_secret, keep_secret, keep_secrets_of, redacted, without_secrets
+from ds_trainer.utils.secrets import (
+    hide_in_logs,
+    is_secret,
+    redacted,
+    register_secret,
+    register_secrets_of,
+    without_secrets,
+)
 
 KEY = "sEcr3t/Key+of=theTest"
 
@@ -19,12 +26,12 @@ def _forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["hub_token", "comet.api_key", "API_KEY", "password", "client_secret"])
-def test_a_name_tells(name: str) -> None:
+def test_secrets_are_recognized_by_name(name: str) -> None:
     assert is_secret(name)
 
 
 @pytest.mark.parametrize("name", ["pad_token_id", "tokens", "secrets_of_nature", "num_input_tokens_seen"])
-def test_other_names_are_no_secrets(name: str) -> None:
+def test_other_names_are_not_secret(name: str) -> None:
     assert not is_secret(name)
 
 
@@ -45,10 +52,10 @@ def test_data_without_secrets(value: Any, shown: Any) -> None:
 
 
 def test_known_values_do_not_appear_in_text() -> None:
-    assert redacted(f"a {KEY} b") == f"a {KEY} b"  # nobody has said that it is one
-    keep_secrets_of({"comet": [{"api_key": KEY}], "name": "visible"})
-    keep_secret("abc")  # too short: it would be found in any word
-    keep_secret(None)
+    assert redacted(f"a {KEY} b") == f"a {KEY} b"  # it was not declared as one
+    register_secrets_of({"comet": [{"api_key": KEY}], "name": "visible"})
+    register_secret("abc")  # too short: it would be found in any word
+    register_secret(None)
     assert redacted(f"a {KEY} visible abc") == "a <SECRET> visible abc"
     assert redacted("https://host/?k=sEcr3t%2FKey%2Bof%3DtheTest") == "https://host/?k=<SECRET>"
 
@@ -62,13 +69,13 @@ def test_known_values_do_not_appear_in_text() -> None:
         ("https://host/a:b@c http://host:80/x hf_hub bearer of news", None),
     ],
 )
-def test_what_looks_like_a_secret(text: str, shown: str | None) -> None:
+def test_values_that_look_like_secrets_are_masked(text: str, shown: str | None) -> None:
     assert redacted(text) == (text if shown is None else shown)
 
 
 def test_logs_of_others_are_redacted(caplog: pytest.LogCaptureFixture) -> None:
     logger, other = logging.getLogger("talkative.deep"), logging.getLogger("bystander")
-    keep_secret(KEY)
+    register_secret(KEY)
     hide_in_logs("talkative")
     hide_in_logs("talkative")
     assert len(logger.filters) == 1 and not other.filters

@@ -24,9 +24,11 @@ def test_one_problem_is_a_sentence_and_several_are_numbered() -> None:
 def test_nearest_name() -> None:
     assert did_you_mean("learning_rat", ["seed", "learning_rate"]) == " Did you mean 'learning_rate'?"
     assert did_you_mean("xyz", ["seed"]) == ""
+    assert did_you_mean("lr", ["lora", "learning_rate"]) == " Did you mean 'learning_rate'?"
+    assert did_you_mean("--lr", ["--help", "--arguments.learning_rate"]) == " Did you mean '--arguments.learning_rate'?"
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_partial(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "value.json"
     write_json(target, {"a": 1})
     with pytest.raises(UnicodeEncodeError):
@@ -36,13 +38,13 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial(tmp_path: Path) -> No
     assert json.loads(target.read_text()) == {"a": 1}
 
 
-def test_random_state_goes_through_a_safe_file_and_back(tmp_path: Path) -> None:
+def test_random_state_can_be_saved_without_pickles(tmp_path: Path) -> None:
     set_seed(3)
     torch.save(random_state(), tmp_path / "state.pt")
-    drawn = (random.random(), np.random.rand(), torch.rand(()))
+    random_draws = (random.random(), np.random.rand(), torch.rand(()))
     restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert (random.random(), np.random.rand(), torch.rand(())) == drawn
-    assert random.random() != drawn[0]
+    assert (random.random(), np.random.rand(), torch.rand(())) == random_draws
+    assert random.random() != random_draws[0]
 
 
 @pytest.mark.parametrize(
@@ -53,16 +55,16 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "GB", "-1GB", "5 apples", "0GB"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+def test_malformed_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
 
-def test_seeding_this_process_is_seeding() -> None:
-    def drawn() -> tuple[float, float, float]:
+def test_seed_this_process_matches_set_seed() -> None:
+    def random_draws() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     set_seed(3**33)
-    wanted = drawn()
+    wanted = random_draws()
     seed_this_process(3**33)
-    assert drawn() == wanted
+    assert random_draws() == wanted

@@ -1,4 +1,4 @@
-"""Every thread of the package works on the GPU of the thread that started it, before it does anything else."""
+"""Every thread of the package first selects the GPU of the thread that created it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.checkpoint.background import arena as arenas
-from ds_trainer.checkpoint.background.arena import Arena
-from ds_trainer.checkpoint.background.meeting import Meeting
+from ds_trainer.checkpoint.background import staging_buffer as arenas
+from ds_trainer.checkpoint.background.background_save import THREAD_NAME, BackgroundSave
 from ds_trainer.checkpoint.background.snapshot import Snapshot
-from ds_trainer.checkpoint.background.writing import THREAD, BackgroundSave
-from ds_trainer.checkpoint.pieces.content import PiecesContent
-from ds_trainer.engine.state.pieces import Piece
-from ds_trainer.parallel.places import Place
+from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
+from ds_trainer.checkpoint.background.store_barrier import StoreBarrier
+from ds_trainer.checkpoint.shards.shard_content import ShardContent
+from ds_trainer.engine.state.state_shards import StateShard
+from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils.threads import new_executor, new_thread
 
 PACKAGE = Path(__file__).parents[2] / "ds_trainer"
@@ -27,7 +27,7 @@ OWN_DEVICE = 3
 
 
 class Device:
-    """CUDA as far as a current device goes, which belongs to a thread: what was called, and in which thread."""
+    """A fake of CUDA's per-thread current device, which records calls and their threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, str, Any]] = []
@@ -62,19 +62,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_a_save_in_the_background_stays_on_its_gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device 0 would get a context of every rank: ``torch.cuda.stream`` sets the device that was current before."""
-    monkeypatch.setattr(arenas, "_memory", lambda size, pinned: torch.empty(size, dtype=torch.uint8))
+def test_a_background_save_stays_on_its_gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise device 0 would get a context of every rank: ``torch.cuda.stream`` restores the previous device."""
+    monkeypatch.setattr(arenas, "_allocate", lambda size, pinned: torch.empty(size, dtype=torch.uint8))
     weights = torch.arange(4.0)
-    piece = Piece("w", "master", Place.whole(weights.shape), weights)
-    snapshot = Snapshot([PiecesContent("x", [piece], {})], Arena(pinned=True), lambda piece: True)
-    save = BackgroundSave(snapshot, lambda contents, gather: Path(next(iter(contents)).name), Meeting())
+    piece = StateShard("w", "master", ShardSlice.whole(weights.shape), weights)
+    snapshot = Snapshot([ShardContent("x", [piece], {})], StagingBuffer(pinned=True), lambda piece: True)
+    save = BackgroundSave(snapshot, lambda contents, gather: Path(next(iter(contents)).name), StoreBarrier())
     assert save.result() == Path("x")
-    mine = [(what, value) for thread, what, value in device.calls if thread == THREAD]
+    mine = [(what, value) for thread, what, value in device.calls if thread == THREAD_NAME]
     assert mine == [("set_device", OWN_DEVICE), ("stream", OWN_DEVICE), ("synchronize", OWN_DEVICE)]
 
 
-def test_without_the_helper_it_would_not(device: Device) -> None:
+def test_without_the_helper_a_thread_has_device_0(device: Device) -> None:
     """Negative control: a new thread has device 0."""
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_device()))
@@ -83,7 +83,7 @@ def test_without_the_helper_it_would_not(device: Device) -> None:
     assert seen == [0]
 
 
-def test_threads_and_executors_take_over_the_device(device: Device) -> None:
+def test_threads_and_executors_select_the_device(device: Device) -> None:
     seen: list[int] = []
     thread = new_thread(lambda number: seen.append(number + torch.cuda.current_device()), 10, name="x")
     assert thread.daemon and thread.name == "x"
@@ -94,7 +94,7 @@ def test_threads_and_executors_take_over_the_device(device: Device) -> None:
         assert [executor.submit(torch.cuda.current_device).result() for _ in range(4)] == [OWN_DEVICE] * 4
 
 
-def test_a_process_without_cuda_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_cuda_creates_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", called.append)
     thread = new_thread(lambda: None, name="x")
@@ -104,7 +104,7 @@ def test_a_process_without_cuda_starts_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def starters(path: Path) -> list[str]:
-    """Where a file starts threads by itself."""
+    """Lines of a file that start threads without the helper."""
     names = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread"}
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

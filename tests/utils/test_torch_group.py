@@ -1,4 +1,4 @@
-"""The process group is made in one place: also before the Trainer, and where ranks are started again."""
+"""The process group is started in one place: also before the Trainer, and after a restart of the ranks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ RANK = """
 """
 
 
-def test_ranks_that_are_started_again_meet_before_the_trainer(tmp_path: Path) -> None:
+def test_restarted_ranks_can_start_a_group_before_the_trainer(tmp_path: Path) -> None:
     """``torchrun --max-restarts=1``: the first attempt dies after ``main_process_first``, the second one succeeds."""
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK).format(output=str(tmp_path)))
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -52,14 +52,14 @@ def test_ranks_that_are_started_again_meet_before_the_trainer(tmp_path: Path) ->
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert completed.returncode == 0, completed.stderr[-4000:]
     assert len(list(tmp_path.glob("first-0-*"))) == 2, "the first attempt had a group too"
     results = [json.loads((tmp_path / f"done-{rank}.json").read_text()) for rank in range(2)]
     assert [(result["attempt"], result["steps"]) for result in results] == [("1", 2)] * 2
     assert results[0]["loss"] == results[1]["loss"]
 
 
-def test_nothing_else_makes_the_default_group() -> None:
+def test_nothing_else_starts_the_default_group() -> None:
     makes = re.compile(r"\binit_process_group\(")
     package = ROOT / "ds_trainer"
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if makes.search(path.read_text())}

@@ -1,6 +1,6 @@
-"""Experiment trackers: ``report_to`` as callbacks. Nothing here imports a tracker before it is asked for.
+"""Experiment trackers: ``report_to`` as callbacks. A tracker is imported only if it is requested.
 
-Four have a file of their own; for the others transformers' callback is used as it is.
+Four trackers have a module here; for the others the callback of transformers is used.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ logger = get_logger("callbacks.integrations")
 
 
 @dataclass(frozen=True)
-class Row:
+class TrackerSpec:
     """One tracker.
 
     Attributes:
-        name: as in ``report_to``.
-        package: what is imported.
-        install: what to tell pip.
+        name: its name in ``report_to``.
+        package: the package to import.
+        install: what ``pip install`` takes.
         callback: name of the callback's class.
-        own: module of this package that holds it; empty for one of transformers.
-        each_machine: one process of each machine reports, not only the main one.
-        in_all: part of ``report_to="all"``.
+        own: module of this package with the callback; empty for a callback of transformers.
+        each_machine: whether one process of each machine reports, not only the main process.
+        in_all: whether it is part of ``report_to="all"``.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def missing(self) -> str:
-        """Why it cannot be used here, as a sentence with the remedy; empty when it can."""
+        """Why it cannot be used, as a sentence with the remedy; empty if it can."""
         remedy = f"or take {self.name} out of report_to."
         switch = "DISABLE_MLFLOW_INTEGRATION"
         if self.name == "mlflow" and os.environ.get(switch, "").upper() == "TRUE":
@@ -61,28 +61,28 @@ class Row:
     def make(self, deepspeed_config: Callable[[], Mapping[str, Any]] | None) -> Any:
         """The callback."""
         if self.own:
-            made = getattr(import_module(f"{__name__}.{self.own}"), self.callback)
-            return made(deepspeed_config=deepspeed_config)
+            callback = getattr(import_module(f"{__name__}.{self.own}"), self.callback)
+            return callback(deepspeed_config=deepspeed_config)
         from ds_trainer.callbacks.integrations.reused import reused_callback
 
         return reused_callback(self.name, self.callback, self.package, self.install)
 
 
-ROWS: tuple[Row, ...] = (
-    Row("tensorboard", "tensorboard", "tensorboard", "TensorBoardCallback", own="tensorboard"),
-    Row("wandb", "wandb", "wandb", "WandbCallback", own="wandb"),
-    Row("mlflow", "mlflow", "mlflow", "MLflowCallback", own="mlflow"),
-    Row("trackio", "trackio", "trackio", "TrackioCallback", own="trackio"),
-    Row("azure_ml", "azureml.core", "azureml-core", "AzureMLCallback"),
-    Row("clearml", "clearml", "clearml", "ClearMLCallback"),
-    Row("codecarbon", "codecarbon", "codecarbon", "CodeCarbonCallback", each_machine=True),
-    Row("comet_ml", "comet_ml", "comet-ml", "CometCallback"),
-    Row("dagshub", "dagshub", "dagshub", "DagsHubCallback"),
-    Row("dvclive", "dvclive", "dvclive", "DVCLiveCallback"),
-    Row("flyte", "flytekit", "flytekit", "FlyteCallback", in_all=False),  # works inside a Flyte task only
-    Row("swanlab", "swanlab", "swanlab", "SwanLabCallback"),
+ROWS: tuple[TrackerSpec, ...] = (
+    TrackerSpec("tensorboard", "tensorboard", "tensorboard", "TensorBoardCallback", own="tensorboard"),
+    TrackerSpec("wandb", "wandb", "wandb", "WandbCallback", own="wandb"),
+    TrackerSpec("mlflow", "mlflow", "mlflow", "MLflowCallback", own="mlflow"),
+    TrackerSpec("trackio", "trackio", "trackio", "TrackioCallback", own="trackio"),
+    TrackerSpec("azure_ml", "azureml.core", "azureml-core", "AzureMLCallback"),
+    TrackerSpec("clearml", "clearml", "clearml", "ClearMLCallback"),
+    TrackerSpec("codecarbon", "codecarbon", "codecarbon", "CodeCarbonCallback", each_machine=True),
+    TrackerSpec("comet_ml", "comet_ml", "comet-ml", "CometCallback"),
+    TrackerSpec("dagshub", "dagshub", "dagshub", "DagsHubCallback"),
+    TrackerSpec("dvclive", "dvclive", "dvclive", "DVCLiveCallback"),
+    TrackerSpec("flyte", "flytekit", "flytekit", "FlyteCallback", in_all=False),  # works inside a Flyte task only
+    TrackerSpec("swanlab", "swanlab", "swanlab", "SwanLabCallback"),
 )
-TRACKERS: dict[str, Row] = {row.name: row for row in ROWS}
+TRACKERS: dict[str, TrackerSpec] = {row.name: row for row in ROWS}
 
 
 def reporting_callbacks(
@@ -95,13 +95,14 @@ def reporting_callbacks(
     """One callback for each tracker in ``report_to``.
 
     Args:
-        report_to: a name, several, ``"none"``, or ``"all"`` for those that are installed.
-        deepspeed_config: gives the compiled DeepSpeed configuration, to be recorded.
-        main_process: whether this is the main process of the job; other ones get no callback and import nothing.
-        first_of_machine: the same for this machine, for what is measured on each (codecarbon).
+        report_to: a name, several names, ``"none"``, or ``"all"`` for all installed trackers.
+        deepspeed_config: returns the compiled DeepSpeed configuration, to be recorded.
+        main_process: whether this is the main process of the job; other processes get no callback and import nothing.
+        first_of_machine: whether this is the first process of its machine, for trackers that measure machines
+            (codecarbon).
 
     Raises:
-        ConfigError: an unknown name, or a tracker that is not installed; on every process alike, all at once.
+        ConfigError: an unknown name, or a tracker that is not installed; on every process, with all problems.
     """
     rows, problems = _rows(report_to)
     problems += [row.missing for row in rows if row.missing]
@@ -115,7 +116,7 @@ def reporting_callbacks(
         except ConfigError as error:  # installed, but not configured
             if not _wants_all(report_to):
                 raise
-            logger.warning("report_to=all goes on without %s: %s", row.name, error)
+            logger.warning("report_to=all leaves out %s: %s", row.name, error)
     return made
 
 
@@ -123,7 +124,7 @@ def _wants_all(report_to: str | Iterable[str] | None) -> bool:
     return report_to == "all" or report_to == ["all"]
 
 
-def _rows(report_to: str | Iterable[str] | None) -> tuple[list[Row], list[str]]:
+def _rows(report_to: str | Iterable[str] | None) -> tuple[list[TrackerSpec], list[str]]:
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if names in ([], ["none"]):
         return [], []
@@ -133,8 +134,10 @@ def _rows(report_to: str | Iterable[str] | None) -> tuple[list[Row], list[str]]:
             found = [row for row in found if row.name != "azure_ml"]
         logger.info("report_to=all: %s", ", ".join(row.name for row in found) or "no tracker is installed")
         return found, []
-    alone = [f"report_to={names}: '{word}' stands alone." for word in ("all", "none") if word in names]
-    known = f"Known are {', '.join(TRACKERS)}, all and none."
+    alone = [
+        f"report_to={names}: '{word}' cannot be combined with others." for word in ("all", "none") if word in names
+    ]
+    known = f"Use one of {', '.join(TRACKERS)}, all or none."
     unknown = [
         f"report_to={name} is not a tracker.{did_you_mean(name, TRACKERS)} {known}"
         for name in names

@@ -1,4 +1,4 @@
-"""What a tracker records of a run before its first step: arguments, model configuration, DeepSpeed configuration."""
+"""The hyperparameters that a tracker records: arguments, model configuration, DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ds_trainer.utils.secrets import without_secrets
 
 
 def hyperparameters(args: Any, model: Any, deepspeed_config: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
-    """One mapping for a tracker's table of hyper-parameters, plain data, without secrets.
+    """One mapping for a tracker's table of hyperparameters: plain data, without secrets.
 
-    The training arguments stand under their own names, over keys of the model's configuration of the same name, as in
-    transformers; ``peft_config`` holds the adapters' settings, ``ds_config`` the compiled DeepSpeed configuration.
+    Training arguments override keys of the model's configuration with the same name, as in transformers.
+    ``peft_config`` has the adapters' settings, ``ds_config`` the compiled DeepSpeed configuration.
     """
     values: dict[str, Any] = {}
     adapters = getattr(model, "peft_config", None)
@@ -33,17 +33,17 @@ def arguments(args: Any) -> dict[str, Any]:
 
 
 def model_configuration(model: Any) -> dict[str, Any]:
-    """``model.config`` as plain data; empty for a model that has none."""
+    """``model.config`` as plain data; empty if the model has none."""
     config = getattr(model, "config", None)
     values = plain(config) if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
     return dict(values) if isinstance(values, Mapping) else {}
 
 
 def parameter_count(model: Any) -> int | None:
-    """Number of the model's parameters, those of other ranks included; None without a model."""
+    """Number of the model's parameters, including those of other ranks; None without a model."""
     if model is None:
         return None
-    # Under ZeRO-3 a parameter is empty between its uses; DeepSpeed keeps its true size in ds_numel.
+    # With ZeRO-3 a parameter is empty between its uses; DeepSpeed keeps its full size in ds_numel.
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
 
 

@@ -19,14 +19,14 @@ from ds_trainer.utils.threads import new_executor
 
 
 class MLflowCallback(Tracker):
-    """Sends each log event to MLflow; metric names as they were logged, as in transformers.
+    """Sends each log event to MLflow, with unchanged metric names, as in transformers.
 
-    Environment: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` (default: ``args.project`` where it was changed),
-    ``MLFLOW_RUN_ID`` (go on with that run), ``MLFLOW_NESTED_RUN``, ``MLFLOW_TAGS`` (JSON), ``MLFLOW_FLATTEN_PARAMS``,
-    ``MLFLOW_MAX_LOG_PARAMS``, ``HF_MLFLOW_LOG_ARTIFACTS`` (checkpoints become artifacts).
+    Environment: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` (default: ``args.project`` if it was set),
+    ``MLFLOW_RUN_ID`` (resume that run), ``MLFLOW_NESTED_RUN``, ``MLFLOW_TAGS`` (JSON), ``MLFLOW_FLATTEN_PARAMS``,
+    ``MLFLOW_MAX_LOG_PARAMS``, ``HF_MLFLOW_LOG_ARTIFACTS`` (upload checkpoints as artifacts).
 
-    A run that is active already is used, and not ended. Metrics are sent in the background, so that a slow server does
-    not hold up the training; what went wrong shows at the next log event or at the end.
+    An active run is used, and not ended. Metrics are sent in the background, so that a slow server does not delay the
+    training; an error is reported at the next log event or at the end.
     """
 
     name = "mlflow"
@@ -41,17 +41,19 @@ class MLflowCallback(Tracker):
         self._waiter: ThreadPoolExecutor | None = None
 
     def check(self, args: Any) -> None:
+        """Raise ConfigError for settings of the tracker that cannot work."""
         _tags()
         wanted = os.environ.get("MLFLOW_MAX_LOG_PARAMS")
         if wanted and not wanted.isdigit():
-            raise ConfigError(f"MLFLOW_MAX_LOG_PARAMS={wanted} (environment) is no number of parameters.")
+            raise ConfigError(f"MLFLOW_MAX_LOG_PARAMS={wanted} (environment) must be a whole number of parameters.")
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Open the run and record arguments and model."""
         mlflow = self.library()
         nested, wanted = _is_on("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_RUN_ID")
         active = mlflow.active_run()
         if active is None or nested or (wanted and active.info.run_id != wanted):
-            project = None if args.project == "huggingface" else args.project  # the default is nobody's wish
+            project = None if args.project == "huggingface" else args.project  # the default was not chosen by the user
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
             if experiment and not wanted:
                 mlflow.set_experiment(experiment)
@@ -64,7 +66,7 @@ class MLflowCallback(Tracker):
             mlflow.set_tags(tags)
 
     def _log_parameters(self, mlflow: Any, values: dict[str, Any]) -> None:
-        """In pieces that MLflow takes; what is too long for it is left out, all of it in one warning."""
+        """Log parameters in batches of MLflow's size. Values that are too long are left out, with one warning."""
         nested = {"ds_config": values.pop("ds_config")} if "ds_config" in values else {}
         values = flattened(values) if _is_on("MLFLOW_FLATTEN_PARAMS") else values
         values = {_allowed(name): value for name, value in {**values, **flattened(nested)}.items()}
@@ -72,17 +74,18 @@ class MLflowCallback(Tracker):
         long = [name for name, value in values.items() if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH]
         if long:
             logger.warning(
-                "mlflow takes parameters of %d characters at most; left out: %s. MLFLOW_FLATTEN_PARAMS=1 splits"
-                " nested ones.",
+                "mlflow accepts parameters of up to %d characters; left out: %s. MLFLOW_FLATTEN_PARAMS=1 splits"
+                " nested parameters.",
                 limits.MAX_PARAM_VAL_LENGTH,
                 ", ".join(long),
             )
         most = int(os.environ.get("MLFLOW_MAX_LOG_PARAMS") or len(values))
         rows = islice(((name, value) for name, value in values.items() if name not in long), most)
-        while piece := dict(islice(rows, limits.MAX_PARAMS_TAGS_PER_BATCH)):
-            mlflow.log_params(piece, run_id=self.run_id)
+        while batch := dict(islice(rows, limits.MAX_PARAMS_TAGS_PER_BATCH)):
+            mlflow.log_params(batch, run_id=self.run_id)
 
     def write(self, logs: dict[str, Any], state: TrainerState) -> None:
+        """Record one set of values."""
         self._raise_what_failed()
         metrics = {}
         for name, value in logs.items():
@@ -97,6 +100,7 @@ class MLflowCallback(Tracker):
         self._sent.append(self._waiter.submit(sent.wait))
 
     def finish(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Close the run."""
         self._raise_what_failed(wait=True)
         active = self.library().active_run()
         if self._ends_run and active is not None and active.info.run_id == self.run_id:
@@ -104,6 +108,7 @@ class MLflowCallback(Tracker):
         self._ends_run = False
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record the checkpoint."""
         if self._running and state.is_world_process_zero and _is_on("HF_MLFLOW_LOG_ARTIFACTS"):
             self.guarded(self._upload, Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
@@ -111,14 +116,14 @@ class MLflowCallback(Tracker):
         self.library().log_artifacts(str(directory), artifact_path=directory.name, run_id=self.run_id)
 
     def _raise_what_failed(self, wait: bool = False) -> None:
-        settled = [sent for sent in self._sent if wait or sent.done()]
-        self._sent = [sent for sent in self._sent if sent not in settled]
-        for sent in settled:
+        finished = [sent for sent in self._sent if wait or sent.done()]
+        self._sent = [sent for sent in self._sent if sent not in finished]
+        for sent in finished:
             sent.result()
 
 
 def _allowed(name: str) -> str:
-    """``name`` with an underscore for every character that MLflow does not take."""
+    """``name`` with an underscore for every character that MLflow does not allow."""
     return re.sub(r"[^0-9A-Za-z_\-. :/]", "_", name)
 
 
@@ -133,5 +138,5 @@ def _tags() -> dict[str, Any]:
     except ValueError:
         tags = None
     if not isinstance(tags, dict):
-        raise ConfigError(f'MLFLOW_TAGS={text} (environment) is no JSON object. Write it like {{"team": "vision"}}.')
+        raise ConfigError(f'MLFLOW_TAGS={text} (environment) must be a JSON object, like {{"team": "vision"}}.')
     return tags

@@ -1,4 +1,4 @@
-"""Trackers for which transformers' own callback is used as it is, with our failure policy around it."""
+"""Callbacks of transformers for other trackers, with the failure policy of this package."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ _MODULE = "transformers.integrations.integration_utils"
 
 
 class Guarded:
-    """Mixin in front of a callback class: an error of :meth:`on_log` or at the end switches the tracker off."""
+    """Mixin for a callback class: an error while logging, saving or ending disables the tracker."""
 
     name: str
     _off = False
 
     def on_train_begin(self, *arguments: Any, **kwargs: Any) -> None:
+        """Open the run."""
         self._off = False
         super().on_train_begin(*arguments, **kwargs)  # type: ignore[misc]
 
     def on_log(self, *arguments: Any, **kwargs: Any) -> None:
+        """Record the logs."""
         self._guarded("on_log", *arguments, **kwargs)
 
     def on_train_end(self, *arguments: Any, **kwargs: Any) -> None:
+        """Finish the run."""
         self._guarded("on_train_end", *arguments, **kwargs)
 
     def on_save(self, *arguments: Any, **kwargs: Any) -> None:
+        """Record the checkpoint."""
         self._guarded("on_save", *arguments, **kwargs)
 
     def on_predict(self, *arguments: Any, **kwargs: Any) -> None:
+        """Record the metrics of a prediction."""
         self._guarded("on_predict", *arguments, **kwargs)
 
     def _guarded(self, event: str, *arguments: Any, **kwargs: Any) -> None:
@@ -43,7 +48,7 @@ class Guarded:
 
 
 def reused_callback(name: str, class_name: str, package: str, install: str) -> Any:
-    """An instance of transformers' callback for the tracker ``name``, guarded.
+    """A guarded instance of transformers' callback for the tracker ``name``.
 
     Raises:
         ConfigError: transformers or the tracker's library cannot be imported, or the callback refuses to start.
@@ -53,5 +58,5 @@ def reused_callback(name: str, class_name: str, package: str, install: str) -> A
     original = getattr(integrations, class_name)
     try:
         return type(class_name, (Guarded, original), {"name": name})()
-    except (ImportError, RuntimeError) as error:  # no API key, say
+    except (ImportError, RuntimeError) as error:  # a missing API key, for example
         raise ConfigError(f"report_to={name}: {error} Otherwise take {name} out of report_to.") from error

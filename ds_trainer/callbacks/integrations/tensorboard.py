@@ -17,10 +17,10 @@ from ds_trainer.utils.secrets import without_secrets
 
 
 class TensorBoardCallback(Tracker):
-    """Writes each log event to TensorBoard: numbers as scalars, strings as texts.
+    """Writes each log event to TensorBoard: numbers as scalars, strings as text.
 
-    Directory: ``TENSORBOARD_LOGGING_DIR``, otherwise ``<output_dir>/runs/<time>_<host>``; a trial of a hyper-parameter
-    search has one of its own. Arguments, model configuration and compiled DeepSpeed configuration stand under Text.
+    Directory: ``TENSORBOARD_LOGGING_DIR``, or else ``<output_dir>/runs/<time>_<host>``; each trial of a hyperparameter
+    search has its own. Arguments, model configuration and compiled DeepSpeed configuration are under Text.
 
     Args:
         tb_writer: an open ``SummaryWriter`` to use instead.
@@ -40,6 +40,7 @@ class TensorBoardCallback(Tracker):
         self._in_trial = False
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Open the run and record arguments and model."""
         in_trial = state.is_hyper_param_search and state.trial_name is not None
         if self._in_trial != in_trial:
             self._in_trial = in_trial
@@ -58,6 +59,7 @@ class TensorBoardCallback(Tracker):
         writer.flush()
 
     def write(self, logs: dict[str, Any], state: TrainerState) -> None:
+        """Record one set of values."""
         writer = self._open()
         for name, value in rewrite_logs(logs).items():
             scalar = number(value)
@@ -70,12 +72,13 @@ class TensorBoardCallback(Tracker):
         writer.flush()
 
     def finish(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Close the run."""
         if self.tb_writer is not None:
             self.tb_writer.close()
             self.tb_writer = None
 
     def _open(self) -> Any:
-        if self.tb_writer is None:  # also for logs after the training: into a second file of the same directory
+        if self.tb_writer is None:  # logs after the training go to a second file in the same directory
             self.tb_writer = self.library().SummaryWriter(log_dir=self.logging_dir)
         return self.tb_writer
 

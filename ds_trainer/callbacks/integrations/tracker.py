@@ -1,12 +1,11 @@
-"""``Tracker``: what the callbacks of all experiment trackers have in common.
+"""``Tracker``: base class of the callbacks for experiment trackers.
 
-Who writes: the main process alone, and no other one imports a tracker's library. When: the run is opened when training
-begins (or at the first log of a process that only evaluates), gets every log event, and is finished when training ends;
-what is logged later still arrives in the same run.
+Only the main process writes; the others do not import the tracker's library. The run is opened when training begins (or
+at the first log of a process that only evaluates), receives every log event, and is finished when training ends. Later
+logs go to the same run.
 
-Failures: a run that cannot be opened when training begins stops the training before its first step. Once it goes on, a
-tracker's error must not cost the run: one warning names tracker and error, and the tracker is off until the next
-training begins.
+Failures: a run that cannot be opened stops the training before its first step. A later error of a tracker does not stop
+the training: one warning names the tracker and the error, and the tracker is disabled until the next training begins.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("callbacks.integrations")
 
-# Measured once for the whole training: a value of the run, not a point of a curve.
+# Measured once per training: a value of the run, not a point on a curve.
 SUMMARY = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 
 class Tracker(TrainerCallback):
-    """Base class: :meth:`start`, :meth:`write` and :meth:`finish` are a tracker's own.
+    """Base class. A tracker defines :meth:`start`, :meth:`write` and :meth:`finish`.
 
     Args:
-        deepspeed_config: gives the compiled DeepSpeed configuration, recorded beside the hyper-parameters.
+        deepspeed_config: returns the compiled DeepSpeed configuration, recorded with the hyperparameters.
     """
 
     name: str
-    """As in ``report_to``."""
+    """Its name in ``report_to``."""
     package: str
-    """What is imported."""
+    """The package to import."""
     install: str
-    """What to tell pip."""
+    """What ``pip install`` takes."""
 
     def __init__(self, deepspeed_config: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self.deepspeed_config = deepspeed_config
@@ -47,10 +46,10 @@ class Tracker(TrainerCallback):
         self._off = False
         self._left_out: set[str] = set()
 
-    # -- a tracker's own part: called on the main process only; may raise ---------------------------------------------
+    # -- defined by each tracker; called on the main process only; may raise ------------------------------------------
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
-        """Open the run and record what it was asked to do."""
+        """Open the run and record its hyperparameters."""
         raise NotImplementedError
 
     def write(self, logs: dict[str, Any], state: TrainerState) -> None:
@@ -61,11 +60,12 @@ class Tracker(TrainerCallback):
         """Training has ended. A later :meth:`write` must still work."""
 
     def check(self, args: Any) -> None:
-        """Refuse settings that cannot work, with ConfigError, when the trainer is made."""
+        """Raise ConfigError for settings that cannot work; called when the Trainer is constructed."""
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check what can be checked before training."""
         if state.is_world_process_zero:
             self.library()
             self.check(args)
@@ -73,6 +73,7 @@ class Tracker(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        """Open the run."""
         if state.is_world_process_zero:
             self._off = False
             self.start(args, state, model)
@@ -87,6 +88,7 @@ class Tracker(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
+        """Record the logs."""
         if logs and state.is_world_process_zero:
             self.guarded(self._write, args, state, model, dict(logs))
 
@@ -99,11 +101,13 @@ class Tracker(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
+        """Record the metrics of a prediction."""
         self.on_log(args, state, control, logs=metrics, model=model)
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        """Finish the run."""
         if self._running and state.is_world_process_zero:
             self.guarded(self.finish, args, state, model)
 
@@ -116,7 +120,7 @@ class Tracker(TrainerCallback):
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def guarded(self, act: Callable[..., None], *arguments: Any) -> None:
-        """``act(*arguments)`` unless the tracker is off; an error of it switches the tracker off, with a warning."""
+        """Call ``act(*arguments)`` unless the tracker is disabled. An error disables the tracker, with a warning."""
         if self._off:
             return
         try:
@@ -135,16 +139,18 @@ class Tracker(TrainerCallback):
         return import_tracker(self.name, self.package, self.install)
 
     def leave_out(self, name: str, value: Any) -> None:
-        """Say, once a name, that this tracker has no place for such a value."""
+        """Warn, once per name, that this tracker cannot record such a value."""
         if name not in self._left_out:
             self._left_out.add(name)
-            logger.warning(
-                "%s takes numbers only; %s=%r (%s) is left out", self.name, name, value, type(value).__name__
-            )
+            logger.warning("%s records numbers only; left out %s=%r (%s)", self.name, name, value, type(value).__name__)
 
 
 def import_tracker(name: str, package: str, install: str) -> ModuleType:
-    """Import ``package`` for the tracker ``name``, or say in a ConfigError why not and what to do."""
+    """Import ``package`` for the tracker ``name``.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -155,9 +161,9 @@ def import_tracker(name: str, package: str, install: str) -> ModuleType:
 
 
 def switched_off(name: str, error: Exception) -> None:
-    """The one warning about a tracker that failed."""
+    """Warn that a tracker failed and is disabled."""
     logger.warning(
-        "%s failed and is switched off, training goes on without it: %s: %s", name, type(error).__name__, error
+        "%s failed and is disabled; training continues without it: %s: %s", name, type(error).__name__, error
     )
 
 
@@ -171,13 +177,13 @@ def rewrite_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any) -> int | float | None:
-    """``value`` as a number: also a tensor or array of one element. None if it is none."""
+    """``value`` as a number; also for a tensor or array of one element. None if it is not a number."""
     if isinstance(value, int | float):
         return value
     if not callable(getattr(type(value), "item", None)):
         return None
     try:
         found = value.item()
-    except (RuntimeError, ValueError):  # torch's and numpy's words for more than one element
+    except (RuntimeError, ValueError):  # raised by torch and numpy for more than one element
         return None
     return found if isinstance(found, int | float) else None

@@ -14,18 +14,18 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
 
 _CHECKPOINTS, _END = "checkpoint", "end"
-_MOST_METADATA = 100  # keys that wandb takes for an artifact
+_MOST_METADATA = 100  # keys that wandb allows for an artifact
 
 
 class WandbCallback(Tracker):
-    """Sends each log event to Weights & Biases, with ``train/global_step`` as the axis of all curves.
+    """Sends each log event to Weights & Biases, with ``train/global_step`` as the x axis of all curves.
 
-    A run that is open already is used. The run stays open after the training, so that later logs arrive; it ends with
-    the process, or when the next trial of a hyper-parameter search begins.
+    An open run is used. The run stays open after the training for later logs; it ends with the process, or when the
+    next trial of a hyperparameter search begins.
 
     Environment: ``WANDB_PROJECT`` (default ``args.project``); ``WANDB_WATCH``: ``gradients``, ``parameters``, ``all``
-    or ``false``; ``WANDB_LOG_MODEL``: ``checkpoint`` (every checkpoint becomes an artifact), ``end`` (the best one
-    where the run keeps track of it, otherwise the last) or ``false``; and all that wandb itself reads
+    or ``false``; ``WANDB_LOG_MODEL``: ``checkpoint`` (every checkpoint becomes an artifact), ``end`` (the best
+    checkpoint if the run tracks it, otherwise the last one) or ``false``; and all variables of wandb itself
     (``WANDB_MODE``, ``WANDB_DIR``, ``WANDB_ENTITY`` ...).
     """
 
@@ -38,6 +38,7 @@ class WandbCallback(Tracker):
         self._last_checkpoint: Path | None = None
 
     def check(self, args: Any) -> None:
+        """Raise ConfigError for settings of the tracker that cannot work."""
         _one_of("WANDB_LOG_MODEL", _CHECKPOINTS, _END, "false")
         _one_of("WANDB_WATCH", "gradients", "parameters", "all", "false")
         if _log_model() != "false" and str(args.save_strategy) == "no":
@@ -47,8 +48,9 @@ class WandbCallback(Tracker):
             )
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Open the run and record arguments and model."""
         wandb = self.library()
-        in_sweep = getattr(wandb.run, "sweep_id", None) is not None  # it opens its runs itself
+        in_sweep = getattr(wandb.run, "sweep_id", None) is not None  # wandb opens the runs of a sweep
         if state.is_hyper_param_search and not in_sweep:
             wandb.finish()
         if wandb.run is None:
@@ -68,16 +70,19 @@ class WandbCallback(Tracker):
             wandb.watch(model, log=watched, log_freq=max(100, state.logging_steps))
 
     def write(self, logs: dict[str, Any], state: TrainerState) -> None:
+        """Record one set of values."""
         run = self._run()
         run.summary.update({name: number(value) for name, value in logs.items() if name in SUMMARY})
         curves = {name: value for name, value in logs.items() if name not in SUMMARY}
         run.log({**rewrite_logs(curves), "train/global_step": state.global_step})
 
     def finish(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Close the run."""
         if _log_model() == _END and (best := state.best_model_checkpoint or self._last_checkpoint):
             self._upload(Path(best), ["final_model"])
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record the checkpoint."""
         if not state.is_world_process_zero:
             return
         self._last_checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -96,7 +101,7 @@ class WandbCallback(Tracker):
     def _run(self) -> Any:
         run = self.library().run
         if run is None:
-            raise RuntimeError("the run was finished by somebody else (wandb.finish)")
+            raise RuntimeError("the run was finished elsewhere (wandb.finish)")
         return run
 
 

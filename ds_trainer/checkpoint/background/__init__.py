@@ -1,1 +1,1 @@
-"""Saving while training goes on."""
+"""Background saves: copies of the state are written while training continues."""

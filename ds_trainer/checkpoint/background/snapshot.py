@@ -1,9 +1,9 @@
-"""An engine's state copied into host memory, so that training goes on while it is written.
+"""A copy of the engine's state in host memory, so that training continues while the copy is written.
 
-The copy has the order of the file: writing it is one pass over memory. What only an optimizer step changes (master
-weights and optimizer states: nearly all of it) may be copied while the next forward and backward pass runs, as long as
-that step waits for the copy. What belongs to the model itself (buffers, frozen weights, and all weights where there
-are no masters) is copied at once: a forward pass may change it.
+The copy has the layout of the file, so writing it is one pass over memory. Tensors that only an optimizer step changes
+(master weights and optimizer states: nearly everything) may be copied during the next forward and backward pass, as
+long as that step waits for the copy. Tensors of the model itself (buffers, frozen weights, and all weights if there are
+no masters) are copied at once, because a forward pass may change them.
 """
 
 from __future__ import annotations
@@ -17,56 +17,69 @@ from typing import BinaryIO
 
 import torch
 
-from ds_trainer.checkpoint.background.arena import Arena
-from ds_trainer.checkpoint.pieces.content import PiecesContent
-from ds_trainer.checkpoint.pieces.file import Arranged, arrange, write_bytes
-from ds_trainer.checkpoint.pieces.frozen import FrozenContent
-from ds_trainer.checkpoint.pieces.in_place import InPlace, write_in_place
-from ds_trainer.checkpoint.pieces.model_plan import StoredTensor
-from ds_trainer.checkpoint.protocol.contents import Content
+from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
+from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile
 from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
-from ds_trainer.engine.state.pieces import Piece
-from ds_trainer.parallel.places import Place
+from ds_trainer.checkpoint.shards.frozen_weights import FrozenContent
+from ds_trainer.checkpoint.shards.in_place import InPlaceWrite, write_in_place
+from ds_trainer.checkpoint.shards.model_plan import TensorLocation
+from ds_trainer.checkpoint.shards.shard_content import ShardContent
+from ds_trainer.checkpoint.shards.shard_file import ShardFilePlan, plan_shard_file, write_bytes
+from ds_trainer.engine.state.state_shards import StateShard
+from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 
-SHARE_OF_FREE_MEMORY = 0.7
-"""Snapshots may take this much of the host memory that is free; the rest is for batches and the page cache."""
+MEMORY_FRACTION = 0.7
+"""Snapshots may take this fraction of the free host memory; the rest is for batches and the page cache."""
+
+
+def _never(shard: StateShard) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
-class Copied:
-    """A file of pieces in host memory, and this rank's part of the model's files.
+class CopiedFile:
+    """A shard file in host memory, and this rank's part of the model's files.
 
     Attributes:
-        written: bytes of ``blocks`` that the file holds, from the first on.
-        in_model: where a whole tensor lies, which elements of it there are here, of which type, from which byte on.
+        name: of the file.
+        header: its first bytes.
+        blocks: the bytes of all shards.
+        written: how many of these bytes the file holds, counted from the first.
+        in_model: for each shard that goes into the model's files: where the whole tensor is stored, which of its
+            elements the shard has, their type, and the shard's first byte in ``blocks``.
     """
 
     name: str
-    head: bytes
+    header: bytes
     blocks: list[torch.Tensor]
     written: int
-    in_model: list[tuple[StoredTensor, Place, torch.dtype, int]]
+    in_model: list[tuple[TensorLocation, ShardSlice, torch.dtype, int]]
 
     @classmethod
-    def of(cls, name: str, arranged: Arranged, blocks: list[torch.Tensor]) -> Copied:
-        """A file whose pieces ``blocks`` hold one after the other."""
-        model = [(stored, piece.place, piece.tensor.dtype, at) for stored, piece, at in arranged.in_model]
-        return cls(name, arranged.head, blocks, arranged.written, model)
+    def of(cls, name: str, plan: ShardFilePlan, blocks: list[torch.Tensor]) -> CopiedFile:
+        """A file whose shards are consecutive in ``blocks``."""
+        in_model = [(stored, shard.slice, shard.tensor.dtype, offset) for stored, shard, offset in plan.in_model]
+        return cls(name, plan.header, blocks, plan.written, in_model)
 
     def write(self, stream: BinaryIO) -> None:
-        stream.write(self.head)
+        """Write the content to ``stream``."""
+        stream.write(self.header)
         for part in self._bytes(0, self.written):
             write_bytes(stream, part)
 
     def write_shared(self, files: SharedFiles) -> None:
-        pieces = [(stored, place, partial(self._elements, dtype, at)) for stored, place, dtype, at in self.in_model]
-        write_in_place(files, [InPlace(*piece) for piece in pieces])
+        """Write the elements that shared files hold."""
+        writes = [
+            InPlaceWrite(stored, slice_, partial(self._elements, dtype, offset))
+            for stored, slice_, dtype, offset in self.in_model
+        ]
+        write_in_place(files, writes)
 
-    def _elements(self, dtype: torch.dtype, begin: int, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of what begins at byte ``begin``; a copy where a view cannot have them."""
-        parts = list(self._bytes(begin + start * dtype.itemsize, begin + stop * dtype.itemsize))
+    def _elements(self, dtype: torch.dtype, offset: int, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the shard at byte ``offset``; copied if no single block holds them aligned."""
+        parts = list(self._bytes(offset + start * dtype.itemsize, offset + stop * dtype.itemsize))
         aligned = len(parts) == 1 and parts[0].storage_offset() % dtype.itemsize == 0
         return (parts[0] if aligned else torch.cat(parts)).view(dtype)
 
@@ -81,88 +94,93 @@ class Copied:
 
 
 class Snapshot:
-    """Contents of which later steps change nothing, once :meth:`complete` has returned.
+    """A copy of checkpoint files. Later steps do not change it, once :meth:`copy_deferred` has returned.
 
     Args:
-        contents: the files of one rank; those of pieces are copied, the others must be in memory already.
-        arena: where to; of a snapshot before, nothing stays valid.
-        waits: which pieces may wait for :meth:`complete`; by default none does.
+        files: of one rank. Shard files are copied; the others must be in memory already.
+        staging_buffer: memory for the copy. Overwrites the previous snapshot in the same buffer.
+        may_defer: tells which shards :meth:`copy_deferred` may copy later; default: none.
 
     Raises:
-        ValueError: a tensor has a type that a file of pieces cannot hold.
+        ValueError: a tensor has a type that safetensors cannot hold.
     """
 
     def __init__(
-        self, contents: Iterable[Content], arena: Arena, waits: Callable[[Piece], bool] = lambda piece: False
+        self,
+        files: Iterable[CheckpointFile],
+        staging_buffer: StagingBuffer,
+        may_defer: Callable[[StateShard], bool] = _never,
     ) -> None:
-        self.contents: list[Content] = []
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.contents: list[CheckpointFile] = []
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failure: BaseException | None = None
         self._copied = threading.Event()
-        cuda = arena.pinned and torch.cuda.is_available()
+        cuda = staging_buffer.pinned and torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if cuda else None
-        files = 0
-        for content in contents:
-            if isinstance(content, FrozenContent):  # copied once: its memory is let go with this snapshot
-                content = self._copy(content, Arena(), 0, lambda piece: False)
-            elif isinstance(content, PiecesContent):
-                # Pieces of a second file have been swapped in for this moment only.
-                content = self._copy(content, arena, files, waits if files == 0 else lambda piece: False)
-                files += 1
-            self.contents.append(content)
+        count = 0
+        for file in files:
+            if isinstance(file, FrozenContent):  # copied once; its memory is freed with this snapshot
+                file = self._copy(file, StagingBuffer(), 0, _never)
+            elif isinstance(file, ShardContent):
+                # Shards of a second file were swapped in from NVMe and are valid only now.
+                file = self._copy(file, staging_buffer, count, may_defer if count == 0 else _never)
+                count += 1
+            self.contents.append(file)
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
-        if not self._waiting:
+        if not self._deferred:
             self._copied.set()
 
-    def _copy(self, content: PiecesContent, arena: Arena, index: int, waits: Callable[[Piece], bool]) -> Copied:
-        arranged = arrange(content.pieces, content.scalars, content.stored)
-        blocks = arena.blocks(index, arranged.size)
-        rest = list(blocks)
-        for piece in arranged.pieces:
-            source = piece.tensor.detach().reshape(-1).view(torch.uint8)
-            while source.numel():  # it may go on in the next block
-                size = min(source.numel(), rest[0].numel())
-                target, part = rest[0][:size], source[:size]
-                if waits(piece):
-                    self._waiting.append((target, part))
+    def _copy(
+        self, content: ShardContent, staging_buffer: StagingBuffer, index: int, may_defer: Callable[[StateShard], bool]
+    ) -> CopiedFile:
+        plan = plan_shard_file(content.shards, content.scalars, content.locate)
+        blocks = staging_buffer.blocks(index, plan.size)
+        free = list(blocks)
+        for shard in plan.shards:
+            source = shard.tensor.detach().reshape(-1).view(torch.uint8)
+            while source.numel():  # a shard may continue in the next block
+                size = min(source.numel(), free[0].numel())
+                target, part = free[0][:size], source[:size]
+                if may_defer(shard):
+                    self._deferred.append((target, part))
                 else:
                     target.copy_(part, non_blocking=self._stream is not None)
-                source, rest[0] = source[size:], rest[0][size:]
-                if not rest[0].numel():
-                    del rest[0]
-        return Copied.of(content.name, arranged, blocks)
+                source, free[0] = source[size:], free[0][size:]
+                if not free[0].numel():
+                    del free[0]
+        return CopiedFile.of(content.name, plan, blocks)
 
-    def complete(self) -> None:
-        """Copy what may wait; from any thread, once.
+    def copy_deferred(self) -> None:
+        """Copy the deferred shards. Call once, from any thread.
 
-        Raises nothing: whoever asks for the :meth:`files` is told what went wrong.
+        Does not raise: :meth:`files` raises what went wrong.
         """
         try:
             if self._stream is None:
-                for target, source in self._waiting:
+                for target, source in self._deferred:
                     target.copy_(source)
             else:
-                # All that was asked of the device before the snapshot has ended: __init__ waited for it.
+                # Work queued on the device before the snapshot has finished: __init__ synchronized.
                 with torch.cuda.stream(self._stream):
-                    for target, source in self._waiting:
+                    for target, source in self._deferred:
                         target.copy_(source, non_blocking=True)
                 self._stream.synchronize()
         except Exception as error:
             self._failure = error
         finally:
-            self._waiting = []
+            self._deferred = []
             self._copied.set()
 
     def wait(self) -> None:
-        """Return when everything is copied: before what was read is changed."""
+        """Wait until everything is copied. Call this before changing the state that is being copied."""
         self._copied.wait()
 
-    def files(self) -> Iterator[Content]:
-        """The contents, when everything is copied.
+    def files(self) -> Iterator[CheckpointFile]:
+        """Yields the copied files, after waiting until everything is copied.
 
         Raises:
-            Exception: what :meth:`complete` could not copy.
+            Exception: what :meth:`copy_deferred` failed with.
         """
         self._copied.wait()
         if self._failure is not None:
@@ -170,22 +188,25 @@ class Snapshot:
         yield from self.contents
 
 
-def sizes_of(contents: Iterable[Content]) -> list[int]:
-    """Bytes of the tensors in each file of pieces that every save writes; frozen weights are not among them."""
-    found = [one for one in contents if isinstance(one, PiecesContent) and not isinstance(one, FrozenContent)]
-    return [sum(p.tensor.nbytes for p in content.pieces) for content in found]
+def shard_file_sizes(files: Iterable[CheckpointFile]) -> list[int]:
+    """Returns the bytes of tensors in each shard file that every save writes; frozen weights are not included."""
+    shard_files = [file for file in files if isinstance(file, ShardContent) and not isinstance(file, FrozenContent)]
+    return [sum(shard.tensor.nbytes for shard in file.shards) for file in shard_files]
 
 
-def frozen_bytes(contents: Iterable[Content]) -> int:
-    """Bytes of the frozen weights, of which the first save has a copy until it is written."""
-    return sum(p.tensor.nbytes for one in contents if isinstance(one, FrozenContent) for p in one.pieces)
+def frozen_copy_bytes(files: Iterable[CheckpointFile]) -> int:
+    """Returns the bytes of the frozen weights; the first save holds a copy of them until it is written."""
+    return sum(shard.tensor.nbytes for file in files if isinstance(file, FrozenContent) for shard in file.shards)
 
 
 def fits_in_memory(needed: int) -> bool:
-    """Whether ``needed`` more bytes on every rank fit into what is free on its machine. Collective: one answer."""
-    found = distributed.gather_to_main((socket.gethostname(), free_host_memory(), needed))
-    taken: dict[str, int] = {}
-    for host, _, size in found or ():
-        taken[host] = taken.get(host, 0) + size
-    fits = all(taken[host] <= free * SHARE_OF_FREE_MEMORY for host, free, _ in found or ())
+    """Returns whether ``needed`` more bytes on every rank fit into the free host memory. Collective, same on all ranks.
+
+    Counts what all ranks of a machine need together.
+    """
+    by_rank = distributed.gather_to_main((socket.gethostname(), free_host_memory(), needed))
+    by_host: dict[str, int] = {}
+    for host, _, size in by_rank or ():
+        by_host[host] = by_host.get(host, 0) + size
+    fits = all(by_host[host] <= free * MEMORY_FRACTION for host, free, _ in by_rank or ())
     return bool(distributed.broadcast_object(fits))

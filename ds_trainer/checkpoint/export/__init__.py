@@ -1,1 +1,1 @@
-"""From a checkpoint on disk to weights, without an engine."""
+"""Exports and inspects checkpoints on disk, without an engine."""

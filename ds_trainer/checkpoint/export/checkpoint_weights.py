@@ -1,6 +1,7 @@
-"""Whole tensors out of the pieces of a checkpoint, one at a time: no process group, no model, no GPU.
+"""Reads full tensors from the state shards of a checkpoint, one at a time: no process group, no model, no GPU.
 
-Files are read by ordinary reads of a few megabytes, not mapped, so that what is resident is one tensor and a buffer.
+Files are read in chunks of a few megabytes instead of being memory-mapped, so resident memory is one tensor and a
+buffer.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from typing import NamedTuple
 import torch
 
 from ds_trainer.checkpoint.export.base_weights import BaseWeights
-from ds_trainer.checkpoint.pieces.element_types import type_of
-from ds_trainer.checkpoint.pieces.file import key_of
-from ds_trainer.checkpoint.weights.base import BaseDigest
-from ds_trainer.checkpoint.weights.description import DescribedTensor
+from ds_trainer.checkpoint.shards.element_types import type_of
+from ds_trainer.checkpoint.shards.shard_file import shard_key
+from ds_trainer.checkpoint.weights.base_digest import BaseDigest
+from ds_trainer.checkpoint.weights.model_description import DescribedTensor
 from ds_trainer.checkpoint.weights.weight_files import read_header_and_metadata
-from ds_trainer.engine.state.pieces import BUFFER, MASTER, WEIGHT
-from ds_trainer.parallel.places import Place, copy_common
+from ds_trainer.engine.state.state_shards import BUFFER, MASTER, WEIGHT
+from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from ds_trainer.utils.errors import ConfigError
 
-_CHUNK = 32 * 2**20  # bytes of a piece that are read at a time
+_CHUNK = 32 * 2**20  # bytes of a shard that are read at a time
 
 
-class _StoredPiece(NamedTuple):
+class _StoredShard(NamedTuple):
     path: Path
-    place: Place
+    slice: ShardSlice
     dtype: torch.dtype
     offset: int  # bytes from the beginning of the file
 
@@ -36,118 +37,118 @@ class CheckpointWeights:
     """The weights in a checkpoint.
 
     Args:
-        checkpoint: its directory.
-        base: of adapters: the directory of the model that they belong to; default: where that was loaded from.
+        checkpoint: the directory of the checkpoint.
+        base: for adapters, the directory of their base model; default: where it was loaded from.
 
     Raises:
-        ConfigError: it has no files of pieces, or a damaged one.
+        ConfigError: there are no shard files, or one is damaged.
     """
 
     def __init__(self, checkpoint: Path, base: Path | None = None) -> None:
         self.checkpoint = checkpoint
         digest = BaseDigest.read(checkpoint)
         self._base = None if digest is None else BaseWeights(checkpoint, digest, base)
-        self._pieces: dict[str, list[_StoredPiece]] = {}
+        self._shards: dict[str, list[_StoredShard]] = {}
         paths = sorted(checkpoint.glob("rank_*.safetensors"))
         if not paths:
             raise ConfigError(
-                f"{checkpoint} holds no weights in pieces (no rank_*.safetensors in it). Give the path of a "
-                "checkpoint-N directory that training has written."
+                f"{checkpoint} contains no shard files (rank_*.safetensors). Pass a checkpoint-N directory that a "
+                "training run wrote."
             )
         for path in paths:
             header, metadata = read_header_and_metadata(path)
             in_model = json.loads(metadata.get("in_model", "{}"))
             for key, listed in json.loads(metadata["places"]).items():
-                place = Place.from_json(listed)
-                if key in in_model:  # and all other ranks' parts of it: the whole tensor lies there
+                shard_slice = ShardSlice.from_json(listed)
+                if key in in_model:  # with the other ranks' shards: that file has the full tensor
                     name, offset, dtype = in_model[key]
-                    whole = Place.whole(place.shape)
-                    self._pieces[key] = [_StoredPiece(checkpoint / name, whole, type_of(dtype), offset)]
+                    whole = ShardSlice.whole(shard_slice.shape)
+                    self._shards[key] = [_StoredShard(checkpoint / name, whole, type_of(dtype), offset)]
                     continue
                 entry = header[key]
-                stored = _StoredPiece(path, place, type_of(entry["dtype"]), entry["data_offsets"][0])
-                self._pieces.setdefault(key, []).append(stored)
+                stored = _StoredShard(path, shard_slice, type_of(entry["dtype"]), entry["data_offsets"][0])
+                self._shards.setdefault(key, []).append(stored)
 
-    def kinds(self) -> dict[str, int]:
-        """Bytes of each kind of piece: weights, masters, states of the optimizer."""
-        found: dict[str, int] = {}
-        for key, pieces in sorted(self._pieces.items()):
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Returns the bytes of each kind of state shard: weights, master weights, optimizer states."""
+        sizes: dict[str, int] = {}
+        for key, shards in sorted(self._shards.items()):
             kind = key.rpartition("/")[2]
-            found[kind] = found.get(kind, 0) + sum(len(piece.place) * piece.dtype.itemsize for piece in pieces)
-        return found
+            sizes[kind] = sizes.get(kind, 0) + sum(len(shard.slice) * shard.dtype.itemsize for shard in shards)
+        return sizes
 
-    def incomplete(self, tensors: Sequence[DescribedTensor]) -> list[str]:
-        """What is wrong with the pieces of ``tensors``, one sentence each; nothing is read of them."""
+    def problems(self, tensors: Sequence[DescribedTensor]) -> list[str]:
+        """Checks that the shards of ``tensors`` are complete, without reading them; returns one message per problem."""
         problems = []
         for tensor in tensors:
             if tensor.kept_as is None:
-                problems.append(f"{tensor.name} is made by the model whenever it is saved; checkpoints do not hold it.")
+                problems.append(f"{tensor.name} is computed by the model on every save; checkpoints do not contain it.")
                 continue
-            if self._of_base(tensor):
-                continue  # compared when it is read
-            wanted = tensor.weight()
-            numel = wanted.nbytes // wanted.dtype.itemsize
-            stored = self._stored(tensor)
-            held = (
-                max((len(p.place) for p in stored), default=0) if tensor.buffer else sum(len(p.place) for p in stored)
-            )
-            shapes = {p.place.shape for p in stored}
-            if held != numel:
-                problems.append(f"{tensor.name}: {held} of {numel} elements are in {self.checkpoint}.")
+            if self._in_base(tensor):
+                continue  # checked when it is read
+            numel = tensor.weight().numel
+            shards = self._shards_of(tensor)
+            lengths = [len(shard.slice) for shard in shards]
+            available = max(lengths, default=0) if tensor.buffer else sum(lengths)
+            shapes = {shard.slice.shape for shard in shards}
+            if available != numel:
+                problems.append(f"{tensor.name}: {self.checkpoint} contains {available} of {numel} elements.")
             elif any(_numel(shape) != numel for shape in shapes):
-                problems.append(f"{tensor.name} is {list(tensor.shape)}, but its pieces are of {sorted(shapes)}.")
+                problems.append(
+                    f"{tensor.name} has shape {list(tensor.shape)}, but its shards belong to {sorted(shapes)}."
+                )
         return problems
 
     def read(self, tensor: DescribedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A whole tensor, in the shape and of the type that are asked for.
+        """Returns a full tensor, cast to ``dtype``.
 
         Raises:
-            ConfigError: some of it is in none of the files.
+            ConfigError: the files do not contain all of its elements.
         """
-        if self._base is not None and tensor.kept_as is not None and self._of_base(tensor):
+        if self._base is not None and tensor.kept_as is not None and self._in_base(tensor):
             return self._base.read(tensor.kept_as, dtype)
-        stored = self._stored(tensor)
+        stored = self._shards_of(tensor)
         numel = _numel(tensor.shape)
         target = torch.empty(numel, dtype=dtype)
         copied = 0
-        for piece in stored[:1] if tensor.buffer else stored:
-            whole = Place.whole(piece.place.shape)
-            for place, elements in _chunks(piece):
-                copied += copy_common(target, whole, elements, place)
+        for shard in stored[:1] if tensor.buffer else stored:
+            whole = ShardSlice.whole(shard.slice.shape)
+            for shard_slice, elements in _chunks(shard):
+                copied += copy_common(target, whole, elements, shard_slice)
         if copied != numel:
             raise ConfigError(
-                f"{self.checkpoint}: {numel - copied} of {numel} elements of {tensor.name} are in none of its files. A "
-                "file of a rank is missing; with save_on_each_node=True the directories of all nodes are needed."
+                f"{self.checkpoint}: its files lack {numel - copied} of {numel} elements of {tensor.name}. The file of "
+                "a rank is missing; with save_on_each_node=True, combine the directories of all nodes."
             )
         return target.view(tensor.shape)
 
-    def _of_base(self, tensor: DescribedTensor) -> bool:
-        return bool(self._base and tensor.kept_as and self._base.has(tensor.kept_as) and not self._stored(tensor))
+    def _in_base(self, tensor: DescribedTensor) -> bool:
+        return bool(self._base and tensor.kept_as and self._base.has(tensor.kept_as) and not self._shards_of(tensor))
 
-    def _stored(self, tensor: DescribedTensor) -> list[_StoredPiece]:
+    def _shards_of(self, tensor: DescribedTensor) -> list[_StoredShard]:
         if tensor.kept_as is None:
             return []
         kinds = (BUFFER,) if tensor.buffer else (MASTER, WEIGHT)
-        return next((found for kind in kinds if (found := self._pieces.get(key_of(tensor.kept_as, kind)))), [])
+        return next((shards for kind in kinds if (shards := self._shards.get(shard_key(tensor.kept_as, kind)))), [])
 
 
 def _numel(shape: Sequence[int]) -> int:
-    return len(Place.whole(shape))
+    return len(ShardSlice.whole(shape))
 
 
-def _chunks(piece: _StoredPiece) -> Iterator[tuple[Place, torch.Tensor]]:
-    """The elements of a piece, a part at a time, with where each part lies."""
-    size = piece.dtype.itemsize
+def _chunks(shard: _StoredShard) -> Iterator[tuple[ShardSlice, torch.Tensor]]:
+    """Yields the elements of a shard in chunks, each with its slice of the tensor."""
+    size = shard.dtype.itemsize
     step = max(1, _CHUNK // size)
-    with piece.path.open("rb", buffering=0) as stream:
-        stream.seek(piece.offset)
-        for start in range(0, len(piece.place), step):
-            stop = min(start + step, len(piece.place))
-            elements = torch.empty(stop - start, dtype=piece.dtype)
+    with shard.path.open("rb", buffering=0) as stream:
+        stream.seek(shard.offset)
+        for start in range(0, len(shard.slice), step):
+            stop = min(start + step, len(shard.slice))
+            elements = torch.empty(stop - start, dtype=shard.dtype)
             rest = elements.view(torch.uint8).numpy().data
             while rest:
                 read = stream.readinto(rest)
                 if not read:
-                    raise OSError(f"{piece.path} ends too early: it was cut off while it was read.")
+                    raise OSError(f"{shard.path} ended early: it was truncated while it was read.")
                 rest = rest[read:]
-            yield piece.place.run(piece.place.start + start, piece.place.start + stop), elements
+            yield shard.slice.run(shard.slice.start + start, shard.slice.start + stop), elements

@@ -1,4 +1,4 @@
-"""What a checkpoint on the disk is, and whether it is whole: nothing of it is loaded."""
+"""Describes a checkpoint on disk and checks its integrity, without loading it."""
 
 from __future__ import annotations
 
@@ -7,69 +7,77 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights
-from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory
-from ds_trainer.checkpoint.protocol.files import damage
-from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, PIECES, BrokenCheckpoint, Manifest
-from ds_trainer.checkpoint.weights.description import DESCRIPTION_FILE, ModelDescription
+from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.file_records import find_damage
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, SHARDS, BrokenCheckpoint, Manifest
+from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, ModelDescription
 from ds_trainer.parallel.layout import AXES
 from ds_trainer.utils.errors import ConfigError
 
 
-def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint ``path``, or all ``checkpoint-N`` in it, the newest last, damaged ones first.
+def find_checkpoints(path: Path) -> list[Path]:
+    """Returns the checkpoint ``path``, or all ``checkpoint-N`` in it: damaged ones first, the newest last.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
     """
     if (path / MANIFEST_FILE).is_file():
         return [path]
-    found = [entry.path for entry in CheckpointDirectory(path).entries()]
-    if not found:
-        raise ConfigError(f"{path} is no checkpoint ({MANIFEST_FILE} is missing in it), and has no checkpoint-N in it.")
-    return found
+    checkpoints = [entry.path for entry in CheckpointDirectory(path).entries()]
+    if not checkpoints:
+        raise ConfigError(
+            f"{path} is not a checkpoint ({MANIFEST_FILE} is missing) and contains no checkpoint-N. Pass a checkpoint "
+            "or an output directory."
+        )
+    return checkpoints
 
 
-def newest_at(path: Path) -> Path:
-    """The checkpoint ``path``, or the newest one in it whose manifest is intact.
+def newest_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint ``path``, or the newest one in it with an intact manifest.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
-    found = checkpoints_at(path)
-    if found == [path]:
+    checkpoints = find_checkpoints(path)
+    if checkpoints == [path]:
         return path
     intact = [entry.path for entry in CheckpointDirectory(path).entries() if entry.manifest is not None]
     if not intact:
-        raise ConfigError(f"{path}: all checkpoints in it are damaged ({', '.join(p.name for p in found)}).")
+        raise ConfigError(f"{path}: all of its checkpoints are damaged ({', '.join(p.name for p in checkpoints)}).")
     return intact[-1]
 
 
-def problems_of(checkpoint: Path, sums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint: files against its manifest, and pieces against the model. Empty if nothing is.
+def checkpoint_problems(checkpoint: Path, checksums: bool = True) -> list[str]:
+    """Checks the files of a checkpoint against its manifest, and its shards against the model.
 
     Args:
-        checkpoint: its directory.
-        sums: read every file and compare its checksum, not only its size.
+        checkpoint: the directory of the checkpoint.
+        checksums: read every file and compare its checksum, not only its size.
+
+    Returns:
+        One message per problem; empty if the checkpoint is intact.
     """
     try:
         manifest = Manifest.read(checkpoint)
     except BrokenCheckpoint as error:
         return [str(error)]
-    found = [problem for record in manifest.files.values() if (problem := damage(checkpoint, record, sums))]
-    if not found and DESCRIPTION_FILE in manifest.files and manifest.engine == PIECES and manifest.nodes == 1:
+    problems = [
+        problem for record in manifest.files.values() if (problem := find_damage(checkpoint, record, checksums))
+    ]
+    if not problems and DESCRIPTION_FILE in manifest.files and manifest.engine == SHARDS and manifest.nodes == 1:
         try:
             described = ModelDescription.read(checkpoint).tensors
-            found = CheckpointWeights(checkpoint).incomplete([t for t in described if t.kept_as is not None])
+            problems = CheckpointWeights(checkpoint).problems([t for t in described if t.kept_as is not None])
         except ConfigError as error:
-            found = error.problems
-    return found
+            problems = error.problems
+    return problems
 
 
 def describe_checkpoint(checkpoint: Path) -> str:
-    """A few lines for people.
+    """Returns a human-readable summary of a few lines.
 
     Raises:
-        BrokenCheckpoint: its manifest is damaged.
+        BrokenCheckpoint: the manifest is damaged.
     """
     manifest = Manifest.read(checkpoint)
     sizes = dict(manifest.layout)
@@ -91,19 +99,19 @@ def describe_checkpoint(checkpoint: Path) -> str:
 
 def _model_rows(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     if manifest.only_model:
-        yield "holds", "weights only: nothing to resume from"
+        yield "content", "weights only; training cannot resume from it"
         return
     if DESCRIPTION_FILE not in manifest.files:
         return
     model = ModelDescription.read(checkpoint)
     weights = [tensor.weight() for tensor in model.tensors]
-    numbers = sum(weight.nbytes // weight.dtype.itemsize for weight in weights)
+    parameters = sum(weight.numel for weight in weights)
     types = sorted({tensor.dtype for tensor in model.tensors})
-    yield "model", f"{model.model_class}, {numbers:,} numbers in {len(weights)} tensors of {', '.join(types)}"
+    yield "model", f"{model.model_class}, {parameters:,} elements in {len(weights)} tensors of {', '.join(types)}"
     for name, configuration in model.adapters.items():
-        yield "adapter", f"{name}, {configuration['peft_type']}{' (in use)' if name in model.active else ''}"
-    if manifest.engine == PIECES:
-        kinds = CheckpointWeights(checkpoint).kinds()
+        yield "adapter", f"{name}, {configuration['peft_type']}{' (active)' if name in model.active else ''}"
+    if manifest.engine == SHARDS:
+        kinds = CheckpointWeights(checkpoint).bytes_by_kind()
         yield "state", ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items())
 
 

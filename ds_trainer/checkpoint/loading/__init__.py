@@ -1,1 +1,1 @@
-"""Reading the weight files of a model directory in parts: each rank reads what it will hold."""
+"""Partial reads of a model directory's weight files: each rank reads only the elements that it will hold."""

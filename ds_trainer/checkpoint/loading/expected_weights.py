@@ -1,8 +1,8 @@
-"""What each element of a model should be, by the files that it was loaded from.
+"""The value that each element of a model should have according to the files that it was loaded from.
 
-The names are converted by transformers' own tables, and the tensors by transformers' own operations, of which only
-the elements that are asked for are followed back to the files (:mod:`~ds_trainer.checkpoint.loading.element_origins`).
-Nothing here is shared with what loads weights.
+Names are converted by transformers' tables and tensors by transformers' operations. Only the requested elements are
+traced back to the files (:mod:`~ds_trainer.checkpoint.loading.element_tracer`). This module shares no code with the
+loading of weights, so that it can verify it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.loading.element_origins import ElementOrigins, Indices, UnknownOperation
+from ds_trainer.checkpoint.loading.element_tracer import ElementTracer, Indices, UntraceableOperation
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
 
 
 @dataclass
 class _Group:
-    """Tensors of the model that are converted together from tensors of the files."""
+    """Model tensors that are converted together from tensors in the files."""
 
     name: str
     sources: list[tuple[str, str]]  # pattern, name in the files
     converter: Any = None
-    origins: ElementOrigins | None = None  # None where the elements cannot be followed
+    tracer: ElementTracer | None = None  # None: the elements cannot be traced
     targets: dict[str, torch.Tensor] = field(default_factory=dict)  # meta
 
 
 class ExpectedWeights:
-    """The tensors of ``model`` as the files have them.
+    """The tensors of ``model`` as stored in the files.
 
     Args:
-        model: a transformers model, or any module whose names are those of the files.
-        shapes: of every parameter and persistent buffer, whole, by all of its names.
-        files: what the weights were loaded from.
-        key_mapping: patterns of names in the files and their replacements, as ``from_pretrained`` takes them.
+        model: a transformers model, or any module whose tensor names match the files.
+        shapes: full shape of every parameter and persistent buffer, under each of its names.
+        files: the files that the weights were loaded from.
+        key_mapping: patterns of names in the files and their replacements, as in ``from_pretrained``.
 
     Attributes:
-        shapes: of what the files have, by the names of the model.
-        unexpected: names in the files that belong to no tensor of the model.
+        shapes: shapes in the files, by the model's names.
+        unexpected: names in the files that match no tensor of the model.
         failed: tensors that cannot be converted, with the reason.
     """
 
@@ -55,7 +55,7 @@ class ExpectedWeights:
         key_mapping: Mapping[str, str] | None = None,
     ) -> None:
         self._model, self._files = model, files
-        self._helper = _WithShapes(model, shapes)
+        self._full_shapes = _FullShapes(model, shapes)
         self._groups: dict[str, _Group] = {}
         self._computed: tuple[str, dict[str, torch.Tensor]] | None = None
         self.failed: dict[str, str] = {}
@@ -63,47 +63,47 @@ class ExpectedWeights:
         for group in groups:
             try:
                 self._convert(group)
-            except Exception as error:  # whatever an operation raises about tensors that do not fit together
+            except Exception as error:  # operations raise many types for tensors that do not fit together
                 self.failed[group.name] = f"{type(error).__name__}: {error}"
             else:
                 self._groups.update({name: group for name in group.targets})
-        self.unexpected = _as_transformers_sees(model, unexpected)
+        self.unexpected = _without_ignored_keys(model, unexpected)
         self.shapes = {name: tuple(group.targets[name].shape) for name, group in self._groups.items()}
 
     def sources(self, name: str) -> list[str]:
-        """The tensors in the files that ``name`` is made of."""
+        """Returns the names of the stored tensors that ``name`` is built from."""
         return [source for _, source in self._groups[name].sources]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of the tensor before it is converted to the model's."""
+        """Returns the dtype of the tensor before it is cast to the model's dtype."""
         return self._groups[name].targets[name].dtype
 
-    def at(self, name: str, indices: Indices) -> torch.Tensor:
-        """Elements ``indices`` of the flattened tensor ``name``, in float64."""
+    def elements(self, name: str, indices: Indices) -> torch.Tensor:
+        """Returns the elements ``indices`` of the flattened tensor ``name`` as float64."""
         group = self._groups[name]
-        if group.origins is None:
+        if group.tracer is None:
             return self._whole(group)[name].reshape(-1)[torch.from_numpy(indices)].to(torch.float64)
-        found = torch.empty(len(indices), dtype=torch.float64)
-        for origin in group.origins.of(group.targets[name], indices):
-            found[torch.from_numpy(origin.asked)] = self._files.at(origin.name, origin.indices)
-        return found
+        values = torch.empty(len(indices), dtype=torch.float64)
+        for traced in group.tracer.trace(group.targets[name], indices):
+            values[torch.from_numpy(traced.positions)] = self._files.elements(traced.name, traced.indices)
+        return values
 
     def _convert(self, group: _Group) -> None:
-        """Find out what the group becomes, and how its elements can be followed."""
-        origins = ElementOrigins()
+        """Determine the converted tensors of a group and, where possible, trace their elements."""
+        tracer = ElementTracer()
         sources = {
-            name: origins.source(name, self._files.tensors[name].shape, self._files.dtype(name))
+            name: tracer.source(name, self._files.tensors[name].shape, self._files.dtype(name))
             for _, name in group.sources
         }
         try:
-            with origins:
+            with tracer:
                 group.targets = self._run(group, sources)
-            group.origins = origins
-        except UnknownOperation:
+            group.tracer = tracer
+        except UntraceableOperation:
             group.targets = self._run(group, sources)
 
     def _whole(self, group: _Group) -> dict[str, torch.Tensor]:
-        """Of an operation that computes: the real tensors, of one group at a time."""
+        """Returns the converted tensors of a group that cannot be traced; one group at a time is in memory."""
         if self._computed is None or self._computed[0] != group.name:
             self._computed = None
             sources = {name: self._files.whole(name) for _, name in group.sources}
@@ -117,12 +117,14 @@ class ExpectedWeights:
         for pattern, name in group.sources:
             converter.add_tensor(group.name, name, pattern, sources[name])
         with torch.no_grad():
-            made = converter.convert(group.name, model=self._helper, config=getattr(self._model, "config", None))
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+            converted = converter.convert(
+                group.name, model=self._full_shapes, config=getattr(self._model, "config", None)
+            )
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
 
-class _WithShapes:
-    """The model as conversions see it: parameters have their whole shapes, also where only a shard is here."""
+class _FullShapes:
+    """The model as conversions see it: parameters have their full shapes even if this rank holds only a shard."""
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model, self._shapes = model, shapes
@@ -137,9 +139,9 @@ class _WithShapes:
 def _grouped(
     model: nn.Module, known: Mapping[str, Any], stored: Iterable[str], key_mapping: Mapping[str, str] | None
 ) -> tuple[list[_Group], set[str]]:
-    """The names in the files by what they become together, and those of which the model knows nothing.
+    """Groups the names in the files by the tensors they become; also returns the names that the model does not have.
 
-    The order and the rules are those of transformers (``core_model_loading.convert_and_load_state_dict_in_model``).
+    Order and rules follow transformers (``core_model_loading.convert_and_load_state_dict_in_model``).
     """
     if not is_transformers_model(model):
         return [_Group(name, [("", name)]) for name in stored if name in known], set(stored) - set(known)
@@ -167,41 +169,41 @@ def _grouped(
 
 
 def _conversions(model: Any, key_mapping: Mapping[str, str] | None) -> Iterator[Any]:
-    """transformers' table for the model, after what a person gave to ``from_pretrained(key_mapping=...)``."""
+    """The user's ``from_pretrained(key_mapping=...)``, followed by transformers' conversion table for the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     table = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     known = {(tuple(entry.source_patterns), tuple(entry.target_patterns)) for entry in table}
     for entry in getattr(model, "_weight_conversions", None) or ():
         added = (tuple(entry.source_patterns), tuple(entry.target_patterns)) not in known
-        if added and not any(_puts_scales_beside(operation) for operation in getattr(entry, "operations", ())):
+        if added and not any(_adds_quantization_scales(operation) for operation in getattr(entry, "operations", ())):
             yield copy.deepcopy(entry)
     yield from table
 
 
-def _puts_scales_beside(operation: Any) -> bool:
-    """Of bitsandbytes: the packed numbers in the model are those of the file."""
+def _adds_quantization_scales(operation: Any) -> bool:
+    """Whether it is an operation of bitsandbytes, which leaves the packed values as they are in the file."""
     return type(operation).__module__ == "transformers.integrations.bitsandbytes"
 
 
 def is_transformers_model(model: Any) -> bool:
-    """Whether transformers converts names and tensors for it."""
+    """Whether transformers converts names and tensors for this model."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers")
         for base in type(model).__mro__
     )
 
 
-def _as_transformers_sees(model: Any, unexpected: set[str]) -> list[str]:
-    """Without what the model's class says to ignore."""
+def _without_ignored_keys(model: Any, unexpected: set[str]) -> list[str]:
+    """Removes the keys that the model's class declares as ignorable."""
     if is_transformers_model(model):
-        said = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
-        model._adjust_missing_and_unexpected_keys(said)
-        unexpected = said.unexpected_keys
+        loading_info = SimpleNamespace(missing_keys=set(), unexpected_keys=unexpected)
+        model._adjust_missing_and_unexpected_keys(loading_info)
+        unexpected = loading_info.unexpected_keys
     return sorted(unexpected)
 
 
 def may_be_missing(model: Any, name: str) -> bool:
-    """Whether the model's class says that files need not have ``name``."""
+    """Whether the model's class declares ``name`` optional in the files."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)

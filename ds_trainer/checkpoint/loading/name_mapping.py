@@ -1,7 +1,7 @@
-"""Which tensors of the files a parameter consists of: names and conversions as transformers has them.
+"""Maps each parameter to the tensors in the files that it consists of, by transformers' names and conversions.
 
-The functions of transformers do the work, on tensors that have places in the files and no elements. What they compute
-in another way than by moving elements is remembered, to be computed when the parameter is read.
+The functions of transformers run on symbolic tensors, which have file locations and no elements. A conversion that does
+more than move elements is recorded and runs on real tensors when the parameter is read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
 from ds_trainer.checkpoint.weights.saved_names import is_pretrained_model
-from ds_trainer.checkpoint.weights.symbolic import NotSymbolicError, SymbolicTensor
+from ds_trainer.checkpoint.weights.symbolic_tensor import NotSymbolicError, SymbolicTensor
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.utils.errors import ConfigError
 
 
 class _MetaModel:
-    """What an operation may ask a model for: shapes as they were before anything was sharded, and the configuration."""
+    """The parts of a model that conversions access: full shapes, as before sharding, and the configuration."""
 
     def __init__(self, model: Any) -> None:
         self.config = model.config
@@ -42,15 +42,15 @@ class _MetaModel:
 
 
 @dataclass
-class Computed:
-    """Parameters that have to be computed from whole tensors of the files.
+class WeightConversion:
+    """A conversion that computes parameters from whole tensors in the files.
 
     Attributes:
-        transform: of transformers.
+        transform: the ``WeightConverter`` of transformers.
         name: the parameter that the transform is called for.
-        sources: keys of the files by pattern, in the order in which the transform wants them.
+        sources: keys in the files by pattern, in the order that the transform expects.
         model: shapes and configuration of the model.
-        shapes: of the parameters that come out, by name.
+        shapes: shapes of the resulting parameters, by name.
     """
 
     transform: Any
@@ -60,55 +60,57 @@ class Computed:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def compute(self, read: Callable[[str], Any]) -> dict[str, Any]:
-        """The parameters by name.
+        """Returns the parameters by name.
 
         Args:
-            read: gives the whole tensor of a key.
+            read: returns the whole tensor of a key.
         """
         transform = copy.deepcopy(self.transform)
         for pattern, keys in self.sources.items():
             transform.collected_tensors[pattern] = [read(key) for key in keys]
-        found = transform.convert(self.name, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        converted = transform.convert(self.name, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 @dataclass(frozen=True)
 class NameMapping:
-    """What is known of the tensors of the model.
+    """How the files map to the tensors of the model.
 
     Attributes:
-        tensors: for each name that the files have: of what it consists.
-        unexpected: keys of the files that the model has no place for, and what they are called after renaming.
+        tensors: for each name that the files provide, the stored elements that it consists of.
+        unexpected: keys in the files that match no tensor of the model, with their names after renaming.
     """
 
-    tensors: dict[str, SymbolicTensor | Computed]
+    tensors: dict[str, SymbolicTensor | WeightConversion]
     unexpected: dict[str, str]
 
 
 def map_names(
     model: nn.Module, stored: Mapping[str, StoredTensor], key_mapping: Mapping[str, str] | None, symbolic: bool = True
 ) -> NameMapping:
-    """Find the tensors of the files that each tensor of ``model`` consists of.
+    """Find the stored tensors that each tensor of ``model`` consists of.
 
     Args:
-        model: on any device; only names and shapes are looked at.
-        stored: tensors of the files.
-        key_mapping: patterns of keys of the files and what replaces them, as ``from_pretrained`` takes it; or None.
-        symbolic: False: compute every conversion from whole tensors.
+        model: a model on any device; only names and shapes are used.
+        stored: tensors in the files.
+        key_mapping: patterns of keys in the files and their replacements, as in ``from_pretrained``; or None.
+        symbolic: if False, compute every conversion from whole tensors.
 
     Raises:
-        ConfigError: a conversion of transformers does not work with these files.
+        ConfigError: a conversion of transformers fails on these files.
     """
     if not is_pretrained_model(model):
         if key_mapping:
-            raise ConfigError(f"key_mapping is for models of transformers; this is a {type(model).__name__}.")
+            raise ConfigError(f"key_mapping requires a transformers model, not a {type(model).__name__}. Remove it.")
         names = model.state_dict().keys()
-        tensors: dict[str, SymbolicTensor | Computed] = {key: _of(stored, key) for key in stored if key in names}
+        tensors: dict[str, SymbolicTensor | WeightConversion] = {
+            key: _of(stored, key) for key in stored if key in names
+        }
         return NameMapping(tensors, {key: key for key in stored if key not in names})
-    renamed, conversions, unexpected = _sorted_keys(model, stored, key_mapping)
-    found: dict[str, SymbolicTensor | Computed] = {name: _of(stored, key) for name, key in renamed.items()}
+    renamed, conversions, unexpected = _classify_keys(model, stored, key_mapping)
+    found: dict[str, SymbolicTensor | WeightConversion] = {name: _of(stored, key) for name, key in renamed.items()}
     for conversion in conversions:
-        found.update(_converted(conversion, stored, symbolic))
+        found.update(_convert_group(conversion, stored, symbolic))
     return NameMapping(found, unexpected)
 
 
@@ -116,10 +118,10 @@ def _of(stored: Mapping[str, StoredTensor], key: str) -> SymbolicTensor:
     return SymbolicTensor.of(key, stored[key].shape, stored[key].strides)
 
 
-def _sorted_keys(
+def _classify_keys(
     model: Any, stored: Mapping[str, StoredTensor], key_mapping: Mapping[str, str] | None
-) -> tuple[dict[str, str], list[Computed], dict[str, str]]:
-    """Keys by the names that they have in the model, conversions, and keys that belong nowhere."""
+) -> tuple[dict[str, str], list[WeightConversion], dict[str, str]]:
+    """Returns the renamed keys by model name, the conversions, and the keys that match no tensor."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -130,36 +132,38 @@ def _sorted_keys(
     shapes = _MetaModel(model)
     names, prefix = shapes.state_dict(), model.base_model_prefix
     renamed: dict[str, str] = {}
-    groups: dict[str, Computed] = {}
+    groups: dict[str, WeightConversion] = {}
     unexpected: dict[str, str] = {}
     for key in sorted(stored, key=dot_natural_key):  # the order of experts
         name, pattern = rename_source_key(key, renamings, converters, prefix, names)
-        if name not in names and key in names:  # a name of today that an old rule would change
+        if name not in names and key in names:  # a current name that a legacy rule would rename
             name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=names)
         if name not in names:
             unexpected[key] = name
         elif pattern is not None:
-            group = groups.setdefault(name, Computed(by_pattern[pattern], name, {}, shapes))
+            group = groups.setdefault(name, WeightConversion(by_pattern[pattern], name, {}, shapes))
             group.sources.setdefault(pattern, []).append(key)
         else:
             renamed.setdefault(name, key)
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # as from_pretrained: save_pretrained asks
+    model._weight_conversions = [
+        rule for rule in rules if rule.was_used()
+    ]  # as from_pretrained does; save_pretrained reads it
     return renamed, list(groups.values()), unexpected
 
 
-def _converted(
-    group: Computed, stored: Mapping[str, StoredTensor], symbolic: bool
-) -> dict[str, SymbolicTensor | Computed]:
+def _convert_group(
+    group: WeightConversion, stored: Mapping[str, StoredTensor], symbolic: bool
+) -> dict[str, SymbolicTensor | WeightConversion]:
     if symbolic:
         try:
             return group.compute(lambda key: _of(stored, key))
         except (NotSymbolicError, AttributeError):
-            pass  # it computes, or asks for more than a shape
+            pass  # it computes, or accesses more than a shape
     try:
         values = group.compute(lambda key: torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta"))
     except Exception as error:
         keys = [key for group_keys in group.sources.values() for key in group_keys]
         named = ", ".join(keys[:4]) + (" ..." if len(keys) > 4 else "")
-        raise ConfigError(f"{group.name} cannot be made of {named}. transformers says: {error}") from error
+        raise ConfigError(f"{group.name} cannot be converted from {named}. transformers reports: {error}") from error
     group.shapes = {name: tuple(value.shape) for name, value in values.items()}
     return dict.fromkeys(values, group)

@@ -1,4 +1,4 @@
-"""Reading elements out of files: no byte more than is wanted, except small gaps, in bounded memory."""
+"""Reads elements from files in bounded memory: only the requested bytes and small gaps between them."""
 
 from __future__ import annotations
 
@@ -16,83 +16,83 @@ from typing import NamedTuple
 import torch
 
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
-from ds_trainer.checkpoint.weights.geometry import View, coalesced
+from ds_trainer.checkpoint.weights.strided_views import StridedView, coalesced
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.threads import new_executor
 
 BUFFER_BYTES = 64 * 2**20
-"""Host memory of a reader, by default."""
+"""Default host memory of a reader."""
 SMALL_GAP = 4096
-"""Gaps of fewer bytes are read along: a page of the file comes anyway."""
+"""Gaps smaller than this many bytes are read too: the file system reads whole pages anyway."""
 _THREADS = 4
 _OPEN_FILES = 32
 
 
 class _Read(NamedTuple):
-    """One piece of work: elements of a file, and where they go."""
+    """One read: elements of a file and their destination."""
 
     stored: StoredTensor
-    source: View
-    target: View
+    source: StridedView
+    target: StridedView
 
 
 class RangeReader:
-    """Reads elements of stored tensors into tensors. For one caller at a time.
+    """Reads elements of stored tensors into tensors. Not thread-safe: one caller at a time.
 
     Args:
-        buffer_bytes: host memory for what cannot be read straight into its target: elements that have to be converted,
-            moved to a device, or that lie in the file in another order.
+        buffer_bytes: host memory for elements that cannot be read directly into their target because they are
+            converted, moved to a device, or reordered.
 
     Attributes:
-        bytes_read: bytes that were asked of the file system, with the gaps that were read along.
+        bytes_read: bytes read from the file system, including gaps.
         seconds: time spent in :meth:`read`.
     """
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         if buffer_bytes < _THREADS * 4096:
             raise ConfigError(
-                f"a buffer of {buffer_bytes} bytes is too small to read with: {_THREADS * 4096} are needed."
+                f"buffer_bytes={buffer_bytes} is too small. At least {_THREADS * 4096} bytes are required."
             )
         self.buffer_bytes = buffer_bytes
         self.bytes_read = 0
         self.seconds = 0.0
         self._chunk = buffer_bytes // _THREADS // 64 * 64
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
         self._files: dict[Path, int] = {}
-        # Not by __del__: when the interpreter ends, what that calls may be gone before the reader is.
+        # Not __del__: at interpreter exit, what it calls may be gone before the reader.
         weakref.finalize(self, _close_all, self._files)
         self._buffers: queue.SimpleQueue[torch.Tensor] | None = None
         self._pinned = False
         self._pool: ThreadPoolExecutor | None = None
 
-    def read(self, wanted: Sequence[tuple[StoredTensor, View, View]], target: torch.Tensor) -> None:
+    def read(self, ranges: Sequence[tuple[StoredTensor, StridedView, StridedView]], target: torch.Tensor) -> None:
         """Fill ``target``.
 
         Args:
-            wanted: for each stored tensor the elements of it (counted from its first one) and, of equal shape, the
-                elements of ``target`` that they become.
+            ranges: triples of a stored tensor, a view of its elements (offsets relative to its first element), and a
+                view of equal shape of the elements of ``target`` that they fill.
             target: flat and contiguous, on any device.
 
         Raises:
-            ConfigError: elements cannot be converted to the type of ``target``, or a file ends early.
+            ConfigError: elements cannot be converted to the dtype of ``target``, or a file ends early.
             OSError: a file cannot be read.
         """
         began = time.monotonic()
-        for stored in {id(stored): stored for stored, _, _ in wanted}.values():
+        for stored in {id(stored): stored for stored, _, _ in ranges}.values():
             check_conversion(stored, target.dtype)
-        self._open({stored.path for stored, _, _ in wanted})
+        self._open({stored.path for stored, _, _ in ranges})
         target = target.detach()
-        reads = (read for one in wanted for read in self._split(*one))
+        reads = (read for entry in ranges for read in self._split(*entry))
         stream = torch.cuda.current_stream(target.device) if target.is_cuda else None
         first, second = next(reads, None), next(reads, None)
-        if first is not None and second is None:  # not worth a thread
+        if first is not None and second is None:  # one read is not worth a thread
             self._perform(first, target, stream)
         elif first is not None and second is not None:
             self._perform_all(first, second, reads, target, stream)
         self.seconds += time.monotonic() - began
 
     def close(self) -> None:
-        """Let go of files, threads and memory; the next read takes new ones."""
+        """Close files, stop threads and free buffers; the next read recreates them."""
         _close_all(self._files)
         if self._pool is not None:
             self._pool.shutdown()
@@ -115,16 +115,16 @@ class RangeReader:
     ) -> None:
         if self._pool is None:
             self._pool = new_executor("weights", _THREADS)
-        turns, failure = threading.Lock(), threading.Event()
-        waiting = iter((first, second))
+        lock, failure = threading.Lock(), threading.Event()
+        pending = iter((first, second))
 
         def next_read() -> _Read | None:
-            with turns:
-                return None if failure.is_set() else next(waiting, None) or next(others, None)
+            with lock:
+                return None if failure.is_set() else next(pending, None) or next(others, None)
 
         def work() -> None:
             if target.is_cuda:
-                torch.cuda.set_device(target.device)  # the reader may be used for several
+                torch.cuda.set_device(target.device)  # the reader may serve several devices
             try:
                 while (read := next_read()) is not None:
                     self._perform(read, target, stream)
@@ -137,30 +137,30 @@ class RangeReader:
         for future in futures:
             future.result()
 
-    def _split(self, stored: StoredTensor, source: View, target: View) -> Iterator[_Read]:
-        """Pieces of work that each take at most a chunk of the buffer, in the order of the file."""
+    def _split(self, stored: StoredTensor, source: StridedView, target: StridedView) -> Iterator[_Read]:
+        """Yields reads that each need at most one chunk of the buffer, in file order."""
         source, target = coalesced((source, target))
-        size = stored.dtype.itemsize  # type: ignore[union-attr]  # check_conversion saw to it
+        size = stored.dtype.itemsize  # type: ignore[union-attr]  # ensured by check_conversion
         largest = self._chunk // size
         runs = _dense_dimension(source, SMALL_GAP // size)
         outer = source.shape[:runs]
         for index in product(*map(range, outer)):
             origin = (*index, *(0 for _ in source.shape[runs:]))
             shape = (*(1 for _ in index), *source.shape[runs:])
-            for piece in _bounded(source.box(origin, shape), target.box(origin, shape), largest):
-                yield _Read(stored, *coalesced(piece))
+            for part in _bounded(source.box(origin, shape), target.box(origin, shape), largest):
+                yield _Read(stored, *coalesced(part))
 
     def _perform(self, read: _Read, target: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         source, to = read.source, read.target
-        size = read.stored.dtype.itemsize  # type: ignore[union-attr]  # check_conversion saw to it
+        size = read.stored.dtype.itemsize  # type: ignore[union-attr]  # ensured by check_conversion
         begin, length = read.stored.offset + source.offset * size, source.span * size
-        straight = (
+        direct = (
             target.device.type == "cpu"
             and target.dtype == read.stored.dtype
             and source.span == source.numel
             and source.strides == to.strides
         )
-        if straight:
+        if direct:
             part = target[to.offset : to.offset + source.numel]
             self.fill_bytes(read.stored.path, begin, part.view(torch.uint8))
             return
@@ -173,14 +173,14 @@ class RangeReader:
             if stream is None:
                 _copy(flat, source, target, to)
             else:
-                with torch.cuda.stream(stream):  # where the caller's work on the target is
-                    # Converted there: converting first would take as much host memory again.
+                with torch.cuda.stream(stream):  # the stream of the caller's work on the target
+                    # Convert on the device: converting first would take as much host memory again.
                     _copy(flat.to(target.device), source, target, to)
         finally:
             buffers.put(buffer)
 
     def _staging(self, pinned: bool) -> queue.SimpleQueue[torch.Tensor]:
-        with self._counting:
+        with self._lock:
             if self._buffers is None or (pinned and not self._pinned):
                 self._buffers = queue.SimpleQueue()
                 for _ in range(_THREADS):
@@ -189,17 +189,17 @@ class RangeReader:
             return self._buffers
 
     def fill_bytes(self, path: Path, begin: int, memory: torch.Tensor) -> None:
-        """Read ``memory``, ``uint8[bytes]`` on the CPU, from byte ``begin`` of a file. All reading ends here."""
+        """Fill ``memory``, ``uint8[bytes]`` on the CPU, from byte ``begin`` of a file. All reads go through here."""
         view, position = memory.numpy().data, 0
         while position < len(view):
             count = os.preadv(self._files[path], [view[position:]], begin + position)
             if count == 0:
                 raise ConfigError(
-                    f"{path} ended at byte {begin + position}, and {len(view) - position} more were wanted: it became "
-                    "shorter while it was read."
+                    f"{path} ended at byte {begin + position}, {len(view) - position} bytes early: it was truncated "
+                    "while it was read. Copy or download it again."
                 )
             position += count
-        with self._counting:
+        with self._lock:
             self.bytes_read += len(view)
 
 
@@ -209,23 +209,23 @@ def _close_all(files: dict[Path, int]) -> None:
 
 
 def check_conversion(stored: StoredTensor, dtype: torch.dtype) -> None:
-    """Refuse to read elements of ``stored`` as ``dtype`` where that would change what they mean.
+    """Check that elements of ``stored`` can be read as ``dtype`` without changing their meaning.
 
     Raises:
-        ConfigError: they are of another type, and one of both is no ordinary floating type.
+        ConfigError: the dtypes differ, and one of them is not an ordinary floating-point type.
     """
     if stored.dtype == dtype:
         return
     if stored.dtype is None or not all(kind.is_floating_point and kind.itemsize > 1 for kind in (stored.dtype, dtype)):
         raise ConfigError(
-            f"{stored.path} holds a tensor of type {stored.type_name}, and {dtype} is wanted. Only float64, float32, "
-            "float16 and bfloat16 are converted into each other; quantized weights mean nothing without their scales. "
-            "Use a model directory with ordinary weights."
+            f"{stored.path} holds a tensor of type {stored.type_name}, which cannot be read as {dtype}. Only float64, "
+            "float32, float16 and bfloat16 are converted into each other; quantized weights are meaningless without "
+            "their scales. Use a model directory with unquantized weights."
         )
 
 
-def _dense_dimension(source: View, small_gap: int) -> int:
-    """The dimension from which on the elements are read as one run: its gaps, and those further in, are small."""
+def _dense_dimension(source: StridedView, small_gap: int) -> int:
+    """Returns the first dimension from which the elements are read as one run, because all gaps within are small."""
     span = 1
     for axis in reversed(range(len(source.shape))):
         if source.strides[axis] - span > small_gap:
@@ -234,8 +234,8 @@ def _dense_dimension(source: View, small_gap: int) -> int:
     return 0
 
 
-def _bounded(source: View, target: View, largest: int) -> Iterator[tuple[View, View]]:
-    """The same elements in pieces whose span is at most ``largest`` elements."""
+def _bounded(source: StridedView, target: StridedView, largest: int) -> Iterator[tuple[StridedView, StridedView]]:
+    """Splits the views into parts whose span is at most ``largest`` elements."""
     if source.span <= largest:
         yield source, target
         return
@@ -247,7 +247,7 @@ def _bounded(source: View, target: View, largest: int) -> Iterator[tuple[View, V
         yield from _bounded(source.narrow(axis, start, length), target.narrow(axis, start, length), largest)
 
 
-def _copy(flat: torch.Tensor, source: View, target: torch.Tensor, to: View) -> None:
-    """Elements of ``flat``, which begins with the first element of ``source``, into ``target``."""
-    there = target.as_strided(to.shape, to.strides, target.storage_offset() + to.offset)
-    there.copy_(flat.as_strided(source.shape, source.strides, flat.storage_offset()))
+def _copy(flat: torch.Tensor, source: StridedView, target: torch.Tensor, to: StridedView) -> None:
+    """Copy elements of ``flat``, which starts at the first element of ``source``, into ``target``."""
+    destination = target.as_strided(to.shape, to.strides, target.storage_offset() + to.offset)
+    destination.copy_(flat.as_strided(source.shape, source.strides, flat.storage_offset()))

@@ -1,4 +1,4 @@
-"""Single elements of the tensors in the weight files of a model, by the libraries that own the formats."""
+"""Reads single elements of the tensors in a model's weight files, using the libraries that define the formats."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zipfile import is_zipfile
 import numpy as np
 import torch
 
-from ds_trainer.checkpoint.loading.element_origins import Indices
+from ds_trainer.checkpoint.loading.element_tracer import Indices
 from ds_trainer.checkpoint.loading.weight_index import indexed_files
 from ds_trainer.utils.errors import ConfigError
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Weights of a model, in the order in which transformers looks for them."""
+"""Weight files of a model, in transformers' search order."""
 
 _PAGE = 4096
 
 
-class FileTensor(NamedTuple):
-    """A tensor in a file."""
+class _FileEntry(NamedTuple):
+    """The file and the shape of a tensor."""
 
     path: Path
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class FileTensor(NamedTuple):
 
 @dataclass
 class SampledFiles:
-    """The weights in ``directory``, of which only the elements that are asked for are read.
+    """The weights in ``directory``; only the requested elements are read.
 
     Attributes:
-        tensors: what there is, by name.
-        reads: pages of 4 KiB that were read; neighbors count once.
+        tensors: file and shape of each tensor, by name.
+        reads: pages of 4 KiB that were read; elements on the same page count once.
     """
 
     directory: Path
@@ -44,14 +44,14 @@ class SampledFiles:
         self.reads = 0
         self._open: dict[Path, Any] = {}
         self._recent: tuple[str, torch.Tensor] | None = None
-        self.tensors: dict[str, FileTensor] = {}
+        self.tensors: dict[str, _FileEntry] = {}
         for path in weight_files(self.directory):
             file = self._file(path)
             if isinstance(file, dict):
-                self.tensors.update({name: FileTensor(path, tuple(tensor.shape)) for name, tensor in file.items()})
+                self.tensors.update({name: _FileEntry(path, tuple(tensor.shape)) for name, tensor in file.items()})
             else:
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-                self.tensors.update({name: FileTensor(path, shape) for name, shape in shapes.items()})
+                self.tensors.update({name: _FileEntry(path, shape) for name, shape in shapes.items()})
 
     @property
     def bytes_read(self) -> int:
@@ -67,17 +67,19 @@ class SampledFiles:
                     self._open[path] = safe_open(str(path), framework="pt")
                 else:
                     self._open[path] = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
-            except Exception as error:  # each library has errors of its own
-                raise ConfigError(f"{path} cannot be read as a weight file: {error}") from error
+            except Exception as error:  # each library raises its own types
+                raise ConfigError(
+                    f"{path} cannot be read as a weight file: {error}. Copy or download it again."
+                ) from error
         return self._open[path]
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor, mapped: its pages are read when they are touched."""
+        """Returns the memory-mapped tensor; its pages are read on access."""
         file = self._file(self.tensors[name].path)
         return file[name] if isinstance(file, dict) else file.get_tensor(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of the elements."""
+        """Returns the dtype of the elements."""
         return self._mapped(name).dtype
 
     def _mapped(self, name: str) -> torch.Tensor:
@@ -87,8 +89,8 @@ class SampledFiles:
             self._recent = (name, tensor)
         return self._recent[1]
 
-    def at(self, name: str, indices: Indices) -> torch.Tensor:
-        """Elements ``indices`` of the flattened tensor, in float64."""
+    def elements(self, name: str, indices: Indices) -> torch.Tensor:
+        """Returns the elements ``indices`` of the flattened tensor as float64."""
         tensor = self._mapped(name)
         self.reads += len(np.unique(indices * tensor.element_size() // _PAGE))
         if tensor.dim() == 0:
@@ -97,10 +99,10 @@ class SampledFiles:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of the weights in ``directory``; empty where it has none.
+    """Returns the weight files in ``directory``; empty if there are none.
 
     Raises:
-        ConfigError: an index is damaged, or names a file that is not there.
+        ConfigError: an index is damaged, or lists a missing file.
     """
     found = next((directory / name for name in FILES if (directory / name).is_file()), None)
     if found is None or found.suffix != ".json":
@@ -109,9 +111,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _no_read_ahead(tensor: torch.Tensor) -> None:
-    """Ask the kernel to read single pages of a mapped tensor: by itself it reads megabytes around each.
+    """Advise the kernel to read single pages of a mapped tensor; by default it reads megabytes around each.
 
-    Advice only; what is not mapped, or cannot be advised, is read as well.
+    Only a hint: a tensor that is not mapped, or on a system without ``madvise``, is still read correctly.
     """
     if not hasattr(mmap, "MADV_RANDOM") or tensor.numel() == 0:
         return

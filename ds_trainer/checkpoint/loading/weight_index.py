@@ -1,4 +1,4 @@
-"""The index of a model whose weights are in several files. Imports nothing heavy: command lines read it too."""
+"""Reads the index of a model whose weights are in several files. Imports nothing heavy: the command line uses it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
 
 
-def files_of_index(index: Path) -> dict[str, str]:
-    """The file of each tensor, as the index of a model's weights says it.
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Returns the file name of each tensor, from the index of a model's weights.
 
     Raises:
-        ConfigError: it is no index.
+        ConfigError: the file is not a weight index.
     """
     try:
         content = read_json(index)
     except ValueError as error:
-        raise ConfigError(f"{index} is no JSON ({error}). Copy or download the model again.") from None
-    where = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        raise ConfigError(f"{index} is not valid JSON ({error}). Copy or download the model again.") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise ConfigError(
-            f"{index} is no index of weights: it has no weight_map of file names. Copy or download the model again."
+            f"{index} is not a weight index: it has no weight_map of file names. Copy or download the model again."
         )
-    return where
+    return weight_map
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The weight files that an index names, in the order of their names.
+    """Returns the weight files listed in an index, sorted by name.
 
     Raises:
-        ConfigError: it is no index, or a file is not there.
+        ConfigError: the file is not a weight index, or a listed file is missing.
     """
-    names = sorted(set(files_of_index(index).values()))
-    absent = [name for name in names if not (index.parent / name).is_file()]
-    if absent:
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+    names = sorted(set(read_weight_map(index).values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigError(
-            f"{index} names {len(absent)} of {len(names)} file(s) that are not there: {', '.join(absent[:3])}{more}. "
+            f"{index} lists {len(names)} files, {len(missing)} of which are missing: {', '.join(missing[:3])}{more}. "
             "Copy or download the model again."
         )
     return [index.parent / name for name in names]

@@ -1,1 +1,1 @@
-"""How a checkpoint comes to be valid, stays so, and is found: files, manifests, locks, retention."""
+"""The save protocol: how a checkpoint is written, published, found, verified and removed."""

@@ -1,7 +1,7 @@
-"""Every operation on files by which a checkpoint comes, changes its name and goes.
+"""Every file operation that creates, renames or deletes a checkpoint.
 
-The protocol calls nothing else, so that a test can stop a process before or after any of them, or let any of them
-fail. Each is one step: it has happened or it has not.
+The protocol uses no other file operations, so a test can stop a process before or after any of them, or make any of
+them fail. Each operation is one step: it has happened or it has not.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from pathlib import Path
 
 
 def make_directory(path: Path) -> None:
-    """Make one directory, whose parent exists."""
+    """Create one directory; its parent must exist."""
     path.mkdir()
 
 
 def open_new(path: Path) -> int:
-    """A descriptor for writing a file that does not exist yet."""
+    """Create a file that must not exist yet. Returns a descriptor for writing it."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
 
 
 def open_shared(path: Path) -> int:
-    """A descriptor for writing a file that exists, in place."""
+    """Open an existing file for writing in place. Returns its descriptor."""
     return os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
 
 
 def resize(descriptor: int, size: int) -> None:
-    """Give a file ``size`` bytes; those that were not written are zero."""
+    """Set a file's size to ``size`` bytes; bytes that were not written are zero."""
     os.ftruncate(descriptor, size)
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write some of ``data`` at ``offset``; how many bytes."""
+    """Write some of ``data`` at ``offset``. Returns the number of bytes written."""
     return os.pwrite(descriptor, data, offset)
 
 
 def write(descriptor: int, data: memoryview) -> int:
-    """Write some of ``data``; how many bytes."""
+    """Write some of ``data``. Returns the number of bytes written."""
     return os.write(descriptor, data)
 
 
 def begin_flush(descriptor: int, start: int, size: int) -> None:
-    """Let the disk begin with what was written, so that :func:`flush` has less to wait for. Promises nothing.
+    """Start write-back of a range, so that :func:`flush` has less to wait for. Best effort.
 
-    Linux starts to write dirty pages that it is told are not needed any more; elsewhere nothing happens.
+    Linux starts to write back dirty pages that are marked as no longer needed; other systems do nothing.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # a file system that does not know the hint
+        with suppress(OSError):  # the file system does not support the hint
             os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def flush(descriptor: int) -> None:
-    """Wait until what was written is on the disk."""
+    """Wait until everything written to the descriptor is on disk."""
     os.fsync(descriptor)
 
 
@@ -62,7 +62,7 @@ def close(descriptor: int) -> None:
 
 
 def flush_file(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,12 +71,12 @@ def flush_file(path: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name, in the same file system."""
+    """Create a hard link to a file, in the same file system."""
     os.link(source, target)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or directory another name; a file of that name is replaced."""
+    """Rename a file or directory; an existing file of the new name is replaced."""
     os.rename(source, target)
 
 
@@ -91,7 +91,7 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all that is in it, piece by piece; what is gone already does not matter."""
+    """Remove a directory tree, one file at a time; a tree that is already gone is not an error."""
     try:
         entries = sorted(path.iterdir())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay when there are too many."""
+"""Which checkpoints are kept, and which are removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_trainer.checkpoint.protocol.directory import CheckpointDirectory, Entry, check_sizes
+from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, Entry, check_sizes
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -14,13 +14,13 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay. The newest and the best stay anyway.
+    """How many checkpoints to keep. The newest and the best are always kept.
 
     Attributes:
-        keep: at most so many, not counting those of ``every``; None: any number.
-        keep_bytes: at most so many bytes on the disk, not counting those of ``every``; a file that several checkpoints
-            share (frozen weights) counts once. None: any number.
-        every: those of steps that are a multiple of this stay for ever.
+        keep: maximum number of checkpoints, not counting those of ``every``; None for no limit.
+        keep_bytes: maximum number of bytes on disk, not counting those of ``every``; a file that several checkpoints
+            share (frozen weights) counts once. None for no limit.
+        every: checkpoints whose step is a multiple of this are kept permanently.
         best: the checkpoint of the best evaluation.
     """
 
@@ -30,35 +30,36 @@ class Retention:
     best: Path | None = None
 
     def surplus(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Those of ``entries`` (oldest first) that are too many; damaged ones go first.
+        """Returns the ``entries`` (given oldest first) that exceed the limits, damaged ones first.
 
-        None are, while the newest is not there in full: the last one that can be resumed from is never removed.
+        Returns none while files of the newest one are missing or truncated: the last checkpoint that can be resumed
+        from is never removed.
         """
         if not entries or not check_sizes(entries[-1]):
             return []
-        counted = [entry for entry in entries if not self._stays_for_ever(entry)]
+        counted = [entry for entry in entries if not self._is_permanent(entry)]
         best = None if self.best is None else self.best.resolve()
-        free = [entry for entry in counted if entry is not entries[-1] and entry.path.resolve() != best]
-        staying = len(counted) - len(free)
-        too_many = 0 if self.keep is None else len(counted) - max(self.keep, staying)
-        return free[: max(0, too_many, self._too_large(counted, free))]
+        removable = [entry for entry in counted if entry is not entries[-1] and entry.path.resolve() != best]
+        fixed = len(counted) - len(removable)
+        over_limit = 0 if self.keep is None else len(counted) - max(self.keep, fixed)
+        return removable[: max(0, over_limit, self._over_byte_limit(counted, removable))]
 
-    def _too_large(self, counted: Sequence[Entry], free: Sequence[Entry]) -> int:
-        """How many of ``free``, oldest first, must go until all of ``counted`` fit."""
+    def _over_byte_limit(self, counted: Sequence[Entry], removable: Sequence[Entry]) -> int:
+        """How many of ``removable``, oldest first, must be removed until the rest of ``counted`` fits."""
         if self.keep_bytes is None:
             return 0
         files = {entry.path: _files_on_disk(entry.path) for entry in counted}
-        for count in range(len(free)):
-            gone = {entry.path for entry in free[:count]}
-            on_disk = {key: size for path, found in files.items() if path not in gone for key, size in found.items()}
+        for count in range(len(removable)):
+            removed = {entry.path for entry in removable[:count]}
+            on_disk = {key: size for path, sizes in files.items() if path not in removed for key, size in sizes.items()}
             if sum(on_disk.values()) <= self.keep_bytes:
                 return count
-        return len(free)
+        return len(removable)
 
     def apply(self, directory: CheckpointDirectory) -> None:
-        """Remove what is too many; where that fails, it is a warning: nothing was lost.
+        """Remove the surplus checkpoints. A failure is only a warning, because nothing was lost.
 
-        One process of those that share the directory calls it.
+        Called by one process of those that share the directory.
         """
         try:
             for entry in self.surplus(directory.entries()):
@@ -68,16 +69,16 @@ class Retention:
         except OSError as error:
             logger.warning("An old checkpoint in %s could not be removed: %s.", directory.path, error)
 
-    def _stays_for_ever(self, entry: Entry) -> bool:
+    def _is_permanent(self, entry: Entry) -> bool:
         return self.every is not None and entry.manifest is not None and entry.manifest.step % self.every == 0
 
 
 def _files_on_disk(checkpoint: Path) -> dict[tuple[int, int], int]:
-    """Bytes of each file of a checkpoint, by what it is on the disk, whatever its names."""
-    found = [path.stat() for path in checkpoint.rglob("*") if path.is_file()]
-    return {(file.st_dev, file.st_ino): file.st_size for file in found}
+    """Bytes of each file of a checkpoint, by device and inode, so that hard links count once."""
+    stats = [path.stat() for path in checkpoint.rglob("*") if path.is_file()]
+    return {(file.st_dev, file.st_ino): file.st_size for file in stats}
 
 
 def bytes_on_disk(checkpoints: Iterable[Path]) -> int:
-    """Bytes of these directories; a file that several share counts once."""
+    """Returns the bytes of these directories on disk; a file that several share counts once."""
     return sum({key: size for path in checkpoints for key, size in _files_on_disk(path).items()}.values())

@@ -1,8 +1,8 @@
-"""Files of a checkpoint that many ranks write together: each rank writes its own bytes in place.
+"""Checkpoint files that many ranks write together: each rank writes its own bytes in place.
 
-The first rank makes a file at its full size before the others come. No rank reads it, maps it or locks it: ranges of
-ranks do not overlap, which local and network file systems alike keep apart. Each rank sums what it writes; rank 0 puts
-the sums together (:mod:`~ds_trainer.checkpoint.protocol.crc32`): one number a rank and file.
+The leader creates each file at full size before the other ranks write. No rank reads, maps or locks the file: the byte
+ranges of the ranks do not overlap, which local and network file systems handle correctly. Each rank checksums its own
+bytes, and rank 0 combines the checksums (:mod:`~ds_trainer.checkpoint.protocol.crc32`): one number per rank and file.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.crc32 import finished, register, register_of_rows, shifted
-from ds_trainer.checkpoint.protocol.files import FileRecord, Stored
+from ds_trainer.checkpoint.protocol.crc32 import append_zeros, finalize, register, register_of_rows
+from ds_trainer.checkpoint.protocol.file_records import FileRecord, StoredFile
 from ds_trainer.utils.threads import new_executor
 
-_LARGE = 2**20  # bytes from which a part is summed beside its writing
-_AHEAD = 16 * 2**20  # bytes after which the disk is told to begin
+_PARALLEL_CHECKSUM = 2**20  # bytes from which a chunk's checksum is computed in a thread, concurrently with the write
+_EARLY_FLUSH = 16 * 2**20  # bytes after which write-back to the disk is started
 
 
 class SharedFile(NamedTuple):
     """A file that many ranks write.
 
     Attributes:
-        name: in the checkpoint's directory.
-        size: bytes, with those of ``head``.
-        head: its first bytes, which the rank writes that makes it.
-        stored: where all of it lies already, in an earlier checkpoint.
+        name: in the checkpoint directory.
+        size: bytes, including the header.
+        header: the first bytes, written by the rank that creates the file.
+        stored: the same file in an earlier checkpoint, if there is one.
     """
 
     name: str
     size: int
-    head: bytes
-    stored: Stored | None = None
+    header: bytes
+    stored: StoredFile | None = None
 
 
 class SharedPart(NamedTuple):
-    """What a rank wrote of a shared file: how many bytes, and the register of the file if all other bytes are zero."""
+    """What one rank wrote of a shared file: bytes, and the CRC-32 register of the file with all other bytes zero."""
 
     name: str
     written: int
@@ -53,36 +53,38 @@ class SharedWriter:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor, self._size = descriptor, size
-        self._summer = new_executor("checksum")
+        self._checksum_thread = new_executor("checksum")
         self.written = 0
         self.register = 0
 
     def write(self, offset: int, chunks: Iterable[memoryview]) -> None:
-        """Write ``chunks`` one after the other from ``offset`` on."""
-        at, found, begun = offset, 0, offset
+        """Write consecutive ``chunks``, starting at ``offset``."""
+        position, value, flushed = offset, 0, offset
         for chunk in chunks:
-            # Both let go of Python's lock: summing takes about as long as a fast disk takes to write.
-            summed = self._summer.submit(register, chunk, found) if len(chunk) >= _LARGE else None
+            # Both release the GIL, and a checksum takes about as long as a fast disk takes to write.
+            large = len(chunk) >= _PARALLEL_CHECKSUM
+            pending = self._checksum_thread.submit(register, chunk, value) if large else None
             try:
-                self._write_at(chunk, at)
+                self._write_at(chunk, position)
             finally:
-                found = register(chunk, found) if summed is None else summed.result()
-            at += len(chunk)
-            if at - begun >= _AHEAD:
-                disk.begin_flush(self._descriptor, begun, at - begun)
-                begun = at
-        self._note(at - offset, found, at)
+                value = register(chunk, value) if pending is None else pending.result()
+            position += len(chunk)
+            if position - flushed >= _EARLY_FLUSH:
+                disk.begin_flush(self._descriptor, flushed, position - flushed)
+                flushed = position
+        self._add(position - offset, value, position)
 
-    def write_rows(self, offset: int, apart: int, rows: npt.NDArray[np.uint8]) -> None:
-        """Write each of ``rows`` (``[rows, bytes]``), the first at ``offset``, each ``apart`` bytes after the last."""
+    def write_rows(self, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Write ``rows`` (``[rows, bytes]``): the first at ``offset``, each next one ``stride`` bytes further."""
         lines = [row.data for row in rows]
         for index, row in enumerate(lines):
-            self._write_at(row, offset + index * apart)
+            self._write_at(row, offset + index * stride)
         count, width = rows.shape
-        self._note(rows.size, register_of_rows(lines, apart), offset + (count - 1) * apart + width)
+        self._add(rows.size, register_of_rows(lines, stride), offset + (count - 1) * stride + width)
 
     def close(self) -> None:
-        self._summer.shutdown()
+        """Close the file; no more writes."""
+        self._checksum_thread.shutdown()
         disk.close(self._descriptor)
 
     def _write_at(self, data: memoryview, offset: int) -> None:
@@ -90,20 +92,20 @@ class SharedWriter:
             size = disk.write_at(self._descriptor, data, offset)
             data, offset = data[size:], offset + size
 
-    def _note(self, written: int, found: int, end: int) -> None:
+    def _add(self, written: int, value: int, end: int) -> None:
         self.written += written
-        self.register ^= shifted(found, self._size - end)
+        self.register ^= append_zeros(value, self._size - end)
 
 
 class SharedFiles:
-    """The shared files of one checkpoint, as one rank sees them.
+    """The shared files of one checkpoint, from the view of one rank.
 
     Args:
         directory: of the checkpoint; it exists.
-        files: alike on all ranks.
+        files: the same on all ranks.
 
     Attributes:
-        parts: what this rank wrote so far, by file.
+        parts: what this rank has written, by file.
     """
 
     def __init__(self, directory: Path, files: Sequence[SharedFile]) -> None:
@@ -111,19 +113,21 @@ class SharedFiles:
         self._files = {file.name: file for file in files}
         self.parts: dict[str, SharedPart] = {}
 
-    def make(self) -> list[str]:
-        """Make all files at their full size; one rank does, before the others write.
+    def create(self) -> list[str]:
+        """Create all files at full size. One rank calls this before the others write.
 
         Returns:
-            Names of those that were linked to, which nobody may write: all that are stored already, or none.
+            Names of the files that are links to an earlier checkpoint and must not be written: either all that are
+            stored there, or none.
 
         Raises:
-            OSError: one exists, or the disk has no room for it.
+            OSError: a file exists, or the disk is full.
         """
         linked: list[str] = []
-        offered = [file for file in self._files.values() if file.stored is not None]
-        for file in offered:
-            if file.stored is None or not file.stored.link(self._directory / file.name):
+        for file in self._files.values():
+            if file.stored is None:
+                continue
+            if not file.stored.link(self._directory / file.name):
                 for name in linked:
                     disk.remove_file(self._directory / name)
                 linked = []
@@ -136,19 +140,19 @@ class SharedFiles:
             writer = SharedWriter(descriptor, file.size)
             try:
                 disk.resize(descriptor, file.size)
-                writer.write(0, [memoryview(file.head)])
+                writer.write(0, [memoryview(file.header)])
                 disk.flush(descriptor)
             finally:
                 writer.close()
-            self._note(file.name, writer)
+            self._record(file.name, writer)
         return linked
 
     @contextmanager
     def open(self, name: str) -> Iterator[SharedWriter]:
-        """A file to write to in place; on leaving, what was written is on the disk.
+        """Opens a file for writing in place. On exit, the written bytes are on disk.
 
         Raises:
-            OSError: it is not there, or cannot be written.
+            OSError: the file does not exist or cannot be written.
         """
         descriptor = disk.open_shared(self._directory / name)
         writer = SharedWriter(descriptor, self._files[name].size)
@@ -157,28 +161,28 @@ class SharedFiles:
             disk.flush(descriptor)
         finally:
             writer.close()
-        self._note(name, writer)
+        self._record(name, writer)
 
-    def _note(self, name: str, writer: SharedWriter) -> None:
-        before = self.parts.get(name, SharedPart(name, 0, 0))
-        self.parts[name] = SharedPart(name, before.written + writer.written, before.register ^ writer.register)
+    def _record(self, name: str, writer: SharedWriter) -> None:
+        previous = self.parts.get(name, SharedPart(name, 0, 0))
+        self.parts[name] = SharedPart(name, previous.written + writer.written, previous.register ^ writer.register)
 
 
-def put_together(
+def combine_records(
     files: Sequence[SharedFile], parts: Iterable[Sequence[Any]], linked: Collection[str] = ()
 ) -> list[FileRecord]:
-    """The records of shared files, from the parts of all ranks; of those that were ``linked`` as they were stored.
+    """Returns the records of shared files: of ``linked`` files as stored, of the others from the parts of all ranks.
 
     Raises:
-        ValueError: not every byte of a file was written, or some were written twice.
+        ValueError: some bytes of a file were not written, or were written twice.
     """
-    earlier = [file.stored.record for file in files if file.stored is not None and file.name in linked]
+    stored = [file.stored.record for file in files if file.stored is not None and file.name in linked]
     files = [file for file in files if file.name not in linked]
-    written, found = {file.name: 0 for file in files}, {file.name: 0 for file in files}
-    for name, size, one in parts:
+    written, values = {file.name: 0 for file in files}, {file.name: 0 for file in files}
+    for name, size, value in parts:
         written[name] += size
-        found[name] ^= one
+        values[name] ^= value
     for file in files:
         if written[file.name] != file.size:
-            raise ValueError(f"{file.name} has {file.size} bytes, and all ranks together wrote {written[file.name]}")
-    return earlier + [FileRecord(file.name, file.size, finished(found[file.name], file.size)) for file in files]
+            raise ValueError(f"{file.name} has {file.size} bytes, but the ranks wrote {written[file.name]}")
+    return stored + [FileRecord(file.name, file.size, finalize(values[file.name], file.size)) for file in files]

@@ -1,1 +1,1 @@
-"""Weights as the ecosystem knows them: safetensors, their index, adapters."""
+"""Weights in Hugging Face formats: safetensors files, their index, and adapters."""

@@ -1,9 +1,9 @@
-"""What weight files call the tensors of a model: as ``save_pretrained`` of transformers does.
+"""Names of a model's tensors in weight files, equal to those of transformers' ``save_pretrained``.
 
-transformers converts weights while it loads them (experts are stacked into one parameter), and back when it saves them.
-Nearly all of these conversions cut tensors into runs of their elements, or put whole tensors one after the other: a
-file then has the elements in the order of the model, and only its header says what transformers calls them. What is
-converted in another way (transposed, say) is written as the model has it.
+transformers converts weights while loading (for example, it stacks experts into one parameter) and reverses that when
+saving. Nearly all of these conversions split tensors into runs of consecutive elements or concatenate whole tensors:
+the file then stores the elements in the model's order, and only its header carries transformers' names. Tensors with
+any other conversion (such as a transpose) are written as they are in the model.
 """
 
 from __future__ import annotations
@@ -18,46 +18,48 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.weights.geometry import View, coalesced, contiguous_strides
 from ds_trainer.checkpoint.weights.sections import Section
-from ds_trainer.checkpoint.weights.symbolic import NotSymbolicError, SymbolicTensor
-from ds_trainer.checkpoint.weights.weight_files import Weight
+from ds_trainer.checkpoint.weights.strided_views import StridedView, coalesced, contiguous_strides
+from ds_trainer.checkpoint.weights.symbolic_tensor import NotSymbolicError, SymbolicTensor
+from ds_trainer.checkpoint.weights.weight_files import WeightSpec
 
-_known: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Weight], list[Section]]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, WeightSpec], list[Section]]] = WeakKeyDictionary()
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
-    """Whether it is a model of transformers."""
+    """Whether it is a transformers model."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
-def sections_of(model: nn.Module, weights: Sequence[Weight]) -> list[Section]:
-    """What the weight files of ``model`` hold, under the names that ``save_pretrained`` would give.
+def sections_of(model: nn.Module, weights: Sequence[WeightSpec]) -> list[Section]:
+    """Returns the contents of the weight files of ``model`` under the names that ``save_pretrained`` uses.
 
     Args:
-        model: only asked how it was converted when it was loaded; its tensors are not looked at.
-        weights: its tensors, whole, by its own names.
+        model: provides the conversions that were applied when it was loaded; its tensors are not accessed.
+        weights: specifications of its full tensors, with the model's names.
 
     Returns:
-        Sections in the order of ``weights``. Each has all elements of its tensors.
+        Sections in the order of ``weights``. Each contains all elements of its tensors.
     """
     if not is_pretrained_model(model):
         return [Section.of(weight) for weight in weights]
     by_name = {weight.name: weight for weight in weights}
     conversions = getattr(model, "_weight_conversions", None)
-    known = _known.get(model)
-    if known is None or known[0] is not conversions or known[1] != by_name:  # it takes a second for 30,000 experts
-        _known[model] = known = (conversions, by_name, _sections(model, by_name))
-    return known[2]
+    cached = _cache.get(model)
+    if (
+        cached is None or cached[0] is not conversions or cached[1] != by_name
+    ):  # cached: takes a second for 30,000 experts
+        _cache[model] = cached = (conversions, by_name, _sections(model, by_name))
+    return cached[2]
 
 
-def _sections(model: Any, weights: Mapping[str, Weight]) -> list[Section]:
+def _sections(model: Any, weights: Mapping[str, WeightSpec]) -> list[Section]:
     found: list[Section] = []
     for group in _groups(model, weights):
         try:
             found += group.sections(model)
-        except (NotSymbolicError, _NoRunsError, AttributeError, KeyError):  # it computes, or asks for more than shapes
+        except (NotSymbolicError, _NoRunsError, AttributeError, KeyError):  # it computes, or accesses more than shapes
             found += [Section.of(weight) for weight in group.tensors]
     count = Counter(entry.name for section in found for entry in section.entries)
     unique = []
@@ -71,30 +73,31 @@ def _sections(model: Any, weights: Mapping[str, Weight]) -> list[Section]:
 
 
 class _NoRunsError(Exception):
-    """A tensor of the file does not consist of whole runs of tensors of the model."""
+    """A tensor in the file does not consist of consecutive elements of the model's tensors."""
 
 
 class _Group(NamedTuple):
-    """Tensors of the model that transformers converts together when it saves.
+    """Model tensors that transformers converts together when it saves.
 
     Attributes:
-        name: by which it calls them.
-        tensors: of the model, with the pattern that each of them matches.
+        name: transformers' name of the group.
+        patterns: the pattern that each tensor matches.
+        tensors: the tensors of the model.
         converter: None if the tensor is only renamed.
-        renamings: what is done to the names afterwards.
+        renamings: renamings that are applied to the resulting names.
     """
 
     name: str
     patterns: list[str]
-    tensors: list[Weight]
+    tensors: list[WeightSpec]
     converter: Any
     renamings: Sequence[Any]
 
     def sections(self, model: Any) -> list[Section]:
-        """What the file holds of them.
+        """Returns the sections of the file that contain the group.
 
         Raises:
-            NotSymbolicError, _NoRunsError, AttributeError, KeyError: elements are not just moved in runs.
+            NotSymbolicError, _NoRunsError, AttributeError, KeyError: the conversion does more than move runs.
         """
         if self.converter is None:
             (weight,) = self.tensors
@@ -104,20 +107,20 @@ class _Group(NamedTuple):
         for pattern, weight in zip(self.patterns, self.tensors, strict=True):
             symbol = SymbolicTensor.of(weight.name, weight.shape, contiguous_strides(weight.shape))
             converter.add_tensor(self.name, weight.name, pattern, symbol)
-        made = converter.convert(self.name, model=_Shapes(model.config, by_name), config=model.config)
+        converted = converter.convert(self.name, model=_Shapes(model.config, by_name), config=model.config)
         entries: dict[str, SymbolicTensor] = {}
-        for name, value in made.items():
+        for name, value in converted.items():
             entries[_renamed(name, self.renamings)] = value[0] if isinstance(value, list) else value
         if len({weight.dtype for weight in self.tensors}) > 1:
-            raise _NoRunsError("several types")
-        return list(_in_runs(by_name, entries))
+            raise _NoRunsError("several dtypes")
+        return list(_aligned_sections(by_name, entries))
 
 
 class _Shapes(NamedTuple):
-    """What an operation may ask a model for."""
+    """The parts of a model that conversions access."""
 
     config: Any
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, WeightSpec]
 
     def get_parameter(self, name: str) -> torch.Tensor:
         return torch.empty(self.weights[name].shape, device="meta")
@@ -129,8 +132,8 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
     return name
 
 
-def _groups(model: Any, weights: Mapping[str, Weight]) -> Iterator[_Group]:
-    """Tensors by how transformers reverses their conversion (``core_model_loading.revert_weight_conversion``)."""
+def _groups(model: Any, weights: Mapping[str, WeightSpec]) -> Iterator[_Group]:
+    """Groups tensors as transformers reverses their conversion (``core_model_loading.revert_weight_conversion``)."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
     reversed_rules = list(_reversed(model))
@@ -151,22 +154,22 @@ def _groups(model: Any, weights: Mapping[str, Weight]) -> Iterator[_Group]:
 
 
 def _reversed(model: Any) -> Iterator[Any]:
-    """The conversions of ``model``, each reversed, in the order in which they are applied when it is saved."""
+    """Yields the reversed conversions of ``model`` in the order in which saving applies them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     rules = getattr(model, "_weight_conversions", None)
-    if rules is None:  # not loaded: the prefixes of its files are not known
+    if rules is None:  # not loaded: the prefixes in its files are unknown
         rules = [r for r in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(r, PrefixChange)]
     for rule in reversed(rules):
         try:
             yield rule.reverse_transform()
-        except (NotImplementedError, ValueError):  # it has no reverse: the model's own names stay
+        except (NotImplementedError, ValueError):  # irreversible: the model's names are used
             continue
 
 
 class _Run(NamedTuple):
-    """Consecutive elements of a tensor of the model that are consecutive in a tensor of the file."""
+    """Elements that are consecutive both in a model tensor and in a file tensor."""
 
     tensor: str
     tensor_start: int
@@ -175,25 +178,25 @@ class _Run(NamedTuple):
     length: int
 
 
-def _in_runs(tensors: Mapping[str, Weight], entries: Mapping[str, SymbolicTensor]) -> Iterator[Section]:
-    """Put tensors one after the other so that, element by element, it is the same as entries one after the other.
+def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, SymbolicTensor]) -> Iterator[Section]:
+    """Order tensors and entries so that their concatenations are equal element by element.
 
     Raises:
-        _NoRunsError: there is no such order.
+        _NoRunsError: no such order exists.
     """
     runs = [run for name, entry in entries.items() for run in _runs(name, entry)]
     of_tensors = {(run.tensor, run.tensor_start): run for run in runs}
     of_entries = {(run.entry, run.entry_start): run for run in runs}
     sizes = {name: entry.shape.numel() for name, entry in entries.items()}
     if not len(runs) == len(of_tensors) == len(of_entries):
-        raise _NoRunsError("elements that are in several places")
-    taken = 0
+        raise _NoRunsError("elements that occur several times")
+    visited = 0
     for first in runs:
         if first.tensor_start or first.entry_start:
             continue
         run, names, listed = first, [first.tensor], [first.entry]
         while True:
-            taken += 1
+            visited += 1
             in_tensor, in_entry = run.tensor_start + run.length, run.entry_start + run.length
             tensor_ends, entry_ends = in_tensor == tensors[run.tensor].numel, in_entry == sizes[run.entry]
             if tensor_ends and entry_ends:
@@ -211,17 +214,17 @@ def _in_runs(tensors: Mapping[str, Weight], entries: Mapping[str, SymbolicTensor
         dtype = tensors[first.tensor].dtype
         yield Section(
             tuple(tensors[name] for name in names),
-            tuple(Weight(name, tuple(entries[name].shape), dtype) for name in listed),
+            tuple(WeightSpec(name, tuple(entries[name].shape), dtype) for name in listed),
         )
-    if taken != len(runs):
-        raise _NoRunsError("runs that no tensor begins with")
+    if visited != len(runs):
+        raise _NoRunsError("runs that do not start a tensor")
 
 
 def _runs(name: str, entry: SymbolicTensor) -> Iterator[_Run]:
     strides = contiguous_strides(entry.shape)
     for source, (origin, view) in entry.parts:
         start = sum(first * stride for first, stride in zip(origin, strides, strict=True))
-        there, here = coalesced([View(view.shape, strides, start), view])
-        if there.strides not in ((), (1,)) or here.strides not in ((), (1,)):
+        in_entry, in_tensor = coalesced([StridedView(view.shape, strides, start), view])
+        if in_entry.strides not in ((), (1,)) or in_tensor.strides not in ((), (1,)):
             raise _NoRunsError(name)
-        yield _Run(source, here.offset, name, there.offset, here.numel)
+        yield _Run(source, in_tensor.offset, name, in_entry.offset, in_tensor.numel)

@@ -1,4 +1,4 @@
-"""Sections of weight files: the same elements as tensors of the model and as tensors that the file lists."""
+"""Sections of weight files: consecutive elements, viewed as model tensors and as entries of the file's header."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import NamedTuple
 
 import torch
 
-from ds_trainer.checkpoint.weights.weight_files import Weight, WeightFilesError
+from ds_trainer.checkpoint.weights.weight_files import WeightFilesError, WeightSpec
 
 
 class Section(NamedTuple):
-    """Elements that follow each other in a weight file.
+    """Consecutive elements in a weight file.
 
     Attributes:
-        tensors: of the model: those that the elements are of, one after the other.
-        entries: of the file: what its header lists, one after the other.
+        tensors: the model tensors that provide the elements, in order.
+        entries: the entries of the file's header for the same elements, in order.
     """
 
-    tensors: tuple[Weight, ...]
-    entries: tuple[Weight, ...]
+    tensors: tuple[WeightSpec, ...]
+    entries: tuple[WeightSpec, ...]
 
     @classmethod
-    def of(cls, weight: Weight) -> Section:
-        """A tensor as the model has it."""
+    def of(cls, weight: WeightSpec) -> Section:
+        """Returns the section of a tensor that is stored as it is in the model."""
         return cls((weight,), (weight,))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Bytes of all elements."""
         return sum(weight.nbytes for weight in self.tensors)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of all elements."""
+        """The common dtype of the elements."""
         return self.tensors[0].dtype
 
-    def cut(self, arriving: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The entries, each of which is valid until the next is asked for.
+    def split(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the entries; each is valid until the next one is requested.
 
         Args:
-            arriving: the whole ``tensors`` in their order, by name; each is asked for when it is its turn.
+            tensors: names and full tensors, in the order of :attr:`tensors`; each is requested when it is needed.
 
         Raises:
-            WeightFilesError: another tensor arrives.
+            WeightFilesError: the iterator yields an unexpected tensor.
         """
         expected = iter(self.tensors)
         rest: torch.Tensor | None = None
@@ -51,28 +51,28 @@ class Section(NamedTuple):
             missing, parts = entry.numel, list[torch.Tensor]()
             while missing or not parts:
                 if rest is None or not len(rest):
-                    rest = None  # not two tensors in memory
+                    rest = None  # never two tensors in memory
                     parts = [part.cpu().clone() for part in parts]
-                    rest = _expected(next(expected), *next(arriving)).reshape(-1)
+                    rest = _checked(next(expected), *next(tensors)).reshape(-1)
                 parts.append(rest[:missing])
                 rest, missing = rest[missing:], missing - len(parts[-1])
             yield entry.name, (parts[0] if len(parts) == 1 else torch.cat([p.cpu() for p in parts])).view(entry.shape)
 
 
-def entries_of(sections: Iterable[Section]) -> list[Weight]:
-    """What the header of a file of ``sections`` lists."""
+def entries_of(sections: Iterable[Section]) -> list[WeightSpec]:
+    """Returns the header entries of a file of ``sections``."""
     return [entry for section in sections for entry in section.entries]
 
 
 def tensor_names(sections: Iterable[Section]) -> list[str]:
-    """The model's names of the tensors of a file, in its order."""
+    """Returns the model's names of the tensors in a file, in order."""
     return [weight.name for section in sections for weight in section.tensors]
 
 
-def _expected(weight: Weight, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _checked(weight: WeightSpec, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if (name, tuple(tensor.shape), tensor.dtype) != weight:
         raise WeightFilesError(
-            f"{weight.name} should be {list(weight.shape)} of {weight.dtype}, but what arrived is {name}, "
-            f"{list(tensor.shape)} of {tensor.dtype}. Nothing of an earlier save was replaced."
+            f"Expected {weight.name}, {list(weight.shape)} of {weight.dtype}, but got {name}, {list(tensor.shape)} of "
+            f"{tensor.dtype}. The files of the previous save are unchanged."
         )
     return tensor

@@ -1,7 +1,7 @@
-"""Files of weights for other programs: the safetensors format, written tensor by tensor and read again.
+"""Writes safetensors files tensor by tensor, and verifies them by reading them back.
 
-A file appears under its name only when what lies on the disk is what was to be written: each tensor has had the shape
-that the model says, the bytes read back have the checksum of those written, and the header lists every tensor.
+A file gets its final name only after verification: each tensor had the expected shape, the bytes read back have the
+checksum of the bytes written, and the header lists every tensor.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ds_trainer.checkpoint.pieces.element_types import TYPES
+from ds_trainer.checkpoint.shards.element_types import TYPES
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_CHUNK = 16 * 2**20  # bytes written or read at a time
+_CHUNK = 16 * 2**20  # bytes per read or write
 
 
-class Weight(NamedTuple):
-    """A tensor that is to be written: what it must be."""
+class WeightSpec(NamedTuple):
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,17 +34,17 @@ class Weight(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
 
 class WeightFilesError(ConfigError):
-    """What was to be written is not the model, or what was written is not what it should be."""
+    """The tensors to write are not those of the model, or a written file is not valid."""
 
 
 class _Sized(Protocol):
@@ -59,43 +59,42 @@ _S = TypeVar("_S", bound=_Sized)
 
 
 def plan_files(weights: Sequence[_S], max_bytes: int) -> list[list[_S]]:
-    """Weights, or sections, grouped in order so that a file has at most ``max_bytes`` (a larger one stands alone).
+    """Groups weights or sections, in order, into files of at most ``max_bytes``; a larger one gets its own file.
 
-    In a file wide types come first: then every tensor is aligned to its own type.
+    Within a file, wider dtypes come first, so that every tensor is aligned to its dtype.
     """
     files: list[list[_S]] = []
-    room = 0
+    space = 0
     for weight in weights:
-        if not files or weight.nbytes > room:
+        if not files or weight.nbytes > space:
             files.append([])
-            room = max_bytes
+            space = max_bytes
         files[-1].append(weight)
-        room -= weight.nbytes
+        space -= weight.nbytes
     return [sorted(file, key=lambda weight: -weight.dtype.itemsize) for file in files or [[]]]
 
 
 def write_weight_files(
-    directory: Path, files: Sequence[Sequence[Weight]], tensors: Iterable[tuple[str, torch.Tensor]]
+    directory: Path, files: Sequence[Sequence[WeightSpec]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write files of weights, with an index where there are several, and remove those of an earlier save.
+    """Write weight files, with an index if there are several, and remove the files of a previous save.
 
     Args:
-        directory: made if missing.
-        files: what :func:`plan_files` gave.
-        tensors: the weights in the order of ``files``, whole, on any device; each is asked for when it is its turn.
+        directory: created if missing.
+        files: the result of :func:`plan_files`.
+        tensors: names and full tensors in the order of ``files``, on any device; each is requested when it is needed.
 
     Raises:
-        WeightFilesError: a tensor is another one than ``files`` says, or a file reads back otherwise than it was
-            written.
-        OSError: the disk is full, say; no partial file stays.
+        WeightFilesError: a tensor does not match ``files``, or a file reads back differently than it was written.
+        OSError: for example, the disk is full; no partial file remains.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    names, arriving = file_names(len(files)), iter(tensors)
+    names, remaining = file_names(len(files)), iter(tensors)
     partials = [directory / f".{name}.partial" for name in names]
     try:
         for partial, weights in zip(partials, files, strict=True):
-            _read_again(partial, weights, _write(partial, weights, arriving))
-        for partial, name in zip(partials, names, strict=True):  # no file of an earlier save was touched before
+            _verify_file(partial, weights, _write(partial, weights, remaining))
+        for partial, name in zip(partials, names, strict=True):  # until here, files of a previous save are untouched
             partial.replace(directory / name)
     finally:
         for partial in partials:
@@ -108,27 +107,27 @@ def write_weight_files(
         stale.unlink()
 
 
-def index_of(names: Sequence[str], files: Sequence[Sequence[Weight]]) -> dict[str, Any]:
-    """What the index of ``files``, which are called ``names``, says."""
-    where = {weight.name: name for name, weights in zip(names, files, strict=True) for weight in weights}
+def index_of(names: Sequence[str], files: Sequence[Sequence[WeightSpec]]) -> dict[str, Any]:
+    """Returns the content of the index of ``files`` with the file names ``names``."""
+    weight_map = {weight.name: name for name, weights in zip(names, files, strict=True) for weight in weights}
     total = sum(weight.nbytes for weights in files for weight in weights)
-    return {"metadata": {"total_size": total}, "weight_map": where}
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def file_names(count: int) -> list[str]:
-    """What ``count`` files of one model are called."""
+    """Returns the names of ``count`` weight files of one model."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
 
 
-def header(weights: Sequence[Weight]) -> bytes:
-    """The first bytes of a file: where in it each tensor lies, one after the other from here on."""
+def header(weights: Sequence[WeightSpec]) -> bytes:
+    """Returns the header of a safetensors file in which the tensors follow each other in order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for weight in weights:
         if weight.dtype not in TYPES:
-            raise WeightFilesError(f"{weight.name} is {weight.dtype}, which safetensors cannot hold.")
+            raise WeightFilesError(f"{weight.name} has dtype {weight.dtype}, which safetensors does not support.")
         entries[weight.name] = {
             "dtype": TYPES[weight.dtype],
             "shape": list(weight.shape),
@@ -140,25 +139,25 @@ def header(weights: Sequence[Weight]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(path: Path, weights: Sequence[Weight], tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-    """Write one file to the disk; the checksum of its bytes."""
+def _write(path: Path, weights: Sequence[WeightSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    """Write one file to disk and return the checksum of its bytes."""
     with path.open("wb") as stream:
-        head = header(weights)
-        stream.write(head)
-        checksum = zlib.crc32(head)
+        header_bytes = header(weights)
+        stream.write(header_bytes)
+        checksum = zlib.crc32(header_bytes)
         for weight in weights:
-            # Handed on at once: whoever keeps a tensor while the next one is gathered has two in memory.
+            # No local reference: it would keep this tensor in memory while the next one is gathered.
             checksum = _write_tensor(stream, weight, *next(tensors), checksum)
         stream.flush()
         os.fsync(stream.fileno())
     return checksum
 
 
-def _write_tensor(stream: BinaryIO, weight: Weight, name: str, tensor: torch.Tensor, checksum: int) -> int:
+def _write_tensor(stream: BinaryIO, weight: WeightSpec, name: str, tensor: torch.Tensor, checksum: int) -> int:
     if (name, tuple(tensor.shape), tensor.dtype) != weight:
         raise WeightFilesError(
-            f"{weight.name} should be {list(weight.shape)} of {weight.dtype}, but what arrived is {name}, "
-            f"{list(tensor.shape)} of {tensor.dtype}. Nothing of an earlier save was replaced."
+            f"Expected {weight.name}, {list(weight.shape)} of {weight.dtype}, but got {name}, {list(tensor.shape)} of "
+            f"{tensor.dtype}. The files of the previous save are unchanged."
         )
     for chunk in bytes_of(tensor):
         stream.write(chunk)
@@ -167,39 +166,39 @@ def _write_tensor(stream: BinaryIO, weight: Weight, name: str, tensor: torch.Ten
 
 
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The elements of ``tensor``, some megabytes at a time, from any device."""
+    """Yields the bytes of ``tensor``, from any device, in chunks of a few megabytes."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
         yield flat[start : start + _CHUNK].cpu().numpy().data
 
 
-def _read_again(path: Path, weights: Sequence[Weight], checksum: int) -> None:
+def _verify_file(path: Path, weights: Sequence[WeightSpec], checksum: int) -> None:
     with path.open("rb") as stream:
-        if hasattr(os, "posix_fadvise"):  # from the disk, not from memory
+        if hasattr(os, "posix_fadvise"):  # read from disk, not from the page cache
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = 0
         while chunk := stream.read(_CHUNK):
             found = zlib.crc32(chunk, found)
     if found != checksum:
-        raise WeightFilesError(f"{path} reads back otherwise than it was written: the disk or its driver is broken.")
+        raise WeightFilesError(f"{path} reads back differently than it was written: the disk or its driver is faulty.")
     listed = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in read_header(path).items()}
     if listed != {weight.name: (weight.shape, TYPES[weight.dtype]) for weight in weights}:
         raise WeightFilesError(f"{path} does not list the tensors that were written to it.")
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Every tensor of a safetensors file: ``{name: {"dtype", "shape", "data_offsets"}}``, checked against its size.
+    """Reads the header of a safetensors file: ``{name: {"dtype", "shape", "data_offsets"}}``.
 
-    Offsets are counted from the beginning of the file.
+    Offsets count from the beginning of the file. The file size is checked against the header.
 
     Raises:
-        WeightFilesError: it is no such file, or it is shorter or longer than its header says.
+        WeightFilesError: it is not a safetensors file, or its size contradicts its header.
     """
     return read_header_and_metadata(path)[0]
 
 
 def read_header_and_metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """:func:`read_header`, and the metadata of the file."""
+    """Like :func:`read_header`; also returns the metadata of the file."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         entries, begin = _parse(stream, size, path)
@@ -209,11 +208,11 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, s
         try:
             entry["data_offsets"] = [begin + offset for offset in entry["data_offsets"]]
             end = max(end, entry["data_offsets"][1])
-            entry["shape"], entry["dtype"]  # both are there
+            entry["shape"], entry["dtype"]  # both must exist
         except (KeyError, IndexError, TypeError):
-            raise WeightFilesError(f"{path} is damaged: its header does not say where {name} is.") from None
+            raise WeightFilesError(f"{path} is damaged: its header has no location for {name}.") from None
     if end != size:
-        raise WeightFilesError(f"{path} has {size} bytes, and its header says {end}: it was cut off, or is damaged.")
+        raise WeightFilesError(f"{path} has {size} bytes, but its header requires {end}: it is truncated or damaged.")
     return entries, metadata
 
 
@@ -221,10 +220,10 @@ def _parse(stream: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int
     length = int.from_bytes(stream.read(8), "little")
     try:
         if not 2 <= length <= size - 8:
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
+            raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
         entries = json.loads(stream.read(length))
         if not isinstance(entries, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
     except ValueError as error:
-        raise WeightFilesError(f"{path} is no safetensors file, or is damaged: {error}.") from None
+        raise WeightFilesError(f"{path} is not a safetensors file, or is damaged: {error}.") from None
     return entries, 8 + length

@@ -1,24 +1,24 @@
-"""Combinations that DeepSpeed or this project cannot run: one row each, by topic.
+"""Combinations that DeepSpeed or this package cannot run: one row each, by topic.
 
-The rows are input of tests and printed as the support matrix in the documentation.
+Tests iterate over the rows, and the documentation prints them as the support matrix.
 """
 
 from __future__ import annotations
 
-from ds_trainer.config.rules.case import Case, Rule
-from ds_trainer.config.rules.library_optimizers import LIBRARY_OPTIMIZERS
-from ds_trainer.config.rules.offload_engines import OFFLOAD_ENGINES
-from ds_trainer.config.rules.optimizers import OPTIMIZERS
-from ds_trainer.config.rules.precision import PRECISION
-from ds_trainer.config.rules.tensor import TENSOR
-from ds_trainer.config.rules.trainer import TRAINER
-from ds_trainer.config.rules.zero import ZERO
+from ds_trainer.config.rules.library_optimizer_rules import LIBRARY_OPTIMIZERS
+from ds_trainer.config.rules.offload_engine_rules import OFFLOAD_ENGINES
+from ds_trainer.config.rules.optimizer_rules import OPTIMIZERS
+from ds_trainer.config.rules.precision_rules import PRECISION
+from ds_trainer.config.rules.rule_context import Rule, RuleContext
+from ds_trainer.config.rules.tensor_parallel_rules import TENSOR
+from ds_trainer.config.rules.trainer_rules import TRAINER
+from ds_trainer.config.rules.zero_rules import ZERO
 
-__all__ = ["RULES", "Case", "Rule", "broken_rules"]
+__all__ = ["RULES", "Rule", "RuleContext", "broken_rules"]
 
 RULES: tuple[Rule, ...] = (*PRECISION, *ZERO, *OFFLOAD_ENGINES, *OPTIMIZERS, *LIBRARY_OPTIMIZERS, *TENSOR, *TRAINER)
 
 
-def broken_rules(case: Case) -> list[str]:
-    """A sentence for each rule that ``case`` breaks."""
-    return [rule.sentence(case) for rule in RULES if rule.broken(case)]
+def broken_rules(context: RuleContext) -> list[str]:
+    """One sentence for each broken rule."""
+    return [rule.sentence(context) for rule in RULES if rule.broken(context)]

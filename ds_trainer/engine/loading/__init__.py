@@ -1,1 +1,1 @@
-"""How the weights of a model that is too large for one device get into the shards of an engine."""
+"""Loads and initializes weights directly into the shards of an engine, for models larger than one device."""

@@ -1,18 +1,19 @@
-"""A ZeRO-3 engine is made in the memory that it then holds: what DeepSpeed takes beside it for a moment is spared.
+"""Creates a ZeRO-3 engine without the temporary memory that DeepSpeed needs beyond the final engine.
 
-DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) makes the engine of a rank's shards in this order:
+DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) creates the engine from a rank's shards in these steps:
 
-* ``defragment`` moves the shards into one buffer. What they leave behind in host memory stays on glibc's heap, where
-  everything below a threshold lies that grows up to 32 MiB. Here it goes back to the operating system.
-* ``_create_fp32_partitions`` makes the masters, converted and then copied once more. Here what has just been converted
-  is the copy.
-* ``initialize_optimizer_states`` makes a gradient in the type of the masters, and lets it go. Only an Adagrad and
-  optimizers in other memory need it; for others it is left out.
-* ``create_reduce_and_remove_grad_hooks`` gathers every parameter, one after the other, to put a hook on it, and cuts it
-  again: the whole model over the network. ``register_post_accumulate_grad_hook`` needs no elements. Here shards stay.
+* ``defragment`` moves the shards into one buffer. The freed host memory stays on glibc's heap, which holds allocations
+  below a threshold that grows up to 32 MiB. Here it is returned to the operating system.
+* ``_create_fp32_partitions`` creates the master weights by a conversion and a further copy. Here the converted tensor
+  is used without the copy.
+* ``initialize_optimizer_states`` creates a gradient in the dtype of the master weights and frees it. Only Adagrad and
+  offloaded optimizers need it; for others the step is skipped.
+* ``create_reduce_and_remove_grad_hooks`` gathers and partitions every parameter in turn to register a hook, which sends
+  the whole model over the network. ``register_post_accumulate_grad_hook`` needs no elements, so here shards stay
+  partitioned.
 
-None of that changes a number. Where another DeepSpeed makes its engines in another way, a warning says what is not
-spared.
+None of this changes a value. If another DeepSpeed version creates engines differently, a warning lists the savings that
+do not apply.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ logger = get_logger(__name__)
 
 
 def return_freed_memory() -> None:
-    """Give the free pages of the heap back to the operating system. Takes milliseconds; only glibc needs it."""
+    """Return free heap pages to the operating system. Takes milliseconds; only glibc needs it."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # musl has none
+        if trim is not None:  # musl does not have it
             trim(0)
 
 
-class _ConvertedOnce(TorchFunctionMode):
-    """A clone of what ``Tensor.to`` has just made in new memory is that tensor itself; ``spared`` counts them."""
+class _SkipCloneOfConversion(TorchFunctionMode):
+    """A clone of a tensor that ``Tensor.to`` has just allocated returns that tensor; ``avoided`` counts them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spared = 0
+        self.avoided = 0
         self._made: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.clone and args[0] is self._made:
-            self.spared += 1
+            self.avoided += 1
             return self._made
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.to:
@@ -60,30 +61,30 @@ class _ConvertedOnce(TorchFunctionMode):
 
 @contextmanager
 def bounded_creation() -> Iterator[Counter[str]]:
-    """While an engine is made; nothing changes at stages below 3.
+    """Avoids temporary memory while an engine is created; changes nothing at stages below 3.
 
     Yields:
-        How often each of the four was spared, for :func:`check_creation`.
+        How often each of the four steps was avoided, for :func:`check_creation`.
     """
     from deepspeed.runtime.zero import stage3
 
     optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
-    spared: Counter[str] = Counter()
+    avoided: Counter[str] = Counter()
 
     def in_one_buffer(defragment: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(tensors: Any) -> Any:
             buffer = defragment(tensors)
             return_freed_memory()
-            spared["defragment"] += 1
+            avoided["defragment"] += 1
             return buffer
 
         return replaced
 
     def masters(make: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(self: Any) -> None:
-            with _ConvertedOnce() as once:
+            with _SkipCloneOfConversion() as mode:
                 make(self)
-            spared["_create_fp32_partitions"] += once.spared
+            avoided["_create_fp32_partitions"] += mode.avoided
 
         return replaced
 
@@ -92,24 +93,24 @@ def bounded_creation() -> Iterator[Counter[str]]:
             if _needs_states(self):
                 make(self)
             else:
-                spared["initialize_optimizer_states"] += 1
+                avoided["initialize_optimizer_states"] += 1
 
         return replaced
 
     def hooks(make: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(self: Any) -> None:
             parameters = [parameter for group in self.fp16_groups for parameter in group]
-            kept = [(parameter.all_gather, parameter.partition) for parameter in parameters]
+            originals = [(parameter.all_gather, parameter.partition) for parameter in parameters]
 
-            def not_gathered() -> None:
-                spared["create_reduce_and_remove_grad_hooks"] += 1
+            def skip_gather() -> None:
+                avoided["create_reduce_and_remove_grad_hooks"] += 1
 
             for parameter in parameters:
-                parameter.all_gather, parameter.partition = not_gathered, _not_cut
+                parameter.all_gather, parameter.partition = skip_gather, _skip_partition
             try:
                 make(self)
             finally:
-                for parameter, (gather, partition) in zip(parameters, kept, strict=True):
+                for parameter, (gather, partition) in zip(parameters, originals, strict=True):
                     parameter.all_gather, parameter.partition = gather, partition
 
         return replaced
@@ -119,16 +120,16 @@ def bounded_creation() -> Iterator[Counter[str]]:
         _replace(undo, optimizer, "_create_fp32_partitions", masters)
         _replace(undo, optimizer, "initialize_optimizer_states", states)
         _replace(undo, optimizer, "create_reduce_and_remove_grad_hooks", hooks)
-        yield spared
+        yield avoided
     return_freed_memory()
 
 
-def check_creation(optimizer: Any, spared: Counter[str]) -> None:
-    """Warn of what the creation of an engine has not been spared, as this DeepSpeed makes it in another way.
+def check_creation(optimizer: Any, avoided: Counter[str]) -> None:
+    """Warn about temporary memory that could not be avoided because this DeepSpeed creates engines differently.
 
     Args:
-        optimizer: the engine's.
-        spared: of :func:`bounded_creation`.
+        optimizer: the optimizer of the engine.
+        avoided: the counts of :func:`bounded_creation`.
     """
     import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -136,28 +137,29 @@ def check_creation(optimizer: Any, spared: Counter[str]) -> None:
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return
     flat = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
-    wanted = {
+    steps = {
         "defragment": (not optimizer.offload_param, "freed shards stay in host memory"),
         "_create_fp32_partitions": (
             any(low is not None and master.numel() and low.dtype != master.dtype for low, master in flat),
-            "the largest group of master weights is in memory twice for a moment",
+            "the largest group of master weights is briefly in memory twice",
         ),
-        "initialize_optimizer_states": (not _needs_states(optimizer), "a gradient of the largest group is made"),
-        "create_reduce_and_remove_grad_hooks": (True, "every parameter is gathered once, over the network"),
+        "initialize_optimizer_states": (not _needs_states(optimizer), "a gradient of the largest group is allocated"),
+        "create_reduce_and_remove_grad_hooks": (True, "every parameter is gathered once over the network"),
     }
-    lost = [f"{name} ({costs})" for name, (expected, costs) in wanted.items() if expected and not spared[name]]
-    if lost:
+    not_avoided = [f"{name} ({cost})" for name, (expected, cost) in steps.items() if expected and not avoided[name]]
+    if not_avoided:
         logger.warning(
-            "DeepSpeed %s makes a ZeRO-3 engine in another way than 0.19.8, for which its memory is bounded: %s. The "
-            "numbers are the same; the start needs more memory or time.",
+            "DeepSpeed %s creates a ZeRO-3 engine differently from 0.19.8, whose memory use is bounded here: %s. "
+            "Results "
+            "are the same, but the start needs more memory or time.",
             deepspeed.__version__,
-            ", ".join(lost),
+            ", ".join(not_avoided),
         )
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name, None)
-    if original is not None:  # check_creation tells where it is gone
+    if original is not None:  # check_creation reports if it does not exist
         undo.callback(setattr, owner, name, original)
         setattr(owner, name, by(original))
 
@@ -168,5 +170,5 @@ def _needs_states(optimizer: Any) -> bool:
     )
 
 
-def _not_cut() -> None:
-    """In place of cutting a parameter that was not gathered."""
+def _skip_partition() -> None:
+    """Replaces the partitioning of a parameter that was not gathered."""

@@ -1,4 +1,4 @@
-"""Building a model whose parameters take no memory: names, shapes and types on the meta device, buffers real."""
+"""Builds models whose parameters take no memory: parameters are on the meta device, buffers are real."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_trainer.engine.loading.construction_record import ConstructionRecorder
-from ds_trainer.engine.loading.large_tensors import LargeTensorsOnDemand
+from ds_trainer.engine.loading.large_tensors import LazyLargeTensors
 from ds_trainer.utils.errors import ConfigError
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def empty_model(build: Callable[[], Model], recorded: bool = True) -> Model:
-    """What ``build`` returns, with every parameter on the meta device and every buffer as the constructor computed it.
+    """Builds a model with all parameters on meta and all buffers as the constructor computes them.
 
-    Modules that initialize themselves in their constructor, as those of torch do, draw no random numbers: their
-    parameters are on meta by then. Weights that the constructor ties stay tied.
+    Modules that initialize themselves in their constructor, as torch modules do, draw no random numbers, because
+    their parameters are already on meta. Weights that the constructor ties stay tied.
 
     Args:
-        build: makes the model on the CPU, such as ``lambda: Model(config)``.
-        recorded: note what the constructor does to the parameters, for
-            :class:`~ds_trainer.engine.loading.fresh_weights.FreshWeights`. Where files have all weights, False is
-            faster.
+        build: builds the model on the CPU, such as ``lambda: Model(config)``.
+        recorded: record how the constructor initializes the parameters, for
+            :class:`~ds_trainer.engine.loading.new_weights.NewWeights`. If files contain all weights,
+            False is faster.
 
     Raises:
-        ConfigError: the constructor reads numbers of a parameter, which there are not.
+        ConfigError: the constructor reads values of a parameter, which do not exist.
     """
-    with _numbers_of_parameters_refused(), empty_parameters(recorded):
+    with _meta_errors_explained(), empty_parameters(recorded):
         model = build()
-    _refuse_computed_from_parameters(model)
+    _check_unregistered_tensors(model)
     return model
 
 
 @contextmanager
 def empty_parameters(recorded: bool = True) -> Iterator[None]:
-    """Every parameter that a module registers goes to the meta device.
+    """Moves every parameter to the meta device when a module registers it.
 
-    Unlike accelerate's ``init_empty_weights``, a parameter that is registered twice stays one parameter, keeps the
-    attributes that were set on it, and takes no memory before it is registered either where it is large.
+    Unlike in accelerate's ``init_empty_weights``, a parameter that is registered twice stays one parameter and keeps
+    its attributes, and a large one takes no memory even before it is registered.
     """
     register = nn.Module.register_parameter
     recorder = ConstructionRecorder() if recorded else None
-    large = LargeTensorsOnDemand()
+    large = LazyLargeTensors()
     empty = WeakIdKeyDictionary()
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -77,8 +77,8 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 @contextmanager
-def _numbers_of_parameters_refused() -> Iterator[None]:
-    """What torch says of a tensor on meta whose numbers are read, in words, with the line that reads them."""
+def _meta_errors_explained() -> Iterator[None]:
+    """Converts torch's errors about meta tensors to a ConfigError that names the line of the constructor."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
@@ -88,17 +88,17 @@ def _numbers_of_parameters_refused() -> Iterator[None]:
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
-                place = f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
-                reader = f"{type(owner).__name__} ({place})"
+                location = f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
+                reader = f"{type(owner).__name__} ({location})"
             trace = trace.tb_next
         raise ConfigError(
-            f"The constructor of {reader} reads numbers of a parameter, and a model that is built without its weights "
-            f"has none ({' '.join(str(error).split())[:120]}). {_LOAD_IT}"
+            f"The constructor of {reader} reads values of a parameter, which do not exist when a model is built "
+            f"without its weights ({' '.join(str(error).split())[:120]}). {_REMEDY}"
         ) from error
 
 
-def _refuse_computed_from_parameters(model: nn.Module) -> None:
-    """A tensor that is neither parameter nor buffer, computed from a parameter: no file has it."""
+def _check_unregistered_tensors(model: nn.Module) -> None:
+    """Raise for a tensor on meta that is neither parameter nor buffer: it was computed from a parameter."""
     computed = [
         f"{type(module).__name__}.{key}"
         for module in model.modules()
@@ -107,12 +107,12 @@ def _refuse_computed_from_parameters(model: nn.Module) -> None:
     ]
     if computed:
         raise ConfigError(
-            f"The constructor computes {', '.join(sorted(set(computed)))} from parameters, and a model that is built "
-            f"without its weights has no numbers to compute with. {_LOAD_IT}"
+            f"The constructor computes {', '.join(sorted(set(computed)))} from parameters, which have no values when a "
+            f"model is built without its weights. {_REMEDY}"
         )
 
 
-_LOAD_IT = (
-    "Load it with its weights (`model = ModelClass.from_pretrained(...)`, or its constructor), and pass the model "
-    "itself to the Trainer."
+_REMEDY = (
+    "Load the model with its weights (`ModelClass.from_pretrained(...)`, or its constructor) and pass the model itself "
+    "to the Trainer."
 )

@@ -1,4 +1,4 @@
-"""The calls by which a model initializes itself."""
+"""The calls that initialize the tensors of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Initializer(NamedTuple):
-    """One call that initializes a module, of itself or of what it holds."""
+    """One call that initializes a module or its submodules."""
 
     module: nn.Module
     description: str
@@ -20,11 +20,11 @@ class Initializer(NamedTuple):
 
 
 def initializers(model: nn.Module) -> list[Initializer]:
-    """The calls that initialize ``model``, in order: what each module does by itself, then what its model wants.
+    """Returns the calls that initialize ``model``, in order: first those of each module, then those of the model.
 
-    ``reset_parameters()`` of every module that has it (``_reset_parameters()`` otherwise), children first, as the
-    constructors of torch's modules call it. Then, of a transformers model, ``_init_weights(module)`` for every module,
-    children first; a model within the model initializes its own modules.
+    First ``reset_parameters()`` (or ``_reset_parameters()``) of every module that has it, children first, as the
+    constructors of torch modules call it. Then, for a transformers model, ``_init_weights(module)`` for every module,
+    children first; a nested model initializes its own modules.
     """
     found = [
         Initializer(module, f"{type(module).__name__}.{reset.__name__}()", reset)
@@ -63,12 +63,12 @@ def _required_arguments(method: Callable[..., Any]) -> int:
 
 
 def initializes_modules(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, which initializes each of its modules with ``_init_weights(module)``."""
+    """Whether it is a transformers model, which initializes each module with ``_init_weights(module)``."""
     return hasattr(module, "_init_weights") and hasattr(module, "_initialize_weights")
 
 
 def initializes_in_constructor(module: nn.Module) -> bool:
-    """Whether it likely calls an initialization of its own in its constructor, as many models but torch's do."""
+    """Whether its constructor likely calls its own initialization, as many non-torch modules do."""
     return not initializes_modules(module) and (hasattr(module, "_init_weights") or hasattr(module, "init_weights"))
 
 
@@ -88,9 +88,9 @@ def _by_model(module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) 
 
 @contextmanager
 def untied(model: nn.Module) -> Iterator[None]:
-    """Tied weights are apart within: each belongs to the module of its first name, which initializes it.
+    """Unties weights inside the block: each belongs to the module of its first name, which initializes it.
 
-    So it is in constructors, where modules initialize themselves before they are tied.
+    This is the situation in constructors, where modules initialize themselves before they are tied.
     """
     seen: set[int] = set()
     apart = []
@@ -111,7 +111,7 @@ def untied(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def marked_uninitialized(model: nn.Module) -> Iterator[None]:
-    """transformers leaves alone what it has marked; the marks are gone within, and back afterwards."""
+    """Removes transformers' initialization marks inside the block; it does not initialize marked tensors."""
     mark = "_is_hf_initialized"
     marked = [tensor for tensor in all_tensors(model) if hasattr(tensor, mark)]
     marks = [getattr(tensor, mark) for tensor in marked]
@@ -126,6 +126,7 @@ def marked_uninitialized(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def global_generator_unchanged() -> Iterator[None]:
+    """Restore the state of torch's global generator afterwards."""
     state = torch.get_rng_state()
     try:
         yield
@@ -134,5 +135,6 @@ def global_generator_unchanged() -> Iterator[None]:
 
 
 def all_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Every parameter and buffer of ``model``."""
     yield from model.parameters()
     yield from model.buffers()

@@ -1,7 +1,7 @@
-"""What the initialization of a model does to each of its tensors.
+"""Records the operations by which a model initializes each of its tensors.
 
-The calls run once on tensors of the meta device, which costs nothing; what they do is written down, to be done again
-on any piece of a tensor.
+The calls run once on meta tensors, which costs nothing. Their operations are recorded, to be repeated on any shard of a
+tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_trainer.engine.loading.initialization import (
     marked_uninitialized,
     untied,
 )
-from ds_trainer.engine.loading.initialization_steps import Computed, Step, TensorRecord, View
+from ds_trainer.engine.loading.initialization_steps import ComputedStep, Region, Step, TensorRecord
 
 aten = torch.ops.aten
 _IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -55,31 +55,33 @@ _KINDS: dict[Any, str] = {
 
 
 @dataclass
-class Record:
-    """What the initialization of a model does, by name of the tensor, and which tensors each call touches."""
+class InitializationRecord:
+    """The recorded operations by tensor name, and the tensors that each call reads or writes."""
 
     tensors: dict[str, TensorRecord]
     calls: list[tuple[Initializer, set[str]]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
 
-def record_initialization(model: nn.Module, names: Mapping[str, torch.Tensor]) -> Record:
-    """What the initialization of ``model`` does to the tensors ``names``, which are on meta.
+def record_initialization(model: nn.Module, names: Mapping[str, torch.Tensor]) -> InitializationRecord:
+    """Records how ``model`` initializes the tensors ``names``, which are on meta.
 
-    Nothing of the model changes: other tensors keep their numbers.
+    The model does not change: its other tensors keep their values.
     """
     wanted = {storage_of(tensor) for tensor in names.values()}
-    recorder = Recorder(names, [tensor for tensor in all_tensors(model) if storage_of(tensor) not in wanted])
-    record = Record(recorder.tensors)
+    recorder = InitializationRecorder(
+        names, [tensor for tensor in all_tensors(model) if storage_of(tensor) not in wanted]
+    )
+    record = InitializationRecord(recorder.tensors)
     with untied(model), marked_uninitialized(model), torch.no_grad(), global_generator_unchanged():
         for initializer in initializers(model):
             recorder.start_call()
-            with _tensors_put_back(initializer.module) as replaced:
+            with _tensors_restored(initializer.module) as replaced:
                 try:
                     with recorder:
                         initializer.call()
                 except Exception as error:
-                    # What it does is not known; where nothing overwrites it, the call is made again on real tensors.
+                    # Its effect is unknown; unless a later call overwrites it, the call is repeated on real tensors.
                     broken = recorder.unknown(all_tensors(initializer.module))
                     record.errors |= dict.fromkeys(broken, f"{initializer.description}: {error}")
             recorder.unknown(replaced)
@@ -89,8 +91,8 @@ def record_initialization(model: nn.Module, names: Mapping[str, torch.Tensor]) -
 
 
 @contextmanager
-def _tensors_put_back(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Undo the replacement of parameters and buffers; gives those that had been replaced."""
+def _tensors_restored(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Restores replaced parameters and buffers after the block; yields the list of those that were replaced."""
     before = [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
     replaced: list[torch.Tensor] = []
     yield replaced
@@ -101,12 +103,12 @@ def _tensors_put_back(module: nn.Module) -> Iterator[list[torch.Tensor]]:
                 tensors[key] = tensor  # type: ignore[assignment]
 
 
-class KeepsNumbers(TorchDispatchMode):
-    """An operation that would write to one of the given tensors, which have their numbers, does nothing."""
+class KeepValues(TorchDispatchMode):
+    """Skips operations that would write to one of the given tensors, whose values are already set."""
 
-    def __init__(self, kept: Iterable[torch.Tensor]) -> None:
+    def __init__(self, protected: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._kept = {storage_of(tensor): tensor for tensor in kept}
+        self._kept = {storage_of(tensor): tensor for tensor in protected}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = _written(func, args, kwargs or {})
@@ -115,12 +117,12 @@ class KeepsNumbers(TorchDispatchMode):
         return self.execute(func, args, kwargs or {}, written)
 
     def execute(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """Do the operation, which writes to the tensors ``written``."""
+        """Run the operation, which writes to the tensors ``written``."""
         return func(*args, **kwargs)
 
 
 class _NotOnMeta(TorchFunctionMode):
-    """Tensors deny that they are on meta: some functions of ``torch.nn.init`` do nothing on those."""
+    """Makes ``is_meta`` False: some functions of ``torch.nn.init`` do nothing on meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_META:
@@ -128,20 +130,20 @@ class _NotOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder(KeepsNumbers):
-    """Writes down what happens to ``tensors``, which are on meta; ``kept`` keep their numbers.
+class InitializationRecorder(KeepValues):
+    """Records the operations on ``tensors``, which are on meta; the tensors ``protected`` keep their values.
 
     Attributes:
-        tensors: what happened, by name.
-        touched: names that were read or written since :meth:`start_call`.
+        tensors: the records by name.
+        touched: names of the tensors that were read or written since :meth:`start_call`.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__(kept)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], protected: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(protected)
         self.tensors: dict[str, TensorRecord] = {}
         self.touched: set[str] = set()
         self._names: dict[int, str] = {}
-        # What other tensors were computed from. While a weak reference lives, no other storage gets its address.
+        # The sources of other tensors. While a weak reference exists, its storage address is not reused.
         self._temporary: dict[int, tuple[StorageWeakRef, frozenset[str | int]]] = {}
         self._draws = 0
         self._not_on_meta = _NotOnMeta()
@@ -149,10 +151,10 @@ class Recorder(KeepsNumbers):
             self.tensors[name] = TensorRecord(tensor.dtype, tensor.numel())
             self._names[storage_of(tensor)] = name
 
-    def __enter__(self) -> Recorder:
-        # torch draws no truncated normal numbers on meta, and on a device until all fit: it is noted as one step.
+    def __enter__(self) -> InitializationRecorder:
+        # On meta, torch draws no truncated normal values; elsewhere it redraws until all fit. Recorded as one step.
         self._truncated_normal = nn.init._no_grad_trunc_normal_
-        nn.init._no_grad_trunc_normal_ = self._note_truncated_normal
+        nn.init._no_grad_trunc_normal_ = self._record_truncated_normal
         self._not_on_meta.__enter__()
         super().__enter__()
         return self
@@ -163,6 +165,7 @@ class Recorder(KeepsNumbers):
         nn.init._no_grad_trunc_normal_ = self._truncated_normal
 
     def execute(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+        """Execute an operation on meta tensors and record it."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.touched |= {self._names[storage_of(item)] for item in inputs if storage_of(item) in self._names}
         step = self._step(func, args, kwargs)
@@ -178,27 +181,27 @@ class Recorder(KeepsNumbers):
         output = func(*args, **kwargs)
         for tensor in written:
             if (name := self._names.get(storage_of(tensor))) is not None:
-                self.tensors[name].steps.append(Computed(sources | {name}))
-            self._note(tensor, sources)
+                self.tensors[name].steps.append(ComputedStep(sources | {name}))
+            self.set_sources(tensor, sources)
         for tensor in tree_leaves(output) if sources else ():
-            self._note(tensor, sources)
+            self.set_sources(tensor, sources)
         return output
 
     def start_call(self) -> None:
-        """Forget what belongs to one call only."""
+        """Reset the state of the previous call."""
         self.touched = set()
         self._temporary = {}
 
     def unknown(self, tensors: Iterable[torch.Tensor]) -> set[str]:
-        """Nobody knows what happened to these; their names."""
+        """Mark tensors whose operations are unknown; returns their names."""
         storages = {storage_of(tensor) for tensor in tensors}
         names = {self._names[storage] for storage in storages if storage in self._names}
         for name in names:
-            self.tensors[name].steps.append(Computed(frozenset(names)))
+            self.tensors[name].steps.append(ComputedStep(frozenset(names)))
         self.touched |= names
         return names
 
-    def _note_truncated_normal(
+    def _record_truncated_normal(
         self,
         tensor: torch.Tensor,
         mean: float,
@@ -212,34 +215,35 @@ class Recorder(KeepsNumbers):
             return self._truncated_normal(tensor, mean, std, a, b, generator=generator)
         self.touched.add(name)
         view = self._view(name, tensor)
-        computed = Computed(frozenset({name}))
+        computed = ComputedStep(frozenset({name}))
         self._add(
             name, computed if view is None else Step("random", nn.init.trunc_normal_, (mean, std, a, b), {}, view)
         )
         return tensor
 
-    def _add(self, name: str, step: Step | Computed) -> None:
+    def _add(self, name: str, step: Step | ComputedStep) -> None:
         record = self.tensors[name]
         if isinstance(step, Step) and step.kind != "elementwise":
             if step.view.size is None:
                 record.steps.clear()
             elif step.view.has_holes and not record.initialized:
-                step = Computed(frozenset({name}))
+                step = ComputedStep(frozenset({name}))
         record.steps.append(step)
 
     def sources_of(self, tensor: torch.Tensor) -> frozenset[str | int]:
-        """What its numbers come from: names of recorded tensors, and random draws."""
+        """Returns the sources of its values: names of recorded tensors, and numbers of random draws."""
         storage = storage_of(tensor)
         if storage in self._names:
             return frozenset({self._names[storage]})
         return self._temporary[storage][1] if storage in self._temporary else frozenset()
 
-    def _note(self, tensor: Any, sources: frozenset[str | int]) -> None:
+    def set_sources(self, tensor: Any, sources: frozenset[str | int]) -> None:
+        """Record what the values of a tensor that is no parameter were computed from."""
         if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._names:
             self._temporary[storage_of(tensor)] = (StorageWeakRef(tensor.untyped_storage()), sources)
 
-    def _view(self, name: str, tensor: torch.Tensor) -> View | None:
-        """Which elements of the whole tensor these are; None for what :class:`View` cannot say."""
+    def _view(self, name: str, tensor: torch.Tensor) -> Region | None:
+        """Returns the elements of the whole tensor that a view covers; None if :class:`Region` cannot express them."""
         dims = [dim for dim in zip(tensor.shape, tensor.stride(), strict=True) if dim[0] != 1]
         inner = 0
         for size, stride in sorted(dims, key=lambda dim: dim[1]):
@@ -247,11 +251,13 @@ class Recorder(KeepsNumbers):
                 return None
             inner += (size - 1) * stride
         if tensor.numel() == self.tensors[name].numel:
-            return View()
-        return View(tuple(size for size, _ in dims), tuple(stride for _, stride in dims), int(tensor.storage_offset()))
+            return Region()
+        return Region(
+            tuple(size for size, _ in dims), tuple(stride for _, stride in dims), int(tensor.storage_offset())
+        )
 
     def _step(self, func: Any, args: Any, kwargs: Any) -> Step | None:
-        """The operation as one on each element of a recorded tensor; None for another one."""
+        """Returns the operation as an elementwise step on a recorded tensor; None for any other operation."""
         packet = func.overloadpacket
         if packet not in _KINDS and packet is not aten.copy_:
             return None
@@ -259,7 +265,7 @@ class Recorder(KeepsNumbers):
         if name is None or args[0].dtype != self.tensors[name].dtype or kwargs.get("generator") is not None:
             return None
         if packet in (aten.copy_, aten.fill_) and isinstance(value := args[1], torch.Tensor):
-            # A number that comes as a tensor, as in ``fill_(torch.tensor(1.0))``.
+            # A scalar given as a tensor, as in ``fill_(torch.tensor(1.0))``.
             if value.numel() != 1 or value.device.type == "meta" or self.sources_of(value):
                 return None
             func, packet, args, kwargs = aten.fill_.Scalar, aten.fill_, (args[0], value.item()), {}
@@ -270,7 +276,7 @@ class Recorder(KeepsNumbers):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments that the operation writes to."""
+    """Returns the arguments that the operation writes to."""
     schema = func._schema
     if not schema.is_mutable:
         return []
@@ -287,14 +293,14 @@ def _is_whole_storage(tensor: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What views of one tensor, and tied weights, have in common."""
+    """Returns the storage id, which views of one tensor and tied weights share."""
     return tensor.untyped_storage()._cdata
 
 
-def groups_of_computed(record: Record) -> dict[str, frozenset[str]]:
-    """Tensors that are computed from each other, or from the same random numbers: they are computed together."""
+def groups_of_computed(record: InitializationRecord) -> dict[str, frozenset[str]]:
+    """Groups tensors that are computed from each other or from the same random draws, to compute them together."""
     sources = {
-        name: frozenset[str | int]().union(*(step.sources for step in tensor.steps if isinstance(step, Computed)))
+        name: frozenset[str | int]().union(*(step.sources for step in tensor.steps if isinstance(step, ComputedStep)))
         for name, tensor in record.tensors.items()
         if tensor.computed
     }

@@ -1,4 +1,4 @@
-"""What an initialization does to one tensor: operations on its elements, each by itself, or something else."""
+"""The recorded initialization of one tensor: elementwise steps, or computations on the whole tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 @dataclass(frozen=True)
-class View:
-    """Which elements of a flat tensor an operation changes; all where ``size`` is None."""
+class Region:
+    """The elements of a flat tensor that an operation changes, as a strided view; all if ``size`` is None."""
 
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
@@ -20,37 +20,37 @@ class View:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First element, and one behind the last."""
+        """First element, and one past the last."""
         assert self.size is not None
         last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         return self.offset, self.offset + last + 1
 
     @property
     def has_holes(self) -> bool:
-        """Whether elements between its first and its last do not belong to it."""
+        """Whether some elements between its first and last do not belong to it."""
         assert self.size is not None
-        first, behind = self.span
-        return math.prod(self.size) != behind - first
+        first, end = self.span
+        return math.prod(self.size) != end - first
 
     def mask(self, start: int, stop: int) -> torch.Tensor | None:
-        """Which of the elements ``[start, stop)`` belong to it; None for none of them."""
+        """Returns a boolean mask of the elements ``[start, stop)`` that belong to it; None if none does."""
         assert self.size is not None
-        first, behind = self.span
-        if behind <= start or stop <= first:
+        first, end = self.span
+        if end <= start or stop <= first:
             return None
-        rest = torch.arange(start - self.offset, stop - self.offset)
-        inside = rest >= 0
+        remainder = torch.arange(start - self.offset, stop - self.offset)
+        inside = remainder >= 0
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda dim: -dim[1]):
-            index = rest.div(stride, rounding_mode="floor")
+            index = remainder.div(stride, rounding_mode="floor")
             inside &= index < size
-            rest -= index * stride
-        return inside & (rest == 0)
+            remainder -= index * stride
+        return inside & (remainder == 0)
 
 
 class Step(NamedTuple):
-    """An operation in place on the elements of ``view``, each by itself.
+    """An in-place operation on each element of ``view`` independently.
 
-    ``kind`` is ``random``, ``constant``, ``elementwise``, or ``value``: the numbers themselves, as the flat tensor
+    ``kind`` is ``random``, ``constant``, ``elementwise``, or ``value``: the values are the flat tensor
     ``arguments[0]``.
     """
 
@@ -58,13 +58,13 @@ class Step(NamedTuple):
     operation: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    view: View
+    view: Region
 
 
-class Computed(NamedTuple):
-    """Something that is no operation on each element by itself, such as an orthogonal matrix.
+class ComputedStep(NamedTuple):
+    """A computation that is not elementwise, such as an orthogonal initialization.
 
-    ``sources`` are what the numbers come from: names of tensors, and numbers that stand for random draws.
+    ``sources`` are the names of the tensors and the numbers of the random draws that it uses.
     """
 
     sources: frozenset[str | int]
@@ -72,15 +72,15 @@ class Computed(NamedTuple):
 
 @dataclass
 class TensorRecord:
-    """What the initialization does to one tensor, since it was last overwritten."""
+    """The steps that initialize one tensor, since it was last overwritten."""
 
     dtype: torch.dtype
     numel: int
-    steps: list[Step | Computed] = field(default_factory=list)
+    steps: list[Step | ComputedStep] = field(default_factory=list)
 
     @property
     def initialized(self) -> bool:
-        """Whether every element gets a number; what is computed shows that when it is."""
+        """Whether every element gets a value. For computed tensors this is checked when they are computed."""
         if self.computed or self.numel == 0:
             return True
         reached = 0
@@ -93,5 +93,5 @@ class TensorRecord:
 
     @property
     def computed(self) -> bool:
-        """Whether it can only be done to the whole tensor."""
-        return any(isinstance(step, Computed) for step in self.steps)
+        """Whether the steps require the whole tensor."""
+        return any(isinstance(step, ComputedStep) for step in self.steps)

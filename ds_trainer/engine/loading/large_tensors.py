@@ -1,4 +1,4 @@
-"""Large tensors that a constructor makes take no memory as long as nobody reads or writes them."""
+"""Defers the memory of large tensors that a constructor creates until they are read or written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LARGE_BYTES = 2**28
-"""From here on; of smaller ones the constructor holds one at a time."""
+"""Minimum size of a large tensor; a constructor holds only one smaller tensor at a time."""
 
 _aten = torch.ops.aten
 _Fill = Callable[[torch.Tensor], Any]
@@ -24,7 +24,7 @@ def _ones(*_: Any) -> _Fill:
 
 
 def _zeros(*_: Any) -> None:
-    """New pages are zeros."""
+    """Fresh pages contain zeros."""
 
 
 def _uniform(*_: Any) -> _Fill:
@@ -39,7 +39,7 @@ def _value(args: Any) -> _Fill:
     return lambda tensor: tensor.fill_(args[-1])
 
 
-# What fills a new tensor, and which argument says how large it is.
+# For each factory: the index of its size argument, and the function that fills the tensor.
 _FACTORIES: dict[Any, tuple[int, Callable[..., _Fill | None]]] = {
     **dict.fromkeys((_aten.empty, _aten.zeros, _aten.empty_like, _aten.zeros_like), (0, _zeros)),
     **dict.fromkeys((_aten.new_empty, _aten.new_zeros), (1, _zeros)),
@@ -52,17 +52,17 @@ _FACTORIES: dict[Any, tuple[int, Callable[..., _Fill | None]]] = {
 }
 
 
-class LargeTensorsOnDemand(TorchDispatchMode):
-    """A large new tensor (``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand``, ``randn`` ...) is a range of
-    addresses, neither taken nor promised; the first operation on its numbers fills it.
+class LazyLargeTensors(TorchDispatchMode):
+    """Creates large tensors (``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand``, ``randn`` ...) lazily.
 
-    One stack of experts can be larger than what a host that holds shards only would grant. A parameter that goes to
-    the meta device is never filled. Buffers are filled when they are used.
+    A large new tensor only reserves address space, without committing memory; the first operation on its values fills
+    it. One stack of experts can exceed the memory of a host that is sized for shards. A parameter that moves to the
+    meta device is never filled. Buffers are filled when they are used.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # While a weak reference lives, no other storage gets its address.
+        # While a weak reference exists, its storage address is not reused.
         self._unfilled: dict[int, tuple[StorageWeakRef, torch.dtype, _Fill]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,9 +76,9 @@ class LargeTensorsOnDemand(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def fill(self, tensors: Any = None) -> None:
-        """Give numbers to those of ``tensors`` that have none yet; None: to all that still exist."""
+        """Fill those of ``tensors`` that are not filled yet; None: all that still exist."""
         if tensors is None:
-            self._unfilled = {key: held for key, held in self._unfilled.items() if not held[0].expired()}
+            self._unfilled = {key: entry for key, entry in self._unfilled.items() if not entry[0].expired()}
             storages = {key: torch.UntypedStorage._new_with_weak_ptr(key) for key in self._unfilled}
         else:
             storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -100,7 +100,7 @@ class LargeTensorsOnDemand(TorchDispatchMode):
         like = func(*args, **{**kwargs, "device": "meta"})
         if numel * like.dtype.itemsize < LARGE_BYTES:
             return None
-        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; Python names it since 3.13
+        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux value; defined by Python since 3.13
         memory = mmap.mmap(-1, numel * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
         made = torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
         if (fill := filling(args)) is not None:

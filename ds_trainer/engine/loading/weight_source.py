@@ -1,7 +1,7 @@
-"""Where the numbers of a model come from whose parameters are on the meta device.
+"""Weight sources: provide the weights of a model whose parameters are on the meta device.
 
-A model on meta has names, shapes and types and takes no memory. Its *weight source* gives the elements of any shard of
-any parameter, so that a rank asks for no more than it will hold.
+A model on meta has names, shapes and dtypes and takes no memory. Its *weight source* provides the elements of any shard
+of any parameter, so that a rank reads no more than it will hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from ds_trainer.parallel.places import Place
+from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils.errors import ConfigError
 
 _ATTRIBUTE = "_ds_trainer_weight_source"
@@ -20,52 +20,53 @@ _ATTRIBUTE = "_ds_trainer_weight_source"
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Gives the elements of parameters and persistent buffers.
+    """Provides the elements of parameters and persistent buffers.
 
-    Names are those of ``model.named_parameters()`` and ``model.named_buffers()``; a tied weight has its first name.
+    Names are those of ``model.named_parameters()`` and ``model.named_buffers()``; a tied weight uses its first name.
     """
 
     def has(self, name: str) -> bool:
-        """Whether it knows this tensor."""
+        """Whether the source provides this tensor."""
 
-    def fill(self, name: str, place: Place, target: torch.Tensor) -> None:
-        """Write ``len(place)`` elements of the tensor into ``target``.
+    def fill(self, name: str, shard_slice: ShardSlice, target: torch.Tensor) -> None:
+        """Write ``len(shard_slice)`` elements of the tensor to ``target``.
 
         Args:
-            name: of a tensor that it :meth:`has`.
-            place: which elements; its ``shape`` is that of the whole tensor.
-            target: flat, contiguous, ``[len(place)]``, on any device, of the type that the engine wants; elements of
-                another type are converted.
+            name: a tensor for which :meth:`has` is true.
+            shard_slice: the elements; its ``shape`` is the full shape of the tensor.
+            target: flat, contiguous, ``[len(shard_slice)]``, on any device; elements are cast to its dtype.
 
         Raises:
-            ConfigError: the tensor has another shape there.
+            ConfigError: the shape of the tensor in the source differs.
         """
 
 
-class FirstThatHas:
-    """Several sources as one: each tensor comes from the first that has it."""
+class ChainedSource:
+    """Combines several sources: each tensor comes from the first source that has it."""
 
     def __init__(self, sources: Sequence[WeightSource]) -> None:
         self.sources = list(sources)
 
-    def _of(self, name: str) -> WeightSource | None:
+    def _find(self, name: str) -> WeightSource | None:
         return next((source for source in self.sources if source.has(name)), None)
 
     def has(self, name: str) -> bool:
-        return self._of(name) is not None
+        """Whether this source holds the tensor."""
+        return self._find(name) is not None
 
-    def fill(self, name: str, place: Place, target: torch.Tensor) -> None:
-        source = self._of(name)
+    def fill(self, name: str, shard_slice: ShardSlice, target: torch.Tensor) -> None:
+        """Write the elements of a shard into ``target``."""
+        source = self._find(name)
         if source is None:
-            raise ConfigError(f"Nothing says what the weights of {name} are.")
-        source.fill(name, place, target)
+            raise ConfigError(f"No weight source provides {name}.")
+        source.fill(name, shard_slice, target)
 
 
-def attach_weights(model: nn.Module, source: WeightSource) -> None:
-    """Say where the weights of ``model``, which is on meta, come from."""
+def attach_weight_source(model: nn.Module, source: WeightSource) -> None:
+    """Set the weight source of ``model``, which is on meta."""
     object.__setattr__(model, _ATTRIBUTE, source)
 
 
-def attached_weights(model: nn.Module) -> WeightSource | None:
-    """What :func:`attach_weights` said; None for a model that has its weights, or that nobody said anything of."""
+def attached_weight_source(model: nn.Module) -> WeightSource | None:
+    """Returns the source set by :func:`attach_weight_source`; None if there is none."""
     return getattr(model, _ATTRIBUTE, None)

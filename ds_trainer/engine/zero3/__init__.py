@@ -1,1 +1,1 @@
-"""What ZeRO-3 needs besides DeepSpeed's own: leaf modules, and a guard over the order in which modules run."""
+"""Additions to DeepSpeed's ZeRO-3: MoE leaf modules, and a guard over the order in which modules run."""

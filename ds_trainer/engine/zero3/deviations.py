@@ -1,8 +1,8 @@
-"""``Deviations``: a rank that is about to run a module where all ranks ran another one before asks the others.
+"""``Deviations``: a rank that is about to deviate from the known order of modules first queries the other ranks.
 
-The training threads of the others cannot answer: if they continue as before, they wait in a gather. So the question
-goes through the store of the process group, and a thread of each rank answers if its rank has not moved between two
-looks. Nothing is sent while all ranks repeat what they did before.
+The training threads of the other ranks cannot answer: if they continue as before, they are blocked in a gather. So the
+query goes through the store of the process group, and a background thread of each rank answers if its rank has not
+moved between two checks. Nothing is sent while all ranks follow the known order.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
+from ds_trainer.utils.store import side_store
 from ds_trainer.utils.threads import new_thread
 
-LOOK_SECONDS = 2.0  # a rank that stands still for other reasons (a save) asks the store as often
+LOOK_SECONDS = 2.0  # also the interval of store queries while a rank is idle for other reasons (a save)
 _LONGEST_PAUSE = 0.25
 
 Position = tuple[int, int]
@@ -26,56 +25,55 @@ Position = tuple[int, int]
 
 
 class Deviations:
-    """What one group of ranks asks each other.
+    """Queries about deviations within one group of ranks.
 
     Args:
-        name: of this object in the store; the same on all ranks of the group, and no other's.
-        ranks: how many the group has.
-        position: where this rank is.
-        describe: what this rank says of itself to a rank that has gone another way.
+        name: key prefix in the store; the same on all ranks of the group, and unique to the group.
+        ranks: size of the group.
+        position: returns this rank's position.
+        describe: returns this rank's description for error messages on ranks that took another path.
     """
 
     def __init__(
         self, name: str, ranks: int, position: Callable[[], Position], describe: Callable[[], dict[str, Any]]
     ) -> None:
         self._name, self._ranks, self._position, self._describe = name, ranks, position, describe
-        self._number = 0  # of deviations that all ranks had alike
+        self._number = 0  # deviations so far in which all ranks agreed
         self._store: Any = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        # The thread must not keep an engine alive that nobody has closed.
+        # The thread must not keep an unclosed engine alive.
         new_thread(_watch, weakref.ref(self), self._closed, name="ds_trainer-deviations").start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stops the background thread."""
         self._closed.set()
 
     def ask(self, position: Position, event: int) -> dict[str, Any] | None:
-        """Wait until all ranks have come to ``position``.
+        """Waits until all ranks have reached ``position``.
 
         Returns:
-            None where all of them go on with ``event``; else what another one says of itself.
+            None if all of them continue with ``event``; else the description of a rank that does not.
         """
         store = self._connection()
-        own = {**self._describe(), "position": list(position), "event": event}
-        said = store.compare_set(self._key("claim"), "", json.dumps(own))
-        first: dict[str, Any] = json.loads(said)
-        if first["position"] != own["position"] or first["event"] != event:
-            store.compare_set(self._key("conflict"), "", json.dumps(own))
+        claim = {**self._describe(), "position": list(position), "event": event}
+        first: dict[str, Any] = json.loads(store.compare_set(self._key("claim"), "", json.dumps(claim)))
+        if first["position"] != claim["position"] or first["event"] != event:
+            store.compare_set(self._key("conflict"), "", json.dumps(claim))
             return first
-        came, pause = store.add(self._key("count"), 1), 0.005
-        while came < self._ranks:
+        arrived, pause = store.add(self._key("count"), 1), 0.005
+        while arrived < self._ranks:
             if store.check([self._key("conflict")]):
                 other: dict[str, Any] = json.loads(store.get(self._key("conflict")))
                 return other
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-            came = store.add(self._key("count"), 0)
+            arrived = store.add(self._key("count"), 0)
         self._number += 1
         return None
 
     def look(self, before: Any) -> Any:
-        """Answer who asks, where this rank is still where it was at the last look; returns where it is."""
+        """Answers a pending query if this rank has not moved since the last check; returns its position."""
         here = (self._number, self._position())
         if here == before:
             self._answer(*here)
@@ -93,22 +91,21 @@ class Deviations:
         return f"{self._name}/{self._number if number is None else number}/{what}"
 
     def _connection(self) -> Any:
-        """A connection of its own: that of the process group may be busy. Made when there is something to ask."""
+        """A separate connection, created at first use: that of the process group may be busy."""
         with self._lock:
             if self._store is None:
-                default: Any = dist.distributed_c10d._get_default_store()
-                self._store = default.clone()
+                self._store = side_store()
             return self._store
 
 
 def _watch(deviations: weakref.ref[Deviations], closed: threading.Event) -> None:
     before: Any = None
     while not closed.wait(LOOK_SECONDS):
-        asked = deviations()
-        if asked is None:
+        watched = deviations()
+        if watched is None:
             return
         try:
-            before = asked.look(before)
+            before = watched.look(before)
         except (RuntimeError, OSError):
-            return  # the rank that holds the store is gone: utils.failures tells of that
-        del asked
+            return  # the rank that hosts the store is gone; utils.failures reports it
+        del watched

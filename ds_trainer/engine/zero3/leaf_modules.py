@@ -1,14 +1,13 @@
-"""MoE blocks as ZeRO-3 leaf modules: all experts of a block are gathered together, whichever of them get tokens.
+"""Makes MoE blocks ZeRO-3 leaf modules: all experts of a block are gathered together, regardless of routing.
 
 ZeRO-3 gathers a module's parameters when the module is called, and a gather needs all ranks. An expert that is a
-module of its own is called only where it gets tokens: the others wait for ever. DeepSpeed has leaf modules for that,
-and a list of three classes; here MoE blocks are found by their structure. Models that stack the experts of a block into
-one parameter, as transformers does since version 5, need no leaf module and get none.
+separate module is called only on ranks that route tokens to it: the other ranks hang. DeepSpeed has leaf modules for
+this, and a list of three classes; this module finds MoE blocks by structure. Models that stack the experts of a block
+into one parameter, as transformers does since version 5, need no leaf module and get none.
 
-**The structure.** A list of at least two modules that are alike (class, names and shapes of the parameters), each
-without parameters that are vectors by themselves (a norm, as every transformer layer has); and, in the module that
-owns the list or the one around that, a router: a matrix with one row for each of them, as wide as what they read. The
-whole model is never a leaf.
+**The structure.** A list of at least two identical modules (class, parameter names and shapes), without submodules that
+have only vectors as parameters (norms, as in every transformer layer); and, in the module that contains the list or in
+its parent, a router: a matrix with one row per expert, as wide as the experts' input. The full model is never a leaf.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import nn
 
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules of ``model`` whose experts are modules of their own, by name; the outermost where one holds another."""
+    """Modules of ``model`` whose experts are separate modules, by name; the outermost if they are nested."""
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for name, module in modules.items():
@@ -33,8 +32,8 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {name: found[name] for name in found if not any(name.startswith(f"{other}.") for other in found)}
 
 
-def make_leaves(model: nn.Module) -> list[str]:
-    """Mark the MoE blocks of ``model`` as leaf modules, before ``deepspeed.initialize``; returns their names."""
+def mark_leaf_modules(model: nn.Module) -> list[str]:
+    """Marks the MoE blocks of ``model`` as leaf modules, before ``deepspeed.initialize``; returns their names."""
     from deepspeed.utils import set_z3_leaf_module
 
     blocks = moe_blocks(model)
@@ -43,13 +42,13 @@ def make_leaves(model: nn.Module) -> list[str]:
     return list(blocks)
 
 
-def reduce_leaves_in_time(model: nn.Module) -> None:
-    """Reduce the gradients of leaf modules when all of them are computed, not before.
+def delay_leaf_reduction(model: nn.Module) -> None:
+    """Delays the reduction of a leaf module's gradients until all of them are computed.
 
     DeepSpeed 0.19.8 reduces them in the module's full backward hook. PyTorch runs that hook when the gradients of the
-    module's positional inputs are known; if none of those requires one, it runs before any parameter has its gradient.
-    DeepSpeed then reduces zeros, and the backward pass crashes. So the input is passed by position here, and requires
-    a gradient.
+    module's positional inputs are known; if none of the inputs requires a gradient, it runs before any parameter has
+    its gradient. DeepSpeed then reduces zeros, and the backward pass crashes. So a forward pre-hook passes the input by
+    position and makes it require a gradient.
     """
     from deepspeed.utils import get_z3_leaf_modules
 
@@ -65,7 +64,7 @@ def reduce_leaves_in_time(model: nn.Module) -> None:
 
 
 class _InputNeedsGradient:
-    """What is done before the forward pass; ``names`` are those of the arguments that can be passed by position."""
+    """The forward pre-hook; ``names`` are the arguments that can be passed by position."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -87,7 +86,7 @@ class _InputNeedsGradient:
 
 
 def _block_around(name: str, experts: list[nn.Module], modules: dict[str, nn.Module]) -> str:
-    """The name of the MoE block that holds the list ``name`` of ``experts``; empty where there is none."""
+    """The name of the MoE block that contains the list ``name`` of ``experts``; empty if it is not an MoE block."""
     if len(experts) < 2 or not _are_experts(experts):
         return ""
     own = {id(parameter) for expert in experts for parameter in expert.parameters()}
@@ -95,7 +94,7 @@ def _block_around(name: str, experts: list[nn.Module], modules: dict[str, nn.Mod
     around = name
     for _ in range(2):
         around = around.rpartition(".")[0]
-        if not around:  # the whole model
+        if not around:  # the full model
             return ""
         rest = [p for p in _candidates(modules[around]) if id(p) not in own]
         if any(_shape(p)[0] == len(experts) and _shape(p)[1] in widths for p in rest if len(_shape(p)) == 2):
@@ -115,17 +114,17 @@ def _are_experts(modules: list[nn.Module]) -> bool:
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """Class, and names and shapes of the parameters; empty where there are none."""
+    """The class and the names and shapes of the parameters; empty without parameters."""
     shapes = tuple((name, _shape(parameter)) for name, parameter in module.named_parameters())
     return (type(module), *shapes) if shapes else ()
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that may be a router's: not those of embeddings."""
+    """Parameters that may belong to a router; excludes embeddings."""
     for part in module.modules():
         if not isinstance(part, nn.Embedding):
             yield from part.parameters(recurse=False)
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # the whole one where ZeRO-3 has partitioned it
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # the full shape of a ZeRO-3 shard

@@ -1,18 +1,18 @@
-"""``ModuleGuard``: under ZeRO-3, ranks that are about to run different modules end with an error instead of a hang.
+"""``ModuleGuard``: raises an error if ranks are about to run different modules under ZeRO-3, instead of a hang.
 
-ZeRO-3 gathers the parameters of a module when it is called, and reduces gradients in the order in which they come. Both
-need all ranks. A rank whose micro-batch leaves a module out (no images for the vision tower) goes on to another gather:
-the ranks wait for ever or, where sizes are equal, get parameters of different modules and never know.
+ZeRO-3 gathers the parameters of a module when it is called, and reduces gradients in the order in which they arrive.
+Both need all ranks. A rank whose micro-batch skips a module (no images for the vision tower) enters a different gather:
+the ranks hang or, if sizes are equal, silently receive parameters of different modules.
 
-The guard sees every module before its gather, every gradient before its reduction, forward and backward:
+The guard observes every module before its gather and every gradient before its reduction, forward and backward:
 
-* Where all ranks have always done the same at this point, nothing is sent. That is the steady state.
-* In the first pass, an all-reduce of two numbers before each gather compares what the ranks have done since the last
-  one. The same happens where ranks have continued in different ways before, all together.
-* A rank that is about to run something new at a known point knows that before it gathers, and asks the others
-  (:mod:`ds_trainer.engine.zero3.deviations`). Text-only micro-batches on all ranks are no error.
+* At a point with only one known continuation, nothing is sent. This is the steady state.
+* In the first pass, an all-reduce of two numbers before each gather compares the ranks' events since the previous one.
+  The same happens at points where all ranks together have continued in several ways.
+* A rank that is about to run something new at a known point detects this before its gather, and queries the others
+  (:mod:`ds_trainer.engine.zero3.deviations`). Text-only micro-batches on all ranks are valid.
 
-So no gather is ever entered unless all ranks enter it.
+So no rank ever enters a gather that the others do not enter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ds_trainer.engine.zero3.module_paths import ModulePaths
 from ds_trainer.utils import distributed
 
 _END, _REDUCED = 0, 1
-_FIRST = 2  # from here on modules have even numbers, gradients odd ones
-_made = itertools.count()
+_FIRST = 2  # from here on, modules have even numbers and gradients odd ones
+_guards = itertools.count()
 
 _REMEDY = (
     "ZeRO-3 gathers the parameters of a module on all ranks together, so in each micro-batch all ranks must call the "
@@ -46,7 +46,7 @@ class ModulesDiffer(RuntimeError):
 
 
 def guard_modules(engine: Any) -> ModuleGuard | None:
-    """Guard DeepSpeed's ``engine``; None where it does not gather parameters from other ranks."""
+    """Returns a guard of DeepSpeed's ``engine``; None if the engine does not gather parameters from other ranks."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
@@ -56,14 +56,14 @@ def guard_modules(engine: Any) -> ModuleGuard | None:
 
 
 class ModuleGuard:
-    """Guards one engine, from now on.
+    """Guards one engine until :meth:`close`.
 
     Args:
-        engine: DeepSpeed's, with ZeRO-3; it may train or not.
-        offload: what gathers its parameters.
+        engine: DeepSpeed's engine with ZeRO-3, for training or evaluation.
+        offload: DeepSpeed's object that gathers its parameters.
 
     Attributes:
-        step, micro_batch: where training is, counted from 1; for messages.
+        step, micro_batch: current step and micro-batch, counted from 1; for messages.
     """
 
     def __init__(self, engine: Any, offload: Any) -> None:
@@ -74,24 +74,24 @@ class ModuleGuard:
         self._group: Any = offload.dp_process_group
         self._device = distributed.collective_device()
         self._paths = ModulePaths()
-        self._new: list[int] = []  # steps that the ranks have not compared yet
+        self._new: list[int] = []  # events that the ranks have not compared yet
         self._passes = 0
         self._inputs: tuple[str, ...] = ()
         self._lock = threading.Lock()  # a leaf module's hooks may run in several threads of the backward pass
         self.step = self.micro_batch = 0
         ranks = torch.distributed.get_process_group_ranks(self._group)
-        name = f"ds_trainer/modules/{next(_made)}/{ranks[0]}"
+        name = f"ds_trainer/modules/{next(_guards)}/{ranks[0]}"
         self._deviations = Deviations(name, len(ranks), self._position, self._describe)
         begin = torch.compiler.disable(self._begin)  # torch compiles a module together with its hooks
         self._hook = self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        # Where DeepSpeed's hooks are taken off, since all weights are gathered, ranks may run what they like.
+        # Removed together with DeepSpeed's hooks when all weights are gathered: then ranks may run different modules.
         offload.forward_hooks.append(self._hook)
         self._watch_gathers(offload.get_param_coordinator())
         if offload is not engine.optimizer:
             self._watch_reductions(engine.optimizer)
 
     def close(self) -> None:
-        """Guard no more."""
+        """Stops guarding."""
         self._deviations.close()
         self._hook.remove()
         self._follow = lambda event, module=None: None  # type: ignore[method-assign]
@@ -132,16 +132,16 @@ class ModuleGuard:
         self._paths.begin((module.training, torch.is_grad_enabled()))
 
     def _follow(self, event: int, module: nn.Module | None = None) -> None:
-        """All ranks are to do ``event`` now: nobody gathers or reduces before that is known.
+        """Verifies that all ranks continue with ``event``, before a gather or reduction.
 
         Raises:
-            ModulesDiffer: not all do.
+            ModulesDiffer: they do not.
         """
         with self._lock:
             if not self._paths.follow(event):
                 self._agree(event, module)
 
-    # -- where it is not known already --------------------------------------------------------------------------------
+    # -- an event that no earlier pass had ----------------------------------------------------------------------------
 
     def _agree(self, event: int, module: nn.Module | None) -> None:
         known = self._paths.known
@@ -152,42 +152,42 @@ class ModuleGuard:
                 self._raise([(self._describe(), event), (other, does)])
         else:
             self._new.append(event)
-            # What needs no other rank can be compared later.
+            # Events without a gather can be compared later.
             if known or module is None or _gathers(module):
                 self._compare()
         self._paths.take(event)
 
     def _compare(self) -> None:
-        """Whether all ranks have done the same since they were compared last. Collective; waits for the device."""
-        number = zlib.crc32(repr(self._new).encode())
-        found = torch.tensor([number, -number], device=self._device)
-        self._all_reduce(found, op=self._maximum, group=self._group)
-        if found.tolist() != [number, -number]:
-            said: list[Any] = [None] * distributed.group_size(self._group)
-            torch.distributed.all_gather_object(said, (self._describe(), self._new), group=self._group)
-            place = next(i for i in itertools.count() if len({tuple(new[i : i + 1]) for _, new in said}) > 1)
-            different: dict[int, dict[str, Any]] = {}  # one rank for each way
-            for who, new in said:
-                different.setdefault(new[place] if place < len(new) else _END, who)
-            self._raise([(who, event) for event, who in different.items()])
+        """Compares the ranks' events since the last comparison. Collective; synchronizes the device."""
+        checksum = zlib.crc32(repr(self._new).encode())
+        maxima = torch.tensor([checksum, -checksum], device=self._device)
+        self._all_reduce(maxima, op=self._maximum, group=self._group)
+        if maxima.tolist() != [checksum, -checksum]:
+            reports: list[Any] = [None] * distributed.group_size(self._group)
+            torch.distributed.all_gather_object(reports, (self._describe(), self._new), group=self._group)
+            first = next(i for i in itertools.count() if len({tuple(new[i : i + 1]) for _, new in reports}) > 1)
+            different: dict[int, dict[str, Any]] = {}  # one rank for each continuation
+            for rank, new in reports:
+                different.setdefault(new[first] if first < len(new) else _END, rank)
+            self._raise([(rank, event) for event, rank in different.items()])
         self._new.clear()
 
-    # -- what is said of it -------------------------------------------------------------------------------------------
+    # -- the error ----------------------------------------------------------------------------------------------------
 
     def _position(self) -> tuple[int, int]:
-        return self._passes, self._paths.place
+        return self._passes, self._paths.depth
 
     def _describe(self) -> dict[str, Any]:
         return {"rank": distributed.rank(), "inputs": list(self._inputs)}
 
-    def _raise(self, ways: list[tuple[dict[str, Any], int]]) -> None:
+    def _raise(self, events: list[tuple[dict[str, Any], int]]) -> None:
         where = f"optimizer step {self.step}, micro-batch {self.micro_batch}" if self._module.training else "evaluation"
-        ways = sorted(ways, key=lambda way: way[0]["rank"])
-        does = "; ".join(f"rank {who['rank']} {self._name(event)}" for who, event in ways)
-        inputs = "; ".join(f"rank {who['rank']}: {', '.join(who['inputs']) or 'positional'}" for who, _ in ways)
+        events = sorted(events, key=lambda entry: entry[0]["rank"])
+        actions = "; ".join(f"rank {one['rank']} {self._name(event)}" for one, event in events)
+        inputs = "; ".join(f"rank {one['rank']}: {', '.join(one['inputs']) or 'positional'}" for one, _ in events)
         raise ModulesDiffer(
-            f"Ranks are about to run different modules under ZeRO-3 ({where}): {does}. Inputs of their micro-batches: "
-            f"{inputs}. {_REMEDY}"
+            f"Ranks are about to run different modules under ZeRO-3 ({where}): {actions}. Inputs of their "
+            f"micro-batches: {inputs}. {_REMEDY}"
         )
 
     def _name(self, event: int) -> str:
@@ -203,7 +203,7 @@ class ModuleGuard:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` have to be gathered before it can run."""
+    """Whether parameters of ``module`` must be gathered before it can run."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module

@@ -1,8 +1,8 @@
-"""``ModulePaths``: in which orders modules have run so far, as all ranks have agreed.
+"""``ModulePaths``: the orders in which modules have run so far, as agreed by all ranks.
 
-A tree. Its nodes are places in a forward and backward pass, its edges what came next there: a module, a gradient, the
-end. All ranks hold the same tree and stand at the same place of it, so each of them knows by itself whether the others
-can have done anything else.
+A tree whose nodes are points in a forward and backward pass, and whose edges are the next event: a module, a gradient,
+or the end. All ranks hold the same tree and are at the same node, so each of them knows without communication whether
+the others may have done something else.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections.abc import Hashable
 Node = dict[int, "Node"]
 
 LONGEST = 1_000_000
-"""Nodes that are kept. A model that takes another way each time (layers dropped at random) begins anew then."""
+"""Maximum number of nodes. The tree of a model that takes a new path each time (LayerDrop) is reset at this size."""
 
 
 class ModulePaths:
-    """The tree, and where this rank is in it.
+    """The tree, and this rank's position in it.
 
     Attributes:
-        place: steps since the pass began.
+        depth: events since the start of the pass.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Node] = {}
         self._node: Node = {}
         self._size = 0
-        self.place = 0
+        self.depth = 0
 
     def begin(self, kind: Hashable) -> None:
-        """A pass begins; passes of another ``kind`` (training, evaluation) have a tree of their own."""
+        """Starts a pass; passes of each ``kind`` (training, evaluation) have a separate tree."""
         if self._size > LONGEST:
             self._roots, self._size = {}, 0
         self._node = self._roots.setdefault(kind, {})
-        self.place = 0
+        self.depth = 0
 
     def follow(self, event: int) -> bool:
-        """Take the step ``event`` if it is the only one that was ever taken here."""
+        """Follows ``event`` if it is the only known continuation, and returns whether it is."""
         node = self._node
         if len(node) != 1 or event not in node:
             return False
         self._node = node[event]
-        self.place += 1
+        self.depth += 1
         return True
 
     @property
     def known(self) -> tuple[int, ...]:
-        """What came next at this place so far."""
+        """The known continuations at the current node."""
         return tuple(self._node)
 
     def take(self, event: int) -> None:
-        """Take the step ``event``, which may be new."""
+        """Follows ``event``, which may be new."""
         if event not in self._node:
             self._node[event] = {}
             self._size += 1
         self._node = self._node[event]
-        self.place += 1
+        self.depth += 1

@@ -1,17 +1,17 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the scripts read what is set here
-# Sourced by the batch scripts beside it: what one start of a job does before its ranks, while they run, and at their end.
+# Sourced by the batch scripts in this directory: what a job does before, while and after its ranks run.
 #
 #   DS_TRAINER_ACTIVATE   a file to source first: module load ..., conda activate ...
-#   DS_TRAINER_VENV       a virtual environment to activate (default: .venv in the job's folder, where there is one)
-#   DS_TRAINER_CONTAINER  words before python, as in "apptainer exec --nv image.sif"
-#   DS_TRAINER_SRUN_ARGS  more words for srun, as in "--container-image=image.sqsh --mpi=none"
-#   NPROC                 processes of each node under torchrun (default: the GPUs of the node, else 1)
-#   MAX_RESTARTS          how often one job may be started again, by whomever (default 50)
-#   DS_TRAINER_AUTO_RESUME=0   begin anew after a restart instead of going on from the latest checkpoint
+#   DS_TRAINER_VENV       a virtual environment to activate (default: .venv in the job's directory, if it exists)
+#   DS_TRAINER_CONTAINER  prefix of the python command, such as "apptainer exec --nv image.sif"
+#   DS_TRAINER_SRUN_ARGS  extra arguments for srun, such as "--container-image=image.sqsh --mpi=none"
+#   NPROC                 ranks per node under torchrun (default: the GPUs of the node, else 1)
+#   MAX_RESTARTS          how often the job may be restarted in total (default 50)
+#   DS_TRAINER_AUTO_RESUME=0   start over after a restart instead of resuming from the latest checkpoint
 #
-# The ranks' exit codes decide the end: 75 (stopped at a checkpoint, start me again) and 76 (hung) requeue the job, every
-# other end is final. After a preemption or the loss of a node SLURM requeues it. docs/slurm.md tells the whole chain.
+# The ranks' exit codes decide what follows: 75 (stopped at a checkpoint) and 76 (stalled) requeue the job, all other
+# codes are final. After a preemption or the loss of a node SLURM requeues the job. See docs/how-to/slurm.md.
 
 say() { printf '[slurm] %s\n' "$*"; }
 
@@ -20,15 +20,15 @@ die() {
     exit 1
 }
 
-# Sets `command` (what a rank runs), `agent` and `rank` (words to put before what srun starts once for a node and once
-# for a rank), and the environment of the ranks.
+# Sets `command` (what a rank runs) and the environment of the ranks. `agent` and `rank`, below, are prefixes of the
+# commands that srun starts once per node and once per rank.
 prepare() {
-    [ -n "${SLURM_JOB_ID:-}" ] || die "this is a batch script: start it with sbatch."
-    [ $# -gt 0 ] || die "name what to train: sbatch SCRIPT RECIPE.yaml [--section.key value ...], or a Python script."
+    [ -n "${SLURM_JOB_ID:-}" ] || die "this is a batch script; submit it with sbatch."
+    [ $# -gt 0 ] || die "no recipe or script given: sbatch SCRIPT RECIPE.yaml [--section.key value ...], or a Python script."
     restarts="${SLURM_RESTART_COUNT:-0}" max_restarts="${MAX_RESTARTS:-50}"
-    [[ "$max_restarts" =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$max_restarts: a whole number is needed."
+    [[ "$max_restarts" =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$max_restarts must be a whole number."
     say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart $restarts of at most $max_restarts"
-    [ "$restarts" -le "$max_restarts" ] || die "MAX_RESTARTS=$max_restarts are used up."
+    [ "$restarts" -le "$max_restarts" ] || die "no restarts left (MAX_RESTARTS=$max_restarts)."
     activate
 
     case "$1" in
@@ -37,36 +37,36 @@ prepare() {
         *) command=("$@") ;;
     esac
     read -r -a container <<<"${DS_TRAINER_CONTAINER:-}"
-    read -r -a srun_words <<<"${DS_TRAINER_SRUN_ARGS:-}"
+    read -r -a srun_args <<<"${DS_TRAINER_SRUN_ARGS:-}"
     nproc="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
 
-    # What this start of the job leaves on the shared disk, beside its log: the request to stop, the ranks' exit codes.
+    # Files of this run of the job on the shared disk, next to its log: the stop request, the ranks' exit codes.
     state="$PWD/slurm-$SLURM_JOB_ID.state"
     export DS_TRAINER_RANK_CODES="$state/codes.$restarts" DS_TRAINER_STOP_FILE="$state/stop.$restarts"
     rm -rf "$DS_TRAINER_RANK_CODES" "$DS_TRAINER_STOP_FILE"
     mkdir -p "$DS_TRAINER_RANK_CODES"
-    # Where a slurmd died and not its node, ranks of an earlier start go on unseen: they are asked to stop.
+    # If only a slurmd died and not its node, ranks of an earlier run are still running: ask them to stop.
     for ((earlier = 0; earlier < restarts; earlier++)); do touch "$state/stop.$earlier"; done
     export DS_TRAINER_AUTO_RESUME="${DS_TRAINER_AUTO_RESUME:-1}"
-    # The trainer asks squeue, which knows of later changes, too; inside a container it cannot.
+    # The trainer also queries squeue, which knows later changes; inside a container it cannot.
     unset DS_TRAINER_JOB_END
     job_end="$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)" || job_end=""
     if [ ${#container[@]} -gt 0 ] && [ -n "$job_end" ]; then export DS_TRAINER_JOB_END="$job_end"; fi
 
-    # sbatch passes the environment of its caller on: nothing of another launcher may come with it.
+    # sbatch passes on the environment of its caller: remove the variables of other launchers.
     unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK
     MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
     export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
-    # Since SLURM 22.05 srun no longer takes it over by itself.
+    # Since SLURM 22.05 srun does not inherit it.
     if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
 }
 
 activate() {
     local venv="${DS_TRAINER_VENV:-$PWD/.venv}"
-    # Other people's scripts need not be written for these.
+    # User scripts may not support these options.
     set +eu
     if [ -n "${DS_TRAINER_ACTIVATE:-}" ]; then
-        [ -f "$DS_TRAINER_ACTIVATE" ] || die "DS_TRAINER_ACTIVATE=$DS_TRAINER_ACTIVATE is no file."
+        [ -f "$DS_TRAINER_ACTIVATE" ] || die "DS_TRAINER_ACTIVATE=$DS_TRAINER_ACTIVATE is not a file."
         # shellcheck disable=SC1090
         source "$DS_TRAINER_ACTIVATE" || die "$DS_TRAINER_ACTIVATE failed."
     fi
@@ -74,18 +74,18 @@ activate() {
     if [ -d "$venv/bin" ]; then
         export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
     elif [ -n "${DS_TRAINER_VENV:-}" ]; then
-        die "DS_TRAINER_VENV=$DS_TRAINER_VENV is no virtual environment."
+        die "DS_TRAINER_VENV=$DS_TRAINER_VENV is not a virtual environment."
     fi
 }
 
-# Before torchrun: it would die of the signal that is meant for its ranks.
+# Prefix of torchrun, which USR1 would kill; the signal is meant for its ranks.
 # shellcheck disable=SC2016
 agent=(bash -c 'trap "" USR1; exec "$@"' agent)
 
-# Before a rank. Python without a handler yet would die of USR1, so it starts with the signal ignored; the trainer's
-# handler takes its place. Bash handles TERM when its child, which gets it too, has ended. The code goes to a file, since
-# torchrun turns all codes into 1, and srun gives only the highest. The agreed ends count as success for srun and
-# torchrun, or the first rank to end would have the others killed.
+# Prefix of a rank. USR1 would kill a Python process that has no handler yet, so it starts with the signal ignored; the
+# trainer later installs its handler. Bash handles TERM after its child, which receives it too, has ended. The exit code
+# is written to a file, since torchrun turns all codes into 1 and srun returns only the highest. Codes that the ranks have
+# agreed on count as success for srun and torchrun; otherwise the first rank to end would have the others killed.
 # shellcheck disable=SC2016
 rank=(bash -c '
     trap "" USR1
@@ -98,15 +98,15 @@ rank=(bash -c '
     printf "%d\n" "$code" >"$DS_TRAINER_RANK_CODES/$RANK"
     case "$code" in 75 | 77) exit 0 ;; *) exit "$code" ;; esac' rank)
 
-# Runs the job's one step and ends the script. The arguments are those of srun.
+# Runs the job step and ends the script. The arguments are those of srun.
 run_job() {
     local step code=0 interrupted=1
     by_slurm=0
     trap 'interrupted=1; stop_ranks' USR1
     trap 'interrupted=1; by_slurm=1' TERM
-    srun --kill-on-bad-exit=1 ${srun_words[@]+"${srun_words[@]}"} "$@" &
+    srun --kill-on-bad-exit=1 ${srun_args[@]+"${srun_args[@]}"} "$@" &
     step=$!
-    # A trap interrupts `wait`, and a job may get several signals.
+    # A trap interrupts `wait`, and a job may receive several signals.
     while [ "$interrupted" = 1 ]; do
         interrupted=0 code=0
         wait "$step" || code=$?
@@ -114,10 +114,10 @@ run_job() {
     finish "$code"
 }
 
-# The file is for ranks that are too young to have a handler, the signal for plain scripts that handle nothing else. Once
-# only: the trainer takes a second signal for haste.
+# The file reaches ranks that have no handler yet, the signal reaches scripts that handle only signals. Sent once, because
+# a second signal tells the trainer to hurry.
 stop_ranks() {
-    # No bare `return`: in a trap it gives the status of what was interrupted, 138, which ends the script.
+    # No bare `return`: in a trap it returns the status of the interrupted command, 138, which ends the script.
     if [ ! -e "$DS_TRAINER_STOP_FILE" ]; then
         say "asking the ranks to stop at a checkpoint"
         touch "$DS_TRAINER_STOP_FILE"
@@ -125,46 +125,46 @@ stop_ranks() {
     fi
 }
 
-# How often SLURM has started this job again; what this start was told where it does not answer.
+# How often SLURM has restarted this job; if scontrol fails, the number at the start of this run.
 restarts_now() {
-    local told
-    told="$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -o ' Restarts=[0-9]*')" || true
-    printf '%s' "${told##*=}" | grep . || printf '%s' "$restarts"
+    local shown
+    shown="$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -o ' Restarts=[0-9]*')" || true
+    printf '%s' "${shown##*=}" | grep . || printf '%s' "$restarts"
 }
 
-# Ends the script with the code of the ranks; requeues the job first where that is for.
+# Ends the script with the code of the ranks; requeues the job first if that code requests it.
 finish() {
-    local code="$1" said again=0 now
-    said=" $({ cat "$DS_TRAINER_RANK_CODES"/* 2>/dev/null || true; } | sort -nu | tr '\n' ' ')"
+    local code="$1" codes again=0 now
+    codes=" $({ cat "$DS_TRAINER_RANK_CODES"/* 2>/dev/null || true; } | sort -nu | tr '\n' ' ')"
     # The failure of one rank has srun end the others by a signal (128 and more): the smallest code is the cause.
-    if [[ "$said" =~ ' '([1-9][0-9]*) ]]; then code="${BASH_REMATCH[1]}"; fi
-    case "$said" in
+    if [[ "$codes" =~ ' '([1-9][0-9]*) ]]; then code="${BASH_REMATCH[1]}"; fi
+    case "$codes" in
         *" 2 "*) code=2 ;;
         *" 77 "*) code=77 ;;
         *" 75 "*) code=75 again=1 ;;
         *" 76 "*) code=76 again=1 ;;
     esac
-    if [ "$said" = " " ]; then # they were killed with all around them, and srun may say 0
-        said=" nothing said " code="$((code > 0 ? code : 1))"
+    if [ "$codes" = " " ]; then # the ranks and their wrappers were killed, and srun may return 0
+        codes=" no exit codes " code="$((code > 0 ? code : 1))"
     fi
-    say "the ranks ended with${said% }, srun with $1"
+    say "the ranks ended with${codes% }, srun with $1"
     if [ "$(restarts_now)" -gt "$restarts" ]; then
-        say "this was start $restarts; SLURM has started the job again meanwhile, and that start goes on with it"
+        say "this was run $restarts; SLURM has already restarted the job, and that run continues it"
         exit "$code"
     fi
     now="$(date +%s)"
     if [ "$by_slurm" = 1 ] && [ "$now" -lt "$((${job_end:-$now + 60} - 10))" ]; then
-        say "SLURM ends the job (scancel, preemption, a dead node): whether it starts again is SLURM's to say"
+        say "SLURM ended the job (scancel, preemption, a dead node) and decides whether to restart it"
         exit "$code"
     fi
     if [ "$again" = 0 ]; then
         rm -rf "$state"
     elif [ "$restarts" -ge "$max_restarts" ]; then
-        say "not requeued: MAX_RESTARTS=$max_restarts are used up"
+        say "not requeued: no restarts left (MAX_RESTARTS=$max_restarts)"
     else
         say "requeueing"
         scontrol requeue "$SLURM_JOB_ID" ||
-            say "not by this script: SLURM has done it already, or the job was submitted with --no-requeue"
+            say "not requeued by this script: SLURM has already done it, or the job was submitted with --no-requeue"
     fi
     exit "$code"
 }

@@ -1,8 +1,8 @@
-"""How far the clocks of the machines are apart, measured by messages through the store of the process group.
+"""Clock skew between the machines, measured by messages through the store of the process group.
 
-A rank notes its time, asks the main process for its own, and notes its time again when the answer is there. The main
-process's clock stood at its answer somewhere in between: the difference to the middle is the skew, half of the time in
-between is how wrong that may be at most. The quickest of a few rounds counts.
+A rank reads its clock, asks the main process for its time, and reads its clock again when the answer arrives. The main
+process answered somewhere in between. So the skew is the difference to the midpoint, and its uncertainty is half the
+round trip. The fastest of a few round trips counts.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
-
-from ds_trainer.monitor.doctor.findings import Finding, Level, Place
+from ds_trainer.monitor.doctor.findings import Finding, Level, RankHost
 from ds_trainer.utils import distributed
+from ds_trainer.utils.collective_limit import collective_limit
+from ds_trainer.utils.store import RankStore, expiry
 
-ROUNDS = 5
-APART, FAR_APART = 1.0, 60.0  # seconds
+ROUND_TRIPS = 5
+WARN_SECONDS, FAIL_SECONDS = 1.0, 60.0
 _measured = itertools.count()
 
 
 @dataclass(frozen=True)
 class Skew:
-    """A clock against the main process's: ``seconds`` ahead of it (negative: behind), give or take ``uncertainty``."""
+    """A clock relative to the main process's: ``seconds`` ahead of it (negative: behind), plus or minus
+    ``uncertainty``.
+    """
 
     seconds: float
     uncertainty: float
@@ -37,53 +38,54 @@ def now() -> float:
 
 
 def measure_skews(asking: Sequence[int]) -> Skew | None:
-    """The skew of this rank's clock. Collective: every rank calls it with the same ranks ``asking``.
+    """The skew of this rank's clock. Collective: every rank passes the same ranks ``asking``.
 
     Returns:
-        None on a rank that does not ask.
+        None on ranks that are not in ``asking``.
     """
     if distributed.world_size() == 1:
         return Skew(0.0, 0.0) if 0 in asking else None
-    store: Any = dist.distributed_c10d._get_default_store()
     prefix, me = f"ds_trainer/clocks/{next(_measured)}", distributed.rank()
     if me == 0:
         for rank in asking:
             if rank != 0:
-                _answer(store, f"{prefix}/{rank}")
+                _answer(RankStore(f"{prefix}/{rank}", ranks=2))
         return Skew(0.0, 0.0) if 0 in asking else None
-    return _ask(store, f"{prefix}/{me}") if me in asking else None
+    return _ask(RankStore(f"{prefix}/{me}", ranks=2)) if me in asking else None
 
 
-def _answer(store: Any, prefix: str) -> None:
-    store.set(f"{prefix}/begin", "1")  # one rank after the other: nobody waits while the main process answers another
-    for turn in range(ROUNDS):
-        store.get(f"{prefix}/{turn}/asked")
-        store.set(f"{prefix}/{turn}/answer", repr(now()))
+def _answer(store: RankStore) -> None:
+    expired = expiry(collective_limit().total_seconds())
+    store.set("begin", 1)  # one rank after the other: nobody waits while the main process answers another
+    for turn in range(ROUND_TRIPS):
+        store.wait(f"{turn}/asked", expired)
+        store.set(f"{turn}/answer", now())
 
 
-def _ask(store: Any, prefix: str) -> Skew:
-    store.get(f"{prefix}/begin")
+def _ask(store: RankStore) -> Skew:
+    expired = expiry(collective_limit().total_seconds())
+    store.wait("begin", expired)
     best = Skew(0.0, float("inf"))
-    for turn in range(ROUNDS):
+    for turn in range(ROUND_TRIPS):
         before, began = now(), time.monotonic()
-        store.set(f"{prefix}/{turn}/asked", "1")
-        theirs = float(store.get(f"{prefix}/{turn}/answer"))
+        store.set(f"{turn}/asked", 1)
+        answer = float(store.wait(f"{turn}/answer", expired))
         half = (time.monotonic() - began) / 2
         if half < best.uncertainty:
-            best = Skew(before + half - theirs, half)
+            best = Skew(before + half - answer, half)
     return best
 
 
-def clock_finding(skews: Sequence[tuple[Place, Skew]]) -> Finding:
+def clock_finding(skews: Sequence[tuple[RankHost, Skew]]) -> Finding:
     """One finding for all machines."""
     if len(skews) < 2:
         return Finding(Level.OK, "clocks", "one machine")
-    place, worst = max(skews, key=lambda one: abs(one[1].seconds) - one[1].uncertainty)
-    apart = abs(worst.seconds) - worst.uncertainty
+    rank, worst = max(skews, key=lambda one: abs(one[1].seconds) - one[1].uncertainty)
+    difference = abs(worst.seconds) - worst.uncertainty
     direction, first = "ahead of" if worst.seconds > 0 else "behind", skews[0][0]
-    said = f"{place.host} (rank {place.rank}) is {abs(worst.seconds):.3g} s {direction} {first.host}"
-    said += f" (rank {first.rank}), give or take {worst.uncertainty:.2g} s"
-    if apart <= APART:
-        return Finding(Level.OK, "clocks", f"{len(skews)} machines; at worst {said}")
-    remedy = "Start a time service on all machines (chronyd): time limits, locks and logs are compared across them."
-    return Finding(Level.FAIL if apart > FAR_APART else Level.WARN, "clocks", said, remedy)
+    message = f"{rank.host} (rank {rank.rank}) is {abs(worst.seconds):.3g} s {direction} {first.host}"
+    message += f" (rank {first.rank}), +/- {worst.uncertainty:.2g} s"
+    if difference <= WARN_SECONDS:
+        return Finding(Level.OK, "clocks", f"{len(skews)} machines; largest skew: {message}")
+    remedy = "Run a time service (chronyd) on all machines: time limits, locks and logs are compared across them."
+    return Finding(Level.FAIL if difference > FAIL_SECONDS else Level.WARN, "clocks", message, remedy)

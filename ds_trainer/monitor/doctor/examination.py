@@ -1,4 +1,4 @@
-"""The whole examination: what every rank looks at by itself, and what they find out together."""
+"""All checks of ``ds-trainer doctor``: those of every rank, and those that compare ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.monitor.doctor.clocks import clock_finding, measure_skews
-from ds_trainer.monitor.doctor.findings import Finding, Level, Place, Shared, merged
+from ds_trainer.monitor.doctor.findings import Finding, GroupedFinding, Level, RankHost, grouped
 from ds_trainer.monitor.doctor.gradients import finding_of, run_self_test
 from ds_trainer.monitor.doctor.jit_locks import extensions_directory, lock_findings
 from ds_trainer.monitor.doctor.machine import (
@@ -21,7 +21,7 @@ from ds_trainer.monitor.doctor.machine import (
     limit_findings,
     memory_finding,
     shared_memory_findings,
-    usual_places,
+    written_directories,
 )
 from ds_trainer.monitor.doctor.network import (
     bandwidth_finding,
@@ -29,7 +29,7 @@ from ds_trainer.monitor.doctor.network import (
     interface_findings,
     name_findings,
 )
-from ds_trainer.monitor.doctor.operators import operator_findings
+from ds_trainer.monitor.doctor.operator_findings import operator_findings
 from ds_trainer.monitor.doctor.versions import (
     Difference,
     argument_differences,
@@ -46,11 +46,11 @@ from ds_trainer.utils.ranks import RankInfo
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be examined.
+    """What to examine.
 
     Attributes:
-        args: arguments of a run, or of no run in particular.
-        compared: whether ``args`` are a run's own, and have to be alike on all ranks.
+        args: the arguments of a run, or default ones.
+        compared: whether ``args`` are those of a run, which must be equal on all ranks.
         gradients: the arguments whose gradients are tested.
     """
 
@@ -59,48 +59,49 @@ class Request:
     gradients: Sequence[TrainingArguments]
 
 
-def examine(request: Request, info: RankInfo) -> list[Shared]:
-    """Look at everything. Collective; the same findings on all ranks."""
-    here = Place(distributed.rank(), socket.gethostname())
-    own = argument_facts(request.args) if request.compared else {}
-    said = distributed.gather_objects((here, versions(), machine_versions(), digest_of(own), affinity()))
-    places = [place for place, *_ in said]
-    firsts = {place.host: place.rank for place in reversed(places)}
-    found: list[tuple[Place, list[Finding]]] = []
+def examine(request: Request, info: RankInfo) -> list[GroupedFinding]:
+    """Run all checks. Collective; returns the same findings on all ranks."""
+    here = RankHost(distributed.rank(), socket.gethostname())
+    arguments = argument_facts(request.args) if request.compared else {}
+    reports = distributed.gather_objects((here, versions(), machine_versions(), digest_of(arguments), affinity()))
+    ranks = [rank for rank, *_ in reports]
+    first_ranks = {rank.host: rank.rank for rank in reversed(ranks)}
+    found: list[tuple[RankHost, list[Finding]]] = []
 
-    must = [(place, facts) for place, facts, *_ in said]
-    should = [(place, facts) for place, _, facts, *_ in said]
-    together = version_findings(must, versions()) + version_findings(should, ())
+    required = [(rank, facts) for rank, facts, *_ in reports]
+    recommended = [(rank, facts) for rank, _, facts, *_ in reports]
+    common = version_findings(required, versions()) + version_findings(recommended, ())
     if request.compared:
-        digests = [digest for *_, digest, _ in said]
-        together.append(_arguments(argument_differences(here, own, digests, distributed.gather_objects), digests[0]))
-    found.append((places[0], together))
+        digests = [digest for *_, digest, _ in reports]
+        different = argument_differences(here, arguments, digests, distributed.gather_objects)
+        common.append(_arguments(different, digests[0]))
+    found.append((ranks[0], common))
 
     fast = request.args.device_type == "cuda" or has_infiniband()
-    mine = name_findings(info, len(firsts) > 1) + limit_findings(fast, info.rank, info.world_size)
-    if firsts[here.host] == here.rank:
-        mine = _machine(request, [cores for place, *_, cores in said if place.host == here.host]) + mine
-    found += distributed.gather_objects((here, mine))
+    local = name_findings(info, len(first_ranks) > 1) + limit_findings(fast, info.rank, info.world_size)
+    if first_ranks[here.host] == here.rank:
+        local = _machine(request, [cores for rank, *_, cores in reports if rank.host == here.host]) + local
+    found += distributed.gather_objects((here, local))
 
-    skew = measure_skews(sorted(firsts.values()))
-    skews = [(place, one) for place, one in distributed.gather_objects((here, skew)) if one is not None]
-    found.append((places[0], [clock_finding(skews), bandwidth_finding(request.args.device)]))
-    found.append((places[0], [_gradient(args) for args in request.gradients]))
-    return merged(found)
+    skew = measure_skews(sorted(first_ranks.values()))
+    skews = [(rank, one) for rank, one in distributed.gather_objects((here, skew)) if one is not None]
+    found.append((ranks[0], [clock_finding(skews), bandwidth_finding(request.args.device)]))
+    found.append((ranks[0], [_gradient(args) for args in request.gradients]))
+    return grouped(found)
 
 
 def _arguments(found: Sequence[Difference], digest: str) -> Finding:
     if not found:
-        return Finding(Level.OK, "arguments", f"alike ({digest})")
+        return Finding(Level.OK, "arguments", f"equal on all ranks ({digest})")
     remedy = "Give all ranks the same arguments."
     return Finding(Level.FAIL, "arguments", "; ".join(map(str, found)), remedy)
 
 
 def _machine(request: Request, affinities: list[frozenset[int]]) -> list[Finding]:
-    """What is the same for all ranks of a machine: one of them looks."""
+    """Checks that one rank of a machine makes for all of its ranks."""
     extensions = extensions_directory()
     return [
-        *disk_findings(usual_places(request.args.output_dir, extensions), {}),
+        *disk_findings(written_directories(request.args.output_dir, extensions), {}),
         *shared_memory_findings(),
         memory_finding(len(affinities)),
         *core_findings(affinities, os.environ.get("OMP_NUM_THREADS")),

@@ -1,4 +1,4 @@
-"""``Finding``: one thing that was looked at, how it is, and what to do; and findings of many ranks as one table."""
+"""``Finding``: the result of one check, with a remedy; and the findings of many ranks as one table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Level(enum.IntEnum):
-    """How it is; the larger, the worse."""
+    """Result of a check; larger is worse."""
 
     OK = 0
     WARN = 1
@@ -18,51 +18,51 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        level: FAIL for what a training cannot work with, WARN for what may hurt it.
-        name: what was looked at.
-        said: how it is, with numbers.
-        remedy: what to do; empty where all is well.
+        level: FAIL if training cannot work, WARN if training may suffer.
+        name: what was checked.
+        message: the result, with numbers.
+        remedy: what to do; empty if there is nothing to do.
     """
 
     level: Level
     name: str
-    said: str
+    message: str
     remedy: str = ""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Who found something."""
+class RankHost:
+    """A rank and the host it runs on."""
 
     rank: int
     host: str
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A finding and all who found it alike."""
+class GroupedFinding:
+    """A finding and all ranks that share it."""
 
     finding: Finding
-    places: tuple[Place, ...]
+    ranks: tuple[RankHost, ...]
 
 
-def merged(found: Iterable[tuple[Place, Sequence[Finding]]]) -> list[Shared]:
-    """Findings of all ranks, each once, in the order in which they were first made."""
-    places: dict[Finding, list[Place]] = {}
-    for place, findings in found:
+def grouped(found: Iterable[tuple[RankHost, Sequence[Finding]]]) -> list[GroupedFinding]:
+    """The findings of all ranks, each once, in the order of their first occurrence."""
+    ranks: dict[Finding, list[RankHost]] = {}
+    for rank, findings in found:
         for finding in findings:
-            places.setdefault(finding, []).append(place)
-    order = {name: index for index, name in reversed(list(enumerate(finding.name for finding in places)))}
-    ordered = sorted(places, key=lambda finding: order[finding.name])
-    return [Shared(finding, tuple(places[finding])) for finding in ordered]
+            ranks.setdefault(finding, []).append(rank)
+    order = {name: index for index, name in reversed(list(enumerate(finding.name for finding in ranks)))}
+    ordered = sorted(ranks, key=lambda finding: order[finding.name])
+    return [GroupedFinding(finding, tuple(ranks[finding])) for finding in ordered]
 
 
-def exit_code(shared: Iterable[Shared]) -> int:
-    """0 without a FAIL, else 1."""
-    return int(any(one.finding.level == Level.FAIL for one in shared))
+def exit_code(findings: Iterable[GroupedFinding]) -> int:
+    """1 if any finding is a FAIL, else 0."""
+    return int(any(one.finding.level == Level.FAIL for one in findings))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -77,45 +77,42 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
 
 
-def places_text(places: Sequence[Place], most: int = 4) -> str:
+def hosts_text(ranks: Sequence[RankHost], most: int = 4) -> str:
     """``ranks 0-3 (gpu1), rank 4 (gpu2)``."""
     hosts: dict[str, list[int]] = {}
-    for place in places:
-        hosts.setdefault(place.host, []).append(place.rank)
-    parts = [f"{ranks_text(ranks)} ({host})" for host, ranks in list(hosts.items())[:most]]
+    for one in ranks:
+        hosts.setdefault(one.host, []).append(one.rank)
+    parts = [f"{ranks_text(numbers)} ({host})" for host, numbers in list(hosts.items())[:most]]
     return ", ".join(parts) + (f" and {len(hosts) - most} more hosts" if len(hosts) > most else "")
 
 
-def table(shared: Sequence[Shared], world_size: int) -> str:
-    """Aligned lines: level, name, what was found and by whom; remedies below their line; a summary at the end."""
-    width = max((len(one.finding.name) for one in shared), default=0)
+def table(findings: Sequence[GroupedFinding], world_size: int) -> str:
+    """Aligned lines: level, name, message and ranks; each remedy below its line; a summary at the end."""
+    width = max((len(one.finding.name) for one in findings), default=0)
     lines = []
-    for one in shared:
+    for one in findings:
         finding = one.finding
-        names: dict[str, list[Place]] = {}
-        for other in shared:
-            if other.finding.name == finding.name:
-                names.setdefault(other.finding.said, []).extend(other.places)
-        by = f"  [{places_text(one.places)}]" if world_size > 1 and len(names) > 1 else ""
-        lines.append(f"{finding.level.name:<4}  {finding.name:<{width}}  {finding.said}{by}")
+        messages = {other.finding.message for other in findings if other.finding.name == finding.name}
+        by = f"  [{hosts_text(one.ranks)}]" if world_size > 1 and len(messages) > 1 else ""
+        lines.append(f"{finding.level.name:<4}  {finding.name:<{width}}  {finding.message}{by}")
         if finding.remedy:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
-    counts = {level: sum(one.finding.level == level for one in shared) for level in Level}
+    counts = {level: sum(one.finding.level == level for one in findings) for level in Level}
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     lines.append(f"\n{ranks}: {counts[Level.OK]} ok, {counts[Level.WARN]} warnings, {counts[Level.FAIL]} failures")
     return "\n".join(lines)
 
 
-def as_json(shared: Sequence[Shared], world_size: int) -> dict[str, Any]:
-    """The same as plain data."""
-    findings = [
+def as_json(findings: Sequence[GroupedFinding], world_size: int) -> dict[str, Any]:
+    """The table as plain data."""
+    rows = [
         {
             "level": one.finding.level.name,
             "name": one.finding.name,
-            "said": one.finding.said,
+            "message": one.finding.message,
             "remedy": one.finding.remedy,
-            "places": [asdict(place) for place in one.places],
+            "ranks": [asdict(rank) for rank in one.ranks],
         }
-        for one in shared
+        for one in findings
     ]
-    return {"world_size": world_size, "exit_code": exit_code(shared), "findings": findings}
+    return {"world_size": world_size, "exit_code": exit_code(findings), "findings": rows}

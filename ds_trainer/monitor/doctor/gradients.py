@@ -1,4 +1,4 @@
-"""The gradient self-test of a run's own settings, once for each installation: :mod:`ds_trainer.engine.self_test`."""
+"""The gradient self-test with a run's settings, once per installation: :mod:`ds_trainer.engine.self_test`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 ENVIRONMENT = "DS_TRAINER_SELF_TEST"
-"""Set to ``always`` or ``never``: what ``self_test=auto`` means."""
+"""Environment variable, ``always`` or ``never``: what ``self_test=auto`` means."""
 
-# Of the run's own configuration: what decides how gradients are reduced.
+# The values of the run's configuration that decide how gradients are reduced.
 _DECISIVE = (
     "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients",
@@ -51,43 +51,38 @@ REMEDY = (
 
 
 def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> CompiledConfig:
-    """The configuration of the self-test: the run's stage, precision and way of reducing, for a tiny model.
+    """The configuration of the self-test: the run's ZeRO stage, precision and gradient reduction, for a tiny model.
 
     Offload, compression and tensor parallelism are left out: the first two round, the last one needs a real model.
     """
-    own: dict[str, Any] = {"zero_allow_untested_optimizer": True}  # plain SGD
-    for path in _DECISIVE:
-        value = compiled.get(path)
-        if value is not None:
-            section, _, key = path.rpartition(".")
-            (own.setdefault(section, {}) if section else own)[key] = value
-    stage = int(compiled.get("zero_optimization.stage"))
+    chosen: dict[str, Any] = {"zero_allow_untested_optimizer": True, **compiled.select(_DECISIVE)}  # plain SGD
+    stage = compiled.zero_stage
     small = {"reduce_bucket_size": 2 * WIDTH * WIDTH}  # elements: a layer and a half
     if stage == 3:
         small |= {"stage3_prefetch_bucket_size": WIDTH * WIDTH, "stage3_param_persistence_threshold": 2 * WIDTH}
     else:
         small |= {"allgather_bucket_size": 2 * WIDTH * WIDTH}
     if stage > 0:
-        own["zero_optimization"] = {**own.get("zero_optimization", {}), **small}
+        chosen["zero_optimization"] = {**chosen.get("zero_optimization", {}), **small}
     if args.fp16:
-        own["fp16"] = {"loss_scale": 128}  # a dynamic one begins with steps that are left out
-    asked = TrainingArguments(
+        chosen["fp16"] = {"loss_scale": 128}  # dynamic loss scaling skips the first steps
+    test_args = TrainingArguments(
         "self_test",
         zero_stage=stage,
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=ACCUMULATION,
         max_grad_norm=0.0,
-        deepspeed=own,
+        deepspeed=chosen,
         use_cpu=args.use_cpu,
         bf16=args.bf16,
         fp16=args.fp16,
         torch_autocast=args.torch_autocast,
     )
-    return compile_config(asked, layout, device=args.device_type, client_optimizer="the self-test")
+    return compile_config(test_args, layout, device=args.device_type, client_optimizer="the self-test")
 
 
 def run_self_test(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport:
-    """Test what a run with ``args`` and its ``compiled`` configuration will use. Collective."""
+    """Test the gradients of a run with ``args`` and its ``compiled`` configuration. Collective."""
     layout = _without_tensor(layout)
     return check_gradient(self_test_config(args, compiled, layout), layout, args.device)
 
@@ -97,26 +92,26 @@ def finding_of(report: GradientReport, seconds: float) -> Finding:
     name = f"gradient, {report.title}"
     ranks = f"{report.ranks} rank{'s' if report.ranks > 1 else ''}"
     if report.good:
-        said = f"as plain PyTorch on {ranks} (difference {report.error:.1e} of {report.tolerance:g}; {seconds:.1f} s)"
-        return Finding(Level.OK, name, said)
-    said = f"wrong on {ranks}: " + "; ".join(report.wrong[:3])
+        error = f"error {report.error:.1e}, tolerance {report.tolerance:g}"
+        return Finding(Level.OK, name, f"equal to plain PyTorch on {ranks} ({error}; {seconds:.1f} s)")
+    message = f"wrong on {ranks}: " + "; ".join(report.wrong[:3])
     if len(report.wrong) > 3:
-        said += f"; and {len(report.wrong) - 3} more"
-    return Finding(Level.FAIL, name, said, REMEDY)
+        message += f"; and {len(report.wrong) - 3} more"
+    return Finding(Level.FAIL, name, message, REMEDY)
 
 
-# -- once for each installation --------------------------------------------------------------------------------------
+# -- once per installation -------------------------------------------------------------------------------------------
 
 
 def stamp_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Where passed tests are noted: ``$XDG_CACHE_HOME/ds_trainer/self_test``."""
+    """The directory that records passed tests: ``$XDG_CACHE_HOME/ds_trainer/self_test``."""
     environment = os.environ if environment is None else environment
     root = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(root) / "ds_trainer" / "self_test"
 
 
 def stamp_name(config: CompiledConfig, device: torch.device) -> str:
-    """Name of the note: the same where installation, device, stage, precision and way of reducing are."""
+    """File name of the record: equal for equal installation, device, ZeRO stage, precision and gradient reduction."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     several = min(distributed.world_size(), 2)
     key = json.dumps([versions(), name, several, config.to_dict()], sort_keys=True)
@@ -124,23 +119,23 @@ def stamp_name(config: CompiledConfig, device: torch.device) -> str:
 
 
 def mode_of(args: TrainingArguments) -> SelfTest:
-    """``self_test``, where ``auto`` may be decided by the environment (:data:`ENVIRONMENT`).
+    """``self_test``; the environment variable :data:`ENVIRONMENT` says what ``auto`` means.
 
     Raises:
-        ConfigError: the variable has another value.
+        ConfigError: the variable has an unknown value.
     """
-    asked = SelfTest(str(args.self_test))
-    said = os.environ.get(ENVIRONMENT, "auto")
-    if said not in [mode.value for mode in SelfTest]:
-        raise ConfigError(f"The environment variable {ENVIRONMENT}={said!r} must be auto, always or never.")
-    return SelfTest(said) if asked == SelfTest.AUTO else asked
+    requested = SelfTest(str(args.self_test))
+    default = os.environ.get(ENVIRONMENT, "auto")
+    if default not in [mode.value for mode in SelfTest]:
+        raise ConfigError(f"The environment variable {ENVIRONMENT}={default!r} must be auto, always or never.")
+    return SelfTest(default) if requested == SelfTest.AUTO else requested
 
 
 def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport | None:
-    """Run the self-test where ``args`` ask for it and no note says that it passed. Collective.
+    """Run the self-test if ``args`` ask for it and there is no record that it passed. Collective.
 
     Returns:
-        The report; None where nothing was run.
+        The report; None if nothing was run.
 
     Raises:
         ConfigError: the gradient is wrong.
@@ -154,14 +149,14 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     config = config or self_test_config(args, compiled, flat)
     began = time.monotonic()
     report = check_gradient(config, flat, args.device)
-    said = finding_of(report, time.monotonic() - began).said
+    message = finding_of(report, time.monotonic() - began).message
     if not report.good:
         raise ConfigError(
-            f"The engine's gradient is wrong on this installation ({report.title}): {said}. {REMEDY} "
-            f"self_test=never trains nevertheless (now {args.self_test}, {args.where('self_test')})."
+            f"The engine's gradient is wrong on this installation ({report.title}): {message}. {REMEDY} To train "
+            f"anyway, set self_test=never (now {args.self_test}, {args.where('self_test')})."
         )
     if args.process_index == 0:
-        logger.info("Self-test: the gradient (%s) is %s.", report.title, said)
+        logger.info("Self-test: the gradient (%s) is %s.", report.title, message)
     if args.local_process_index == 0:
         _write_stamp(_stamp(config, args.device), report)
     return report
@@ -176,8 +171,8 @@ def _stamp(config: CompiledConfig, device: torch.device) -> Path:
 
 
 def _write_stamp(stamp: Path, report: GradientReport) -> None:
-    noted = {"tested": report.title, "ranks": report.ranks, "host": socket.gethostname(), "versions": versions()}
+    record = {"tested": report.title, "ranks": report.ranks, "host": socket.gethostname(), "versions": versions()}
     try:
-        write_json(stamp, noted)
+        write_json(stamp, record)
     except OSError as error:
-        logger.warning("The self-test cannot be noted in %s (%s): the next start repeats it.", stamp.parent, error)
+        logger.warning("The self-test cannot be recorded in %s (%s): the next start repeats it.", stamp.parent, error)

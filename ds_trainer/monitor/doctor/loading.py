@@ -1,4 +1,4 @@
-"""How fast weights come from a disk: measured with the reader that loads models, over the files of a model."""
+"""Read speed of model weights, measured with the reader that loads models, over the files of a model."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch
 
 from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
-from ds_trainer.checkpoint.weights.geometry import View
+from ds_trainer.checkpoint.weights.strided_views import StridedView
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.units import human_duration
 from ds_trainer.utils.errors import ConfigError
 
 SAMPLE_BYTES = 4 * 2**30
-"""How much is read, by default, at most."""
+"""Largest sample, by default."""
 SECONDS = 10.0
-"""When reading ends, however much is left."""
-_PIECE = 64 * 2**20  # bytes that are read at a time
+"""Longest time of a measurement."""
+_BLOCK_BYTES = 64 * 2**20  # size of one read
 _RANKS = (1, 8, 64)
 _RANKS_A_NODE = 8
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured.
+    """The result of a measurement.
 
     Attributes:
-        read_bytes: bytes that were read.
-        seconds: how long that took.
-        file_bytes: bytes of all weights of the directory.
-        tensors, files: how many there are.
-        cached: whether the system could not be told to forget the files first: they may have come from memory.
+        read_bytes: bytes read.
+        seconds: time of the reads.
+        file_bytes: bytes of all weights in the directory.
+        tensors, files: their numbers.
+        cached: whether the files may have been in the page cache, because it could not be dropped before.
     """
 
     read_bytes: int
@@ -47,16 +47,17 @@ class Rate:
 
     @property
     def bytes_per_second(self) -> float:
+        """Bytes read in a second."""
         return self.read_bytes / self.seconds
 
 
 def measure_rate(directory: Path, sample_bytes: int = SAMPLE_BYTES, seconds: float = SECONDS) -> Rate:
-    """Read a sample of the weights of ``directory`` that is spread over all files.
+    """Read a sample of the weights in ``directory``, spread over all files.
 
     Args:
-        directory: of a model.
-        sample_bytes: read at most so much.
-        seconds: and stop after this time.
+        directory: a model directory.
+        sample_bytes: largest sample.
+        seconds: longest time.
 
     Raises:
         ConfigError: there are no weight files, or they are damaged or empty.
@@ -66,34 +67,34 @@ def measure_rate(directory: Path, sample_bytes: int = SAMPLE_BYTES, seconds: flo
     if total == 0:
         raise ConfigError(f"{directory} has no weights to read: its tensors are empty.")
     paths = {tensor.path for tensor in stored.values()}
-    forgotten = all([_forget(path) for path in paths])
-    reader, target = RangeReader(), torch.empty(_PIECE, dtype=torch.uint8)
+    dropped = all([_drop_from_cache(path) for path in paths])
+    reader, target = RangeReader(), torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
     began = time.monotonic()
     for tensor, first, length in _sample(stored, sample_bytes / total):
-        # As bytes: a disk does not know types.
+        # As bytes: the dtype does not matter.
         plain = StoredTensor(tensor.path, torch.uint8, "U8", (tensor.nbytes,), (1,), tensor.offset)
-        reader.read([(plain, View((length,), (1,), first), View((length,), (1,)))], target)
+        reader.read([(plain, StridedView((length,), (1,), first), StridedView((length,), (1,)))], target)
         if time.monotonic() - began > seconds:
             break
     reader.close()
-    return Rate(reader.bytes_read, reader.seconds, total, len(stored), len(paths), not forgotten)
+    return Rate(reader.bytes_read, reader.seconds, total, len(stored), len(paths), not dropped)
 
 
-def _sample(stored: Mapping[str, StoredTensor], share: float) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Pieces of tensors in the order of the files: tensor, first byte, number of bytes. ``share`` of all of them."""
+def _sample(stored: Mapping[str, StoredTensor], fraction: float) -> Iterator[tuple[StoredTensor, int, int]]:
+    """Blocks of tensors in file order: tensor, first byte, number of bytes. Together a ``fraction`` of all bytes."""
     wanted = given = 0.0
     for tensor in sorted(stored.values(), key=lambda one: (one.path, one.offset)):
-        for first in range(0, tensor.nbytes, _PIECE):
-            length = min(_PIECE, tensor.nbytes - first)
-            wanted += length * min(1.0, share)
+        for first in range(0, tensor.nbytes, _BLOCK_BYTES):
+            length = min(_BLOCK_BYTES, tensor.nbytes - first)
+            wanted += length * min(1.0, fraction)
             take = min(length, round(wanted - given))
             if take > 0:
                 given += take
                 yield tensor, first, take
 
 
-def _forget(path: Path) -> bool:
-    """Tell the system to drop what it keeps of a file in memory; whether it can be told."""
+def _drop_from_cache(path: Path) -> bool:
+    """Ask the system to drop a file from its page cache; False if it has no such call."""
     if not hasattr(os, "posix_fadvise"):
         return False
     descriptor = os.open(path, os.O_RDONLY)
@@ -105,30 +106,32 @@ def _forget(path: Path) -> bool:
 
 
 def loading_findings(directory: Path, sample_bytes: int = SAMPLE_BYTES) -> list[Finding]:
-    """The rate at which the weights of ``directory`` are read, and how long ranks take to load them.
+    """The read speed of the weights in ``directory``, and the resulting load times of several numbers of ranks.
 
     Raises:
         ConfigError: there are no weight files, or they are damaged or empty.
     """
     rate = measure_rate(directory, sample_bytes)
-    remedy = "The files may have come from memory: this system cannot be told to forget them." if rate.cached else ""
-    said = (
+    remedy = (
+        "The page cache cannot be dropped on this system: the files may have been in memory." if rate.cached else ""
+    )
+    message = (
         f"{rate.bytes_per_second / 1e9:.2f} GB/s ({rate.read_bytes / 1e9:.3g} GB of {directory} in "
         f"{human_duration(rate.seconds)}; {rate.tensors} tensors in {rate.files} files, {rate.file_bytes / 1e9:.3g} GB)"
     )
     level = Level.WARN if remedy else Level.OK
-    return [Finding(level, "rate of reading", said, remedy), *_times(rate, _RANKS)]
+    return [Finding(level, "read speed", message, remedy), *_times(rate, _RANKS)]
 
 
 def _times(rate: Rate, counts: Sequence[int]) -> list[Finding]:
-    """Each rank reads its own part, so that together they read every byte once."""
+    """Load times. Each rank reads its own part, so that together they read every byte once."""
     alone = rate.file_bytes / rate.bytes_per_second
     found = []
     for count in counts:
         nodes = -(-count // _RANKS_A_NODE)
-        said = f"{human_duration(alone)} (every byte is read once, at this rate for all ranks together)"
+        message = f"{human_duration(alone)} (the ranks read every byte once and share this speed)"
         if nodes > 1:
             each = human_duration(alone / nodes)
-            said = f"{each} where each of {nodes} nodes gets this rate, {human_duration(alone)} where they share it"
-        found.append(Finding(Level.OK, f"load by {count} rank{'s' if count > 1 else ''}", said))
+            message = f"{each} if each of {nodes} nodes reads at this speed, {human_duration(alone)} if they share it"
+        found.append(Finding(Level.OK, f"load on {count} rank{'s' if count > 1 else ''}", message))
     return found

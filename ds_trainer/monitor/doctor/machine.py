@@ -1,4 +1,4 @@
-"""What a machine has for a training: room on its disks and in shared memory, limits, memory, cores."""
+"""Resources of a machine: disk space, shared memory, process limits, memory, cores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from ds_trainer.monitor.doctor.file_holders import mapped_files
 from ds_trainer.monitor.doctor.findings import Finding, Level
-from ds_trainer.monitor.doctor.processes import mapped_files
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
 from ds_trainer.utils.open_files import open_file_problem
 
@@ -19,7 +19,7 @@ GIB = 2**30
 FEW_INODES = 10_000
 SHARED_MEMORY = Path("/dev/shm")
 LITTLE_SHARED_MEMORY = GIB // 2
-"""Docker gives 64 MiB; NCCL and loading processes want more."""
+"""Docker's default is 64 MiB; NCCL and data loader workers need more."""
 _BUFFERS = "deepspeed_allreduce_buffer_*"
 FEW_FILES, TOO_FEW_FILES = 4096, 512
 FEW_PROCESSES = 4096
@@ -34,32 +34,32 @@ def existing(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def disk_findings(places: Mapping[str, str | os.PathLike[str]], needed: Mapping[str, int]) -> list[Finding]:
-    """Room and inodes of directories that may not exist yet.
+def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Mapping[str, int]) -> list[Finding]:
+    """Free space and inodes of directories that may not exist yet.
 
     Args:
-        places: path by what is kept there (``output_dir``, ...).
-        needed: bytes that will be written there, by the same names; half a GiB where nothing is known.
+        directories: path by purpose (``output_dir``, ...).
+        needed: bytes that will be written there, by the same names; default: half a GiB.
     """
     found = []
-    for name, path in places.items():
+    for name, path in directories.items():
         where, name = existing(path), f"disk of {name}"
         if not os.access(where, os.W_OK):
-            remedy = "Choose another directory, or have it made writable."
-            found.append(Finding(Level.FAIL, name, f"{where} cannot be written", remedy))
+            remedy = "Choose another directory, or make it writable."
+            found.append(Finding(Level.FAIL, name, f"{where} is not writable", remedy))
             continue
         state = os.statvfs(where)
         free, wanted = state.f_bavail * state.f_frsize, needed.get(name.removeprefix("disk of "), GIB // 2)
-        said = f"{size(free)} of {size(state.f_blocks * state.f_frsize)} free at {where}"
+        message = f"{size(free)} of {size(state.f_blocks * state.f_frsize)} free at {where}"
         if free < wanted:
             level = Level.FAIL if free < 2**20 else Level.WARN
-            remedy = f"At least {size(wanted)} are wanted: remove old files, or choose another disk."
-            found.append(Finding(level, name, said, remedy))
+            remedy = f"At least {size(wanted)} are needed: remove old files, or choose another disk."
+            found.append(Finding(level, name, message, remedy))
         elif state.f_files > 0 and state.f_favail < FEW_INODES:
-            remedy = "Files cannot be made without them, however much room is free: remove many small files."
-            found.append(Finding(Level.WARN, name, f"{said}, but {state.f_favail} inodes", remedy))
+            remedy = "Each new file needs an inode, however much space is free: remove many small files."
+            found.append(Finding(Level.WARN, name, f"{message}, but only {state.f_favail} inodes", remedy))
         else:
-            found.append(Finding(Level.OK, name, said))
+            found.append(Finding(Level.OK, name, message))
     return found
 
 
@@ -74,55 +74,55 @@ def size(number: float) -> str:
 
 
 def shared_memory_findings(directory: Path = SHARED_MEMORY) -> list[Finding]:
-    """Room in shared memory, and what DeepSpeed left there of processes that are gone."""
+    """Free shared memory, and buffers of DeepSpeed whose processes have ended."""
     if not directory.is_dir():
         return []
     state = os.statvfs(directory)
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    said = f"{size(free)} of {size(total)} free"
+    message = f"{size(free)} of {size(total)} free"
     if free < LITTLE_SHARED_MEMORY:
         remedy = "docker run --shm-size=16g (or --ipc=host); else `mount -o remount,size=16G /dev/shm`, or empty it."
-        found = [Finding(Level.WARN, str(directory), f"{said}: NCCL and data loading may fail", remedy)]
+        found = [Finding(Level.WARN, str(directory), f"{message}: NCCL and data loading may fail", remedy)]
     else:
-        found = [Finding(Level.OK, str(directory), said)]
+        found = [Finding(Level.OK, str(directory), message)]
     left = left_buffers(directory)
     if left:
-        room = sum(path.stat().st_size for path in left)
+        total = sum(path.stat().st_size for path in left)
         remedy = f"rm {directory}/{_BUFFERS} (when no training runs on this machine)."
-        said = f"{len(left)} buffers of dead runs of DeepSpeed, {size(room)}"
-        found.append(Finding(Level.WARN, "buffers left behind", said, remedy))
+        message = f"{len(left)} buffers of DeepSpeed runs that have ended, {size(total)}"
+        found.append(Finding(Level.WARN, "stale buffers", message, remedy))
     return found
 
 
 def left_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Buffers of DeepSpeed's shared-memory operator that no process has mapped, of those that this user may see."""
-    mine = [path for path in directory.glob(_BUFFERS) if path.stat().st_uid == os.getuid()]
-    used = mapped_files(directory) if mine else set()
-    return [path for path in mine if str(path) not in used]
+    """This user's buffers of DeepSpeed's shared-memory operator that no visible process has mapped."""
+    own_buffers = [path for path in directory.glob(_BUFFERS) if path.stat().st_uid == os.getuid()]
+    used = mapped_files(directory) if own_buffers else set()
+    return [path for path in own_buffers if str(path) not in used]
 
 
 def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> list[Finding]:
     """Limits of this process (``ulimit``).
 
     Args:
-        fast_network: whether memory is locked for InfiniBand or GPUs.
-        rank, world_size: of this process: rank 0 has connections to all others.
+        fast_network: whether InfiniBand or GPUs lock memory.
+        rank, world_size: those of this process: rank 0 has connections to all others.
     """
     files, stack = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_STACK)
     locked, processes = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NPROC)
     found = []
 
     def add(name: str, value: float, bad: bool, remedy: str, level: Level = Level.WARN) -> None:
-        said = "unlimited" if value == float("inf") else f"{value:.0f}"
-        found.append(Finding(level if bad else Level.OK, f"limit of {name}", said, remedy if bad else ""))
+        message = "unlimited" if value == float("inf") else f"{value:.0f}"
+        found.append(Finding(level if bad else Level.OK, f"limit of {name}", message, remedy if bad else ""))
 
     level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
     advice = "ulimit -n 65536 in the batch script (LimitNOFILE= of slurmd, --ulimit nofile= of docker)."
     problem = open_file_problem(rank, world_size)
     if problem is not None:
-        said, cannot_meet = problem
+        message, cannot_meet = problem
         level = Level.FAIL if cannot_meet or files < TOO_FEW_FILES else Level.WARN
-        found.append(Finding(level, "limit of open files", said, advice))
+        found.append(Finding(level, "limit of open files", message, advice))
     else:
         add("open files", files, files < FEW_FILES, advice, level)
     add("processes", processes, processes < FEW_PROCESSES, "ulimit -u 65536: threads count too.")
@@ -138,44 +138,44 @@ def _limit(which: int) -> float:
 
 
 def memory_finding(local_ranks: int) -> Finding:
-    """Host memory that is left for this machine's ranks, with the limit of the cgroup (SLURM's, docker's)."""
+    """Host memory available to this machine's ranks, within the cgroup's limit (SLURM, docker)."""
     memory, limited = psutil.virtual_memory(), cgroup_memory()
     available = free_host_memory()
-    said = f"{size(memory.available)} of {size(memory.total)} available"
+    message = f"{size(memory.available)} of {size(memory.total)} available"
     if limited is not None and limited.limit < memory.total:
-        said += f"; this job may use {size(limited.limit)} and uses {size(limited.used)}"
+        message += f"; this job may use {size(limited.limit)} and uses {size(limited.used)}"
     if available / local_ranks < 2 * GIB:
-        each = f"{said}: {size(available / local_ranks)} for each of {local_ranks} ranks"
-        return Finding(Level.WARN, "host memory", each, "Ask for more (--mem of SLURM, --memory of docker).")
-    return Finding(Level.OK, "host memory", said)
+        each = f"{message}: {size(available / local_ranks)} for each of {local_ranks} ranks"
+        return Finding(Level.WARN, "host memory", each, "Request more (--mem of SLURM, --memory of docker).")
+    return Finding(Level.OK, "host memory", message)
 
 
 def core_findings(affinities: Iterable[frozenset[int]], threads: str | None) -> list[Finding]:
-    """Cores against threads.
+    """Whether there are enough cores for the ranks' threads.
 
     Args:
         affinities: the cores that each rank of this machine may use.
-        threads: OMP_NUM_THREADS.
+        threads: the value of OMP_NUM_THREADS.
     """
     each = list(affinities)
     cores = len(frozenset().union(*each))
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     ranks = f"{len(each)} rank{'s' if len(each) > 1 else ''}"
-    said = (
+    message = (
         f"{cores} cores for {ranks}, {nodes} NUMA node{'s' if nodes > 1 else ''}, OMP_NUM_THREADS={threads or 'unset'}"
     )
     fair = max(1, cores // len(each))
     if cores < len(each):
-        remedy = "Ask for more cores a task (--cpus-per-task of SLURM), or have ranks bound to cores of their own."
-        return [Finding(Level.WARN, "cores", said, remedy)]
+        remedy = "Request more cores per task (--cpus-per-task of SLURM), or bind each rank to its own cores."
+        return [Finding(Level.WARN, "cores", message, remedy)]
     if threads is None and len(each) > 1:
-        remedy = f"export OMP_NUM_THREADS={fair}: else every rank starts a thread for each core that it sees."
-        return [Finding(Level.WARN, "cores", said, remedy)]
+        remedy = f"export OMP_NUM_THREADS={fair}: otherwise every rank starts one thread per visible core."
+        return [Finding(Level.WARN, "cores", message, remedy)]
     if threads is not None and threads.isdigit() and int(threads) * len(each) > cores:
         return [
-            Finding(Level.WARN, "cores", said, f"export OMP_NUM_THREADS={fair}: there are more threads than cores.")
+            Finding(Level.WARN, "cores", message, f"export OMP_NUM_THREADS={fair}: there are more threads than cores.")
         ]
-    return [Finding(Level.OK, "cores", said)]
+    return [Finding(Level.OK, "cores", message)]
 
 
 def affinity() -> frozenset[int]:
@@ -185,7 +185,7 @@ def affinity() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def usual_places(output_dir: str | None, extensions: Path) -> dict[str, str | os.PathLike[str]]:
-    """The directories that a training writes into."""
-    places: dict[str, str | os.PathLike[str]] = {} if output_dir is None else {"output_dir": output_dir}
-    return {**places, "temporary files": tempfile.gettempdir(), "torch extensions": extensions}
+def written_directories(output_dir: str | None, extensions: Path) -> dict[str, str | os.PathLike[str]]:
+    """The directories that a training writes to, by purpose."""
+    found: dict[str, str | os.PathLike[str]] = {} if output_dir is None else {"output_dir": output_dir}
+    return {**found, "temporary files": tempfile.gettempdir(), "torch extensions": extensions}

@@ -1,4 +1,4 @@
-"""Names, addresses and interfaces that ranks find each other by, and how fast they exchange gradients."""
+"""Host names, addresses and interfaces of the ranks, and the bandwidth of an all-reduce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_infiniband() -> bool:
 
 
 def addresses_of(name: str) -> list[str]:
-    """IP addresses of a host name; empty where it cannot be resolved."""
+    """IP addresses of a host name; empty if it cannot be resolved."""
     try:
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None)))
     except OSError:
@@ -37,39 +37,41 @@ def addresses_of(name: str) -> list[str]:
 
 
 def name_findings(info: RankInfo, several_hosts: bool) -> list[Finding]:
-    """Whether this machine's own name and the main process's address mean something here."""
+    """Whether this machine can resolve its own host name and the main process's address."""
     host, found = socket.gethostname(), []
-    own = addresses_of(host)
-    if not own:
+    addresses = addresses_of(host)
+    if not addresses:
         remedy = f"Add {host} to /etc/hosts or to DNS, or name an interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
         found.append(Finding(Level.WARN, "host name", f"{host} has no address", remedy))
-    elif several_hosts and all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in own):
-        remedy = "gloo would offer it to other machines: mend /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface."
-        found.append(
-            Finding(Level.WARN, "host name", f"{host} is {', '.join(own)}, which only this machine reaches", remedy)
-        )
+    elif several_hosts and all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
+        remedy = "gloo would announce it to other machines: fix /etc/hosts, or set GLOO_SOCKET_IFNAME."
+        message = f"{host} resolves to {', '.join(addresses)}, which only this machine can reach"
+        found.append(Finding(Level.WARN, "host name", message, remedy))
     else:
-        found.append(Finding(Level.OK, "host name", f"{host} is {', '.join(own)}"))
+        found.append(Finding(Level.OK, "host name", f"{host} resolves to {', '.join(addresses)}"))
     if not addresses_of(info.master_address):
-        remedy = "Set MASTER_ADDR to a name or an address of the first machine that all others know."
-        said = f"MASTER_ADDR={info.master_address} has no address here"
-        found.append(Finding(Level.FAIL, "main process", said, remedy))
+        remedy = "Set MASTER_ADDR to a name or address of the first machine that all other machines can resolve."
+        message = f"MASTER_ADDR={info.master_address} cannot be resolved here"
+        found.append(Finding(Level.FAIL, "main process", message, remedy))
     return found
 
 
 def reach_finding(info: RankInfo) -> Finding:
-    """After ranks did not find each other: whether this one reaches the main process's port."""
+    """Whether this rank reaches the main process's port; called after the rendezvous failed."""
     where = f"{info.master_address}:{info.master_port}"
     try:
         socket.create_connection((info.master_address, info.master_port), timeout=5.0).close()
     except OSError as error:
-        remedy = "Is the first rank up, MASTER_ADDR its machine's address, MASTER_PORT free there, no firewall between?"
+        remedy = (
+            "Check that rank 0 is running, that MASTER_ADDR is its machine's address, that MASTER_PORT is free there, "
+            "and that no firewall blocks it."
+        )
         return Finding(Level.FAIL, "main process", f"{where} cannot be reached: {error}", remedy)
-    return Finding(Level.OK, "main process", f"{where} answers")
+    return Finding(Level.OK, "main process", f"{where} accepts connections")
 
 
 def interface_findings(environment: Mapping[str, str], directory: Path = _INTERFACES) -> list[Finding]:
-    """The interfaces of this machine, and whether those that variables name are there."""
+    """The interfaces of this machine, and whether those named in environment variables exist."""
     if not directory.is_dir():
         return []
     states = {}
@@ -82,22 +84,22 @@ def interface_findings(environment: Mapping[str, str], directory: Path = _INTERF
         missing = _missing(environment.get(variable, ""), list(states))
         if missing:
             remedy = f"Unset {variable}, or name one of {', '.join(states)}."
-            said = f"{variable}={environment[variable]}: there is no {', '.join(missing)}"
-            found.append(Finding(Level.FAIL, "interfaces", said, remedy))
+            message = f"{variable}={environment[variable]}: there is no {', '.join(missing)}"
+            found.append(Finding(Level.FAIL, "interfaces", message, remedy))
     return found
 
 
-def _missing(said: str, there: list[str]) -> list[str]:
-    """Names or beginnings of names in a variable of NCCL that no interface has."""
-    if not said or said.startswith("^"):
+def _missing(value: str, interfaces: list[str]) -> list[str]:
+    """Names or prefixes in the value of an NCCL variable that match no interface."""
+    if not value or value.startswith("^"):
         return []
-    exact = said.startswith("=")
-    names = [name for name in said.lstrip("=").split(",") if name]
-    return [n for n in names if not any(t == n or (not exact and t.startswith(n)) for t in there)]
+    exact = value.startswith("=")
+    names = [name for name in value.lstrip("=").split(",") if name]
+    return [n for n in names if not any(i == n or (not exact and i.startswith(n)) for i in interfaces)]
 
 
 def bandwidth_finding(device: torch.device) -> Finding:
-    """How fast gradients are summed over all ranks. Collective; a second or less on a healthy network."""
+    """Bandwidth of an all-reduce over all ranks. Collective; a second or less on a healthy network."""
     ranks = distributed.world_size()
     if ranks == 1:
         return Finding(Level.OK, "all-reduce", "one rank")
@@ -112,7 +114,7 @@ def bandwidth_finding(device: torch.device) -> Finding:
             torch.cuda.synchronize(device)
         seconds.append(time.monotonic() - began)
         tensor.fill_(1.0)
-    best = min(seconds[1:])  # the first one makes connections
+    best = min(seconds[1:])  # the first one opens connections
     bus = 2 * (ranks - 1) / ranks * amount / best
-    said = f"{bus / 1e9:.2f} GB/s on the bus ({size(amount)} over {ranks} ranks in {best * 1e3:.1f} ms)"
-    return Finding(Level.OK, "all-reduce", said)
+    message = f"{bus / 1e9:.2f} GB/s bus bandwidth ({size(amount)} over {ranks} ranks in {best * 1e3:.1f} ms)"
+    return Finding(Level.OK, "all-reduce", message)

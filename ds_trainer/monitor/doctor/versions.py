@@ -1,6 +1,6 @@
-"""What must be alike on all ranks: versions, code, arguments; asked of all of them by one small gather.
+"""What must be equal on all ranks: versions, code, arguments. One small gather compares them.
 
-Ranks that differ in them train something that nobody asked for, or wait for each other for ever.
+Ranks that differ here train something nobody asked for, or wait for each other forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
-from ds_trainer.monitor.doctor.findings import Finding, Level, Place, places_text
+from ds_trainer.monitor.doctor.findings import Finding, Level, RankHost, hosts_text
 
 _PACKAGES = ("deepspeed", "transformers", "datasets", "accelerate", "peft", "numpy", "safetensors")
 _PACKAGE = Path(__file__).parents[2]
@@ -31,19 +31,19 @@ _MAY_DIFFER = frozenset(
         *("hub_token", "nvme_path", "self_test", "resume_from_checkpoint"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-        "deepspeed",  # may be a file of each machine's own: what is compiled of it is compared
+        "deepspeed",  # may be another file on each machine: the compiled configuration is compared instead
     }
 )
-_OWN_FOLDERS = frozenset({"output_dir", "logging_dir"})
-_PLACES = ("nvme_path",)  # of the compiled configuration
+_DIRECTORIES = frozenset({"output_dir", "logging_dir"})
+_COMPILED_PATHS = ("nvme_path",)  # keys of the compiled configuration that may differ
 
 Facts = dict[str, str]
-"""What a rank says of itself, by name."""
+"""Properties of a rank by name."""
 
 
 @functools.cache
 def versions() -> Facts:
-    """Versions of what computes. The same object at every call: not to be changed."""
+    """Versions of the libraries that compute. Every call returns the same object: do not change it."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -57,13 +57,13 @@ def versions() -> Facts:
 
 
 def machine_versions() -> Facts:
-    """What may differ between machines, but seldom should."""
+    """Versions that may differ between machines, but rarely should."""
     found = {"kernel": platform.release(), "GPU driver": _driver(), "device": _device()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def script_digest() -> Facts:
-    """The script that was started, where it is a file."""
+    """Name and digest of the running script; empty if it is not a file."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None or not Path(path).is_file():
         return {}
@@ -71,7 +71,7 @@ def script_digest() -> Facts:
 
 
 def code_digest(package: Path) -> str:
-    """One short digest of all code in a directory, whatever the place it is installed in."""
+    """One short digest of all code in a directory, independent of where it is installed."""
     files = sorted(path for path in package.rglob("*") if path.suffix in _CODE and "__pycache__" not in path.parts)
     whole = hashlib.sha256()
     for path in files:
@@ -80,21 +80,20 @@ def code_digest(package: Path) -> str:
 
 
 def argument_facts(args: TrainingArguments, compiled: Mapping[str, Any] | None = None) -> Facts:
-    """All arguments that ranks must have in common, and the values of the compiled configuration.
+    """All arguments that must be equal on all ranks, and the values of the compiled configuration.
 
-    Left out is what may well differ from rank to rank: ``local_rank``, levels of logs, paths of devices, how data is
-    loaded; the output directory with ``save_on_each_node``, or where nothing is saved there. What a subclass adds is
-    its author's.
+    Left out are arguments that may differ between ranks: ``local_rank``, log levels, device paths, data loader workers,
+    the output directory with ``save_on_each_node`` or without saves, and the fields that a subclass adds.
     """
     ours = Seq2SeqTrainingArguments if isinstance(args, Seq2SeqTrainingArguments) else TrainingArguments
     shared = args.save_strategy != SaveStrategy.NO and not args.save_on_each_node
-    left_out = _MAY_DIFFER | (frozenset() if shared else _OWN_FOLDERS)
+    left_out = _MAY_DIFFER | (frozenset() if shared else _DIRECTORIES)
     known = ours.__dataclass_fields__
-    said = {n: _text(v) for n, v in args.to_dict().items() if n in known and n not in left_out}
+    facts = {n: _text(v) for n, v in args.to_dict().items() if n in known and n not in left_out}
     for path, value in _flat(compiled or {}):
-        if path.rpartition(".")[2] not in _PLACES:
-            said[f"deepspeed {path}"] = _text(value)
-    return said
+        if path.rpartition(".")[2] not in _COMPILED_PATHS:
+            facts[f"deepspeed {path}"] = _text(value)
+    return facts
 
 
 def digest_of(facts: Facts) -> str:
@@ -104,52 +103,52 @@ def digest_of(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A fact that ranks do not share: each value with who has it, the most common first."""
+    """A fact that differs between ranks: each value with its ranks, the most common value first."""
 
     name: str
-    values: tuple[tuple[str, tuple[Place, ...]], ...]
+    values: tuple[tuple[str, tuple[RankHost, ...]], ...]
 
     def __str__(self) -> str:
-        said = ", but ".join(f"{value} on {places_text(places)}" for value, places in self.values)
-        return f"{self.name} differs: {said}"
+        values = ", but ".join(f"{value} on {hosts_text(ranks)}" for value, ranks in self.values)
+        return f"{self.name} differs: {values}"
 
 
-def differences(said: Sequence[tuple[Place, Facts]]) -> list[Difference]:
-    """What not all ranks say alike; a rank that does not say it has ``nothing``."""
-    names = dict.fromkeys(name for _, facts in said for name in facts)
+def differences(reports: Sequence[tuple[RankHost, Facts]]) -> list[Difference]:
+    """The facts that differ between ranks. A rank without a fact counts as having ``nothing``."""
+    names = dict.fromkeys(name for _, facts in reports for name in facts)
     found = []
     for name in names:
-        values: dict[str, list[Place]] = {}
-        for place, facts in said:
-            values.setdefault(facts.get(name, "nothing"), []).append(place)
+        values: dict[str, list[RankHost]] = {}
+        for rank, facts in reports:
+            values.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
             ordered = sorted(values.items(), key=lambda entry: -len(entry[1]))
-            found.append(Difference(name, tuple((value, tuple(places)) for value, places in ordered)))
+            found.append(Difference(name, tuple((value, tuple(ranks)) for value, ranks in ordered)))
     return found
 
 
 def argument_differences(
-    place: Place, own: Facts, digests: Iterable[str], gather: Callable[[Any], list[Any]]
+    here: RankHost, arguments: Facts, digests: Iterable[str], gather: Callable[[Any], list[Any]]
 ) -> list[Difference]:
-    """The arguments that differ; asked for only where the ``digests`` of all ranks are not alike. Collective then."""
+    """The arguments that differ between ranks. Collective if the ``digests`` of the ranks differ."""
     if len(set(digests)) == 1:
         return []
-    return differences(gather((place, own)))
+    return differences(gather((here, arguments)))
 
 
-def version_findings(said: Sequence[tuple[Place, Facts]], alike: Iterable[str]) -> list[Finding]:
-    """One finding for each version: what all have, or who has what. Those in ``alike`` have to be the same."""
-    different = {difference.name: difference for difference in differences(said)}
-    must, found = set(alike), []
-    for name in dict.fromkeys(name for _, facts in said for name in facts):
+def version_findings(reports: Sequence[tuple[RankHost, Facts]], required: Iterable[str]) -> list[Finding]:
+    """One finding per version: the common value, or the ranks of each value. Those in ``required`` must be equal."""
+    different = {difference.name: difference for difference in differences(reports)}
+    must, found = set(required), []
+    for name in dict.fromkeys(name for _, facts in reports for name in facts):
         if name not in different:
-            found.append(Finding(Level.OK, name, said[0][1][name]))
+            found.append(Finding(Level.OK, name, reports[0][1][name]))
             continue
         level = Level.FAIL if name in must else Level.WARN
         remedy = (
-            "Install the same on all machines, best from one environment on a shared file system."
+            "Install the same version on all machines, preferably from one environment on a shared file system."
             if level == Level.FAIL
-            else "Ranks wait for the slowest; kernels of different machines may round differently."
+            else "Ranks wait for the slowest; kernels on different machines may round differently."
         )
         found.append(Finding(level, name, str(different[name]), remedy))
     return found
@@ -173,7 +172,7 @@ def _digest(data: bytes) -> str:
 
 def _installed(package: str) -> str | None:
     imported = getattr(sys.modules.get(package), "__version__", None)
-    if imported is not None:  # may come from another place than what is installed
+    if imported is not None:  # may differ from the installed package
         return str(imported)
     try:
         return importlib.metadata.version(package)
@@ -187,8 +186,8 @@ def _nccl() -> str | None:
 
 def _driver() -> str | None:
     path = Path("/proc/driver/nvidia/version")
-    words = path.read_text(encoding="utf-8").split() if path.is_file() else []
-    return next((word for word in words if word.count(".") >= 1 and word[0].isdigit()), None)
+    fields = path.read_text(encoding="utf-8").split() if path.is_file() else []
+    return next((field for field in fields if field.count(".") >= 1 and field[0].isdigit()), None)
 
 
 def _device() -> str:

@@ -1,6 +1,6 @@
-"""``Heartbeat``: how far this rank is, in plain attributes that other threads may read at any time.
+"""``Heartbeat``: the progress of this rank, in plain attributes that other threads may read at any time.
 
-The training thread writes them: a few assignments a step, no lock. Whether that is too long ago is arithmetic.
+The training thread writes them: a few assignments per step, no lock.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_REMEMBERED = 50  # durations of steps that the median is taken of
+_REMEMBERED = 50  # step durations in the median
 
 START, DATA, COMPUTE, UPDATE, BETWEEN = "start", "data loading", "forward and backward", "update", "between steps"
 
 
 class Heartbeat:
-    """Step, phase, and the moment of the last progress of one rank.
+    """Step, phase, and time of the last progress of one rank.
 
     Args:
-        step: optimizer steps that were done before.
-        clock: seconds that never go backwards. That of Linux stands still while the machine sleeps.
+        step: optimizer steps done before.
+        clock: monotonic seconds. Linux's monotonic clock stands still while the machine sleeps.
 
     Attributes:
         step: optimizer steps done.
         phase: what the rank is doing.
-        phase_since, progress_at: moments of ``clock``.
-        patient: whether the rank does something that may take long: its first step, an evaluation, a save.
+        phase_since, progress_at: readings of ``clock``.
+        patient: whether this phase may take long: the first step, an evaluation, a save.
     """
 
     def __init__(self, step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,31 +36,31 @@ class Heartbeat:
         self.phase = START
         self.phase_since = self.progress_at = self._step_began = clock()
         self.patient = True
-        self._aside = 0.0  # seconds of the step under way that belong to something else
+        self._paused_seconds = 0.0  # seconds of the current step that belong to something else
         self._durations: deque[float] = deque(maxlen=_REMEMBERED)
 
     def enter(self, phase: str) -> None:
-        """The rank begins something else."""
+        """Begin another phase."""
         self.phase, self.phase_since = phase, self._clock()
 
     def beat(self) -> None:
-        """Something that takes long gets on."""
+        """Record progress within a long phase."""
         self.progress_at = self._clock()
 
     def step_done(self, step: int) -> float:
-        """An optimizer step has ended; the seconds since the one before, without those of :meth:`aside`."""
+        """End an optimizer step. Returns its seconds since the previous one, without those of :meth:`paused`."""
         now = self._clock()
-        seconds = now - self._step_began - self._aside
-        if not self.patient:  # a first step is no measure: kernels are compiled, caches filled
+        seconds = now - self._step_began - self._paused_seconds
+        if not self.patient:  # the first step is not typical: kernels are compiled, caches filled
             self._durations.append(seconds)
-        self._step_began, self._aside = now, 0.0
+        self._step_began, self._paused_seconds = now, 0.0
         self.step, self.progress_at, self.patient = step, now, False
         self.phase, self.phase_since = BETWEEN, now
         return seconds
 
     @contextmanager
-    def aside(self, phase: str) -> Iterator[None]:
-        """Something besides the steps, which may take long. May be nested; the innermost name is shown."""
+    def paused(self, phase: str) -> Iterator[None]:
+        """A phase outside the steps, which may take long. Can be nested; the innermost name is shown."""
         before, patient, began = self.phase, self.patient, self._clock()
         self.patient = True
         self.enter(phase)
@@ -70,23 +70,23 @@ class Heartbeat:
             now = self._clock()
             self.patient, self.progress_at = patient, now
             if before in _STEPS:
-                self._aside += now - began
+                self._paused_seconds += now - began
             self.phase, self.phase_since = before, now
 
-    def forgive(self) -> None:
-        """The whole process stood still (stopped, or its machine slept): what it did before counts from now."""
+    def restart_clock(self) -> None:
+        """Restart the time since the last progress: the whole process was stopped, or its machine slept."""
         self.progress_at = self._clock()
 
     def median(self) -> float | None:
-        """Median seconds of a step; None before the second one."""
+        """Median seconds of a step; None before the second step."""
         durations = list(self._durations)
         return statistics.median(durations) if durations else None
 
-    def stalled(self) -> float:
+    def seconds_since_progress(self) -> float:
         """Seconds since the last progress."""
         return self._clock() - self.progress_at
 
-    def standing(self) -> float:
+    def seconds_in_phase(self) -> float:
         """Seconds in this phase."""
         return self._clock() - self.phase_since
 
@@ -95,12 +95,12 @@ _STEPS = (START, DATA, COMPUTE, UPDATE, BETWEEN)
 
 
 class Limit:
-    """How long a rank may go without progress.
+    """The longest time that a rank may take without progress.
 
     Args:
-        floor: seconds, at least.
-        factor: times the median step.
-        patience: seconds, at least, where something may take long (:attr:`Heartbeat.patient`).
+        floor: lower bound in seconds.
+        factor: lower bound in median steps.
+        patience: lower bound in seconds for phases that may take long (:attr:`Heartbeat.patient`).
     """
 
     def __init__(self, floor: float, factor: float, patience: float) -> None:
@@ -111,6 +111,6 @@ class Limit:
         return max(self.floor, self.factor * (heartbeat.median() or 0.0))
 
     def of(self, heartbeat: Heartbeat) -> float:
-        """Seconds that the rank may go without progress in what it does now."""
+        """Seconds that the rank may take without progress in its current phase."""
         step = self.of_step(heartbeat)
         return max(step, self.patience) if heartbeat.patient else step

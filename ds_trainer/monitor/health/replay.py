@@ -1,4 +1,4 @@
-"""The micro-batches of a step that was left out: kept in a file, and run again to see where the numbers go wrong.
+"""The micro-batches of a skipped step: saved to a file, and run again to find the first non-finite value.
 
 ::
 
@@ -24,12 +24,12 @@ from torch import nn
 
 @dataclass
 class Finding:
-    """What a micro-batch did.
+    """The result of one micro-batch.
 
     Attributes:
-        loss: the model's own.
-        first: the module whose output was the first that is not finite; empty where all are.
-        gradients: parameters whose gradient is not finite.
+        loss: the loss that the model returned.
+        first: the first module with a non-finite output; empty if all outputs are finite.
+        gradients: parameters with a non-finite gradient.
     """
 
     loss: float
@@ -38,36 +38,36 @@ class Finding:
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing went wrong."""
+        """Whether loss, outputs and gradients are finite."""
         return math.isfinite(self.loss) and not self.first and not self.gradients
 
 
 def save_batches(path: Path, facts: Mapping[str, Any], batches: list[Any]) -> None:
     """Write ``batches`` with ``facts`` (plain values and tensors) to ``path``.
 
-    What is neither tensor nor plain value in a batch is left out, so that reading the file runs no code.
+    Only the tensors of a batch are written, so that reading the file runs no code.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [
+    tensors = [
         {name: value.detach().cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
         for batch in batches
         if isinstance(batch, Mapping)
     ]
     try:
-        torch.save({**facts, "batches": kept}, path)
-    except RuntimeError as error:  # what torch makes of a full disk
+        torch.save({**facts, "batches": tensors}, path)
+    except RuntimeError as error:  # torch's exception for a full disk
         raise OSError(str(error)) from error
 
 
 def replay(path: str | Path, model: nn.Module) -> list[Finding]:
-    """Run the micro-batches in the file at ``path`` through ``model``, forward and backward, one :class:`Finding` each.
+    """Run the micro-batches in the file ``path`` through ``model``, forward and backward; one :class:`Finding` each.
 
     Args:
-        path: of a ``rank_K.pt``.
-        model: with weights from before the step; whole, on any device. Its gradients are cleared.
+        path: a ``rank_K.pt`` file.
+        model: has weights from before the step; not sharded, on any device. Its gradients are cleared.
     """
     saved = torch.load(path, weights_only=True, map_location="cpu")
     if saved.get("random") is not None:
@@ -102,7 +102,7 @@ def _run(model: nn.Module, batch: dict[str, torch.Tensor]) -> Finding:
 
 
 def _floats(value: Any) -> list[torch.Tensor]:
-    """Floating-point tensors in ``value``, as deep as modules return them."""
+    """Floating-point tensors in ``value``, at any depth."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""``RunHealth``: what the training loop tells about its steps, and what watches over them."""
+"""``RunHealth``: receives the phases of the training loop, and runs the watchdog and the straggler report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ds_trainer.monitor.health.board import Board
 from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE, Heartbeat, Limit
+from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StepTimes, StragglerReport
 from ds_trainer.monitor.health.waits import WaitClock
-from ds_trainer.monitor.health.watchdog import Rules, Watchdog
+from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
 from ds_trainer.monitor.throughput import TimedIterator
 from ds_trainer.utils import distributed
 
@@ -26,14 +26,14 @@ STRAGGLERS = "stragglers.jsonl"
 
 
 @dataclass(frozen=True)
-class Watch:
-    """What is watched.
+class HealthSettings:
+    """Limits of the watchdog, and interval of the straggler report.
 
     Attributes:
-        hang_seconds, hang_factor: a hang is no progress for so many seconds and for so many median steps; 0 seconds:
-            never.
-        patience: seconds for what may take long: the first step, an evaluation, a save.
-        abort: a hang ends the job.
+        hang_seconds, hang_factor: a hang is no progress for this many seconds and this many median steps; 0 seconds: no
+            watchdog.
+        patience: limit in seconds for phases that may take long: the first step, an evaluation, a save.
+        abort: whether a hang ends the job.
         straggler_steps: steps between reports on slow ranks; 0: none.
     """
 
@@ -45,36 +45,36 @@ class Watch:
 
 
 class RunHealth:
-    """One training: a context in which the loop tells its phases. To be entered by all ranks together.
+    """The health monitoring of one training: a context manager that all ranks enter together.
 
     Args:
-        watch: what is watched.
+        watch: limits and intervals.
         directory: output directory of the run; reports go to a folder in it.
-        step: optimizer steps that were done before.
-        last_wish: called in a thread before a hung job is ended.
+        step: optimizer steps done before.
+        on_abort: called in a thread before a hung job is ended.
     """
 
-    def __init__(self, watch: Watch, directory: Path, step: int, last_wish: Callable[[], None]) -> None:
-        self._watch, self._directory, self._last_wish = watch, directory / FOLDER, last_wish
+    def __init__(self, watch: HealthSettings, directory: Path, step: int, on_abort: Callable[[], None]) -> None:
+        self._watch, self._directory, self._on_abort = watch, directory / FOLDER, on_abort
         self._heartbeat, self._waits = Heartbeat(step), WaitClock()
         self._times = StepTimes(watch.straggler_steps, socket.gethostname()) if watch.straggler_steps else None
         self._report: StragglerReport | None = None
         self._watchdog: Watchdog | None = None
-        self._waited = self._waited_aside = 0.0
+        self._waited = self._waited_paused = 0.0
         self._data: TimedIterator[Any] | None = None
-        self._asides = 0
+        self._pauses = 0
 
     def __enter__(self) -> RunHealth:
         watch = self._watch
         several = distributed.world_size() > 1
         if not watch.hang_seconds and not (watch.straggler_steps and several):
             return self
-        board = Board()
+        board = StatusBoard()
         if self._times is not None and several:
             self._report = StragglerReport(self._times, self._directory / STRAGGLERS)
         limit = Limit(watch.hang_seconds or math.inf, watch.hang_factor, watch.patience)
         self._watchdog = Watchdog(
-            Rules.of(limit, watch.abort, self._last_wish),
+            WatchdogRules.of(limit, watch.abort, self._on_abort),
             self._heartbeat,
             self._waits,
             self._directory,
@@ -94,45 +94,45 @@ class RunHealth:
 
     # -- called by the loop -----------------------------------------------------------------------------------------
 
-    def loads_data(self, iterator: Iterator[T]) -> Iterator[T]:
-        """A step begins, its data is fetched: from what this returns."""
+    def begin_data(self, iterator: Iterator[T]) -> Iterator[T]:
+        """Begin a step and its data loading. Returns the iterator to read from."""
         self._heartbeat.enter(DATA)
-        # Where one rank reads for several, the others wait for it in a collective: that is no slow data of theirs.
+        # If one rank reads for several, the others wait for it in a collective: their own data is not slow.
         self._data = TimedIterator(iterator, lambda: self._waits.seconds)
         return self._data
 
-    def computes(self) -> None:
-        """The data is there."""
+    def begin_compute(self) -> None:
+        """The data is loaded; forward and backward passes begin."""
         self._heartbeat.enter(COMPUTE)
 
-    def updates(self) -> None:
-        """All gradients are there."""
+    def begin_update(self) -> None:
+        """All gradients are computed; the update begins."""
         self._heartbeat.enter(UPDATE)
 
     def step_done(self, step: int, data_seconds: float) -> None:
-        """Optimizer step number ``step`` has ended; ``data_seconds`` of it went by without data."""
+        """End optimizer step number ``step``; the loop waited ``data_seconds`` of it for data."""
         first = self._heartbeat.patient
         seconds = self._heartbeat.step_done(step)
         waited = self._waits.seconds
-        communication, self._waited = waited - self._waited - self._waited_aside, waited
-        self._waited_aside = 0.0
+        communication, self._waited = waited - self._waited - self._waited_paused, waited
+        self._waited_paused = 0.0
         if self._times is not None and not first:
             in_data = 0.0 if self._data is None else self._data.seconds
             self._times.add(step, seconds, max(0.0, data_seconds - in_data), communication)
 
     @contextmanager
-    def aside(self, what: str) -> Iterator[None]:
-        """Something besides the steps, which may take long: it counts neither as a hang nor as a slow step."""
-        waited, outermost = self._waits.seconds, self._asides == 0
-        self._asides += 1
+    def paused(self, what: str) -> Iterator[None]:
+        """A phase outside the steps, which may take long: it counts neither as a hang nor as part of a step."""
+        waited, outermost = self._waits.seconds, self._pauses == 0
+        self._pauses += 1
         try:
-            with self._heartbeat.aside(what):
+            with self._heartbeat.paused(what):
                 yield
         finally:
-            self._asides -= 1
+            self._pauses -= 1
             if outermost:
-                self._waited_aside += self._waits.seconds - waited
+                self._waited_paused += self._waits.seconds - waited
 
     def beat(self) -> None:
-        """What takes long gets on: a batch of an evaluation is done."""
+        """Record progress within a long phase: a batch of an evaluation is done."""
         self._heartbeat.beat()

@@ -1,10 +1,10 @@
-"""Which rank holds the others up, although all get on: every rank's time of a step, cut into three.
+"""The rank that slows down the others: the step time of every rank, divided into three parts.
 
-A step takes all ranks equally long, since they wait for each other; what differs is what they do with it::
+A step takes all ranks equally long, since they wait for each other. What differs is how they spend it::
 
-    step = waiting for data + waiting for other ranks + own work
+    step = waiting for data + waiting for other ranks + work
 
-The slow rank is the one that waits least for others. Whether its data or its work is slow, the other two say.
+The slow rank is the one that waits least for others. The other two parts say whether its data or its work is slow.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.monitor.health.board import Board
-from ds_trainer.monitor.records import MetricsWriter
+from ds_trainer.monitor.health.status_board import StatusBoard
+from ds_trainer.monitor.metrics_file import MetricsWriter
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("monitor.health")
 
-NOTABLE = 0.1  # of a step: what one rank must be slower than the others to be named
+NOTABLE = 0.1  # of a step: a rank that is slower than the others by more is named
 DATA, WORK = "data loading", "its own work"
-SECONDS_BETWEEN_WORDS = 30.0
-"""Between two warnings in the log; the file has every window."""
+SECONDS_BETWEEN_WARNINGS = 30.0
+"""The log has at most one warning in this time; the file has every window."""
 MOST_RANKS = 16
-"""Ranks of which a record holds all numbers: those that wait least for others. All of them have their quantiles."""
+"""Number of ranks in a record: those that wait least for others. The quantiles are over all ranks."""
 _QUANTILES = (0.0, 0.5, 0.9, 1.0)
-_PENDING = 4  # windows that may wait for slow threads of other ranks
+_PENDING = 4  # incomplete windows that are kept
 
 
 @dataclass(frozen=True)
 class Window:
-    """Mean seconds of a step of one rank, over some steps.
+    """Mean seconds per step of one rank, over some steps.
 
     Attributes:
-        step: whole.
+        step: the whole step.
         data: waiting for data.
         communication: waiting for other ranks, in collectives; on GPUs only as far as the host waits.
         host: where the rank runs.
@@ -51,12 +51,12 @@ class Window:
 
     @property
     def work(self) -> float:
-        """Own work: what is left."""
+        """The rest of the step: work."""
         return max(0.0, self.step - self.data - self.communication)
 
     @property
     def busy(self) -> float:
-        """All but waiting for other ranks."""
+        """Everything except waiting for other ranks."""
         return max(0.0, self.step - self.communication)
 
 
@@ -65,10 +65,10 @@ class Straggler:
     """The slowest rank.
 
     Attributes:
-        rank: which one.
-        busy, usual: its seconds a step without waiting for others, and the median of those of the other ranks.
+        rank: its number.
+        busy, usual: its seconds per step without waiting for others, and the median of the other ranks.
         step: median seconds of a step.
-        cause: ``DATA`` or ``WORK``, whichever makes more of the difference.
+        cause: ``DATA`` or ``WORK``, whichever explains more of the difference.
     """
 
     rank: int
@@ -79,17 +79,17 @@ class Straggler:
 
     @property
     def excess(self) -> float:
-        """Seconds a step that the others wait for it."""
+        """Seconds per step that the others wait for it."""
         return self.busy - self.usual
 
     @property
     def notable(self) -> bool:
-        """Whether it is worth a word."""
+        """Whether it deserves a warning."""
         return self.excess > NOTABLE * self.step
 
 
 def slowest(windows: list[Window]) -> Straggler | None:
-    """The rank that the others wait for most; None where there is one rank."""
+    """The rank that the others wait for most; None if there is only one rank."""
     if len(windows) < 2:
         return None
     rank = max(range(len(windows)), key=lambda index: windows[index].busy)
@@ -107,15 +107,15 @@ def slowest(windows: list[Window]) -> Straggler | None:
 
 
 class StepTimes:
-    """What one rank does with its steps; the training thread adds them up.
+    """Sums of one rank's step times; the training thread adds to them.
 
     Args:
-        every: steps of a window; windows end at multiples of it, so those of all ranks fit together.
+        every: steps per window. Windows end at multiples of it, so that those of all ranks match.
         host: where this rank runs.
 
     Attributes:
-        finished: windows that nobody has taken yet: how many there were before (a rollback takes steps back, not
-            windows), the last step, the window.
+        finished: windows not yet published: the number of earlier windows (which a rollback does not reduce), the last
+            step, the window.
     """
 
     def __init__(self, every: int, host: str) -> None:
@@ -125,7 +125,7 @@ class StepTimes:
         self.finished: deque[tuple[int, int, Window]] = deque(maxlen=_PENDING)
 
     def add(self, step: int, seconds: float, data: float, communication: float) -> None:
-        """The optimizer step number ``step`` has ended."""
+        """Add optimizer step number ``step``."""
         sums = self._sums
         sums[0] += seconds
         sums[1] += data
@@ -139,30 +139,30 @@ class StepTimes:
 
 
 class StragglerReport:
-    """Brings the windows of all ranks together on the main process, at leisure: never in a step.
+    """Collects the windows of all ranks on the main process, outside the steps.
 
     Args:
-        times: of this rank.
-        path: where the main process writes a line for each window.
+        times: those of this rank.
+        path: file to which the main process writes a line per window.
     """
 
     def __init__(self, times: StepTimes, path: Path) -> None:
         self._times = times
         self._writer = MetricsWriter(path)
         self._open: deque[tuple[int, int]] = deque(maxlen=_PENDING)
-        self._told: deque[str] = deque()
+        self._published: deque[str] = deque()
         self._quiet_until = 0.0
-        self._tell: Callable[[dict[str, Any]], None] = self._write
+        self._write_record: Callable[[dict[str, Any]], None] = self._write
 
-    def exchange(self, board: Board) -> None:
-        """Hand over what has been finished since the last call; on the main process, report what is complete."""
+    def exchange(self, board: StatusBoard) -> None:
+        """Publish the windows finished since the last call; on the main process, report the complete ones."""
         while self._times.finished:
             number, step, window = self._times.finished.popleft()
             board.put(key := _key(number, board.rank), [window.step, window.data, window.communication, window.host])
-            self._told.append(key)
+            self._published.append(key)
             self._open.append((number, step))
-            if len(self._told) > 2 * _PENDING:
-                board.drop(self._told.popleft())
+            if len(self._published) > 2 * _PENDING:
+                board.drop(self._published.popleft())
         if board.rank != 0:
             return
         for number, step in list(self._open):
@@ -172,8 +172,8 @@ class StragglerReport:
             self._open.remove((number, step))
             self._report(step, [Window(*values) for values in found])
 
-    def finish(self, board: Board, seconds: float = 1.0) -> None:
-        """The training is over: the same once more; the main process waits a moment for the others' last window."""
+    def finish(self, board: StatusBoard, seconds: float = 1.0) -> None:
+        """Exchange for the last time; the main process waits up to ``seconds`` for the others' last window."""
         deadline = time.monotonic() + seconds
         self.exchange(board)
         while board.rank == 0 and self._open and time.monotonic() < deadline:
@@ -195,34 +195,34 @@ class StragglerReport:
             record["slowest_rank"], record["slowest_excess"] = slow.rank, round(slow.excess, 6)
             record["slowest_cause"], record["notable"] = slow.cause, slow.notable
             if slow.notable and time.monotonic() >= self._quiet_until:
-                self._quiet_until = time.monotonic() + SECONDS_BETWEEN_WORDS
-                logger.warning("%s", said(step, slow, windows))
-        self._tell(record)
+                self._quiet_until = time.monotonic() + SECONDS_BETWEEN_WARNINGS
+                logger.warning("%s", warning(step, slow, windows))
+        self._write_record(record)
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
             self._writer.write(record)
         except OSError as error:
-            logger.warning("%s cannot be written (%s); stragglers are only logged", self._writer.path, error)
-            self._tell = lambda record: None
+            logger.warning("%s cannot be written (%s). Stragglers are only logged.", self._writer.path, error)
+            self._write_record = lambda record: None
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
-    """The least of ``values``, their median, what 90 % are not above, and the greatest."""
+    """Minimum, median, 90 % quantile and maximum of ``values``."""
     ordered = sorted(values)
-    return [ordered[round(share * (len(ordered) - 1))] for share in _QUANTILES]
+    return [ordered[round(quantile * (len(ordered) - 1))] for quantile in _QUANTILES]
 
 
 def _key(window: int, rank: int) -> str:
     return f"windows/{window}/{rank}"
 
 
-def said(step: int, slow: Straggler, windows: list[Window]) -> str:
-    """The sentence for the log."""
+def warning(step: int, slow: Straggler, windows: list[Window]) -> str:
+    """The warning for the log."""
     window = windows[slow.rank]
     return (
-        f"Step {step}: slowest rank {slow.rank} ({window.host}): busy {slow.busy:.3f} s a step, "
+        f"Step {step}: slowest rank {slow.rank} ({window.host}): busy {slow.busy:.3f} s per step, "
         f"{slow.busy / max(slow.usual, 1e-9):.2f} times the others' {slow.usual:.3f} s; they wait {slow.excess:.3f} s "
-        f"of {slow.step:.3f} s for it. It is {slow.cause}: {window.data:.3f} s for data, {window.work:.3f} s of work, "
-        f"{window.communication:.3f} s for other ranks."
+        f"of {slow.step:.3f} s for it. The cause is {slow.cause}: {window.data:.3f} s waiting for data, "
+        f"{window.work:.3f} s of work, {window.communication:.3f} s waiting for other ranks."
     )

@@ -1,12 +1,13 @@
-"""Who holds a hung job up: pure reasoning over what every rank says of itself.
+"""The ranks that a hung job waits for, derived from the reports of all ranks. Pure arithmetic.
 
-In a hung job most ranks are victims: they wait in a collective for somebody who does not come. In this order:
+In a hung job most ranks are victims: they wait in a collective for a rank that does not enter it. In this order, the
+slow ranks are:
 
-1. A rank whose process does not answer at all (stopped, dead, its machine gone) is the one.
-2. A rank that waits in no collective while others do is the one.
-3. Where the host of every rank is elsewhere (with NCCL it is the device that waits), or all wait in collectives: the
-   ranks that have begun fewer collectives than others of the same group, else those at an earlier step.
-4. Else nobody is behind: the network or a device, or the data is slow for all.
+1. those whose process does not respond at all (stopped, dead, unreachable);
+2. those that wait in no collective while others do;
+3. if no host waits (with NCCL the device waits) or all wait in collectives: those that have started fewer collectives
+   than others of the same group, or else those at an earlier step;
+4. otherwise none: the network, a device or the data is slow for all.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ds_trainer.monitor.health.stacks import place_of_user
+from ds_trainer.monitor.health.stacks import user_frame
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of itself.
+    """The state of one rank.
 
     Attributes:
-        rank, host, pid: who it is.
+        rank, host, pid: its identity.
         step: optimizer steps done.
         phase, seconds: what its training thread is doing, and for how long.
-        stalled: seconds since its last progress.
-        waits_in, waits_for: collective that it waits in now, and for how many seconds; None: it does not.
-        counts: collectives begun, by process group.
-        stack: places of its training thread, innermost last.
-        debugged: whether somebody looks at it in a debugger.
+        seconds_since_progress: seconds since its last progress.
+        collective, collective_seconds: the collective it waits in, and for how many seconds; None if it waits in none.
+        counts: number of collectives started, by process group.
+        stack: frames of its training thread, innermost last.
+        debugged: whether it is stopped in a debugger.
         ended: whether its training is over.
-        silent: its process does not answer; the rest is what it said last, ``said_at`` by its wall clock.
-        state: what the operating system says of a silent process, where somebody could ask.
+        silent: whether its process does not respond; the other values are then those of its last report.
+        reported_at: time of the report, by its wall clock.
+        state: state of a silent process according to the operating system, if known.
     """
 
     rank: int
@@ -41,49 +43,50 @@ class RankReport:
     step: int = 0
     phase: str = ""
     seconds: float = 0.0
-    stalled: float = 0.0
-    waits_in: str | None = None
-    waits_for: float = 0.0
+    seconds_since_progress: float = 0.0
+    collective: str | None = None
+    collective_seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)
     debugged: bool = False
     ended: bool = False
     silent: bool = False
-    said_at: float = 0.0
+    reported_at: float = 0.0
     state: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data; ``RankReport(**data)`` is the way back."""
+        """As plain data; ``RankReport(**data)`` restores it."""
         return asdict(self)
 
     @property
     def name(self) -> str:
-        """The rank, and where it runs."""
+        """The rank, its host and its process ID."""
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
     def sentence(self) -> str:
-        """What it is doing."""
-        place = place_of_user(self.stack)
-        where = f", at {place}" if place else ""
+        """What the rank is doing."""
+        frame = user_frame(self.stack)
+        where = f", at {frame}" if frame else ""
         if self.ended:
-            return f"{self.name} has ended its training"
+            return f"{self.name} has finished its training"
         if self.silent:
-            why = self.state or "stopped, dead, or in a call that does not let Python go on"
-            return f"{self.name} does not answer ({why}); last heard of after step {self.step} in {self.phase}{where}"
+            why = self.state or "stopped, dead, or in a call that holds the GIL"
+            return f"{self.name} does not respond ({why}); last report: {self.phase}, after step {self.step}{where}"
         if self.debugged:
             return f"{self.name} is in a debugger"
-        if self.waits_in is not None:
-            return f"{self.name} waits in {self.waits_in} for {self.waits_for:.1f} s, after step {self.step}"
-        return f"{self.name} is in {self.phase} for {self.seconds:.1f} s, after step {self.step}{where}"
+        if self.collective is not None:
+            waiting = f"has been waiting in {self.collective} for {self.collective_seconds:.1f} s"
+            return f"{self.name} {waiting}, after step {self.step}"
+        return f"{self.name} has been in {self.phase} for {self.seconds:.1f} s, after step {self.step}{where}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame.
+    """The slow ranks.
 
     Attributes:
-        slow: the ranks that hold the others up; empty where nobody can be told apart.
-        why: how that was found out.
+        slow: the ranks that the others wait for; empty if none can be identified.
+        why: the reason.
     """
 
     slow: tuple[int, ...]
@@ -91,29 +94,31 @@ class Verdict:
 
 
 def judge(reports: list[RankReport]) -> Verdict:
-    """The ranks that the others wait for (see the head of this module)."""
+    """The ranks that the others wait for, by the rules at the beginning of this module."""
     silent = [one.rank for one in reports if one.silent and not one.ended]
     if silent:
-        return Verdict(tuple(silent), "its process does not answer" if len(silent) == 1 else "no answer")
+        return Verdict(
+            tuple(silent), "its process does not respond" if len(silent) == 1 else "their processes do not respond"
+        )
     live = [one for one in reports if not one.ended]
-    waiting = [one for one in live if one.waits_in is not None]
-    free = [one.rank for one in live if one.waits_in is None]
+    waiting = [one for one in live if one.collective is not None]
+    free = [one.rank for one in live if one.collective is None]
     if waiting and free:
         return Verdict(tuple(free), "the others wait in a collective that it has not entered")
     if len(live) == 1:
-        return Verdict((live[0].rank,), "there is no other")
+        return Verdict((live[0].rank,), "it is the only rank that is still training")
     behind = _behind(live)
     if behind:
-        return Verdict(tuple(behind), "it has begun fewer collectives than others of its group")
+        return Verdict(tuple(behind), "it has started fewer collectives than others of its group")
     first = min((one.step for one in live), default=0)
     late = [one.rank for one in live if one.step == first]
     if len(late) < len(live):
         return Verdict(tuple(late), "it has done fewer steps")
-    return Verdict((), "all ranks stand at the same place")
+    return Verdict((), "all ranks are at the same step")
 
 
 def _behind(reports: list[RankReport]) -> list[int]:
-    """Ranks that have begun fewer collectives than another one of the same group."""
+    """Ranks that have started fewer collectives than another rank of the same group."""
     most: dict[str, int] = {}
     for one in reports:
         for group, number in one.counts.items():

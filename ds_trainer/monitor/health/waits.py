@@ -1,10 +1,9 @@
-"""``WaitClock``: how long the training thread has waited in collectives, and which it waits in now.
+"""``WaitClock``: how long the training thread has waited in collectives, and which one it waits in now.
 
-Collectives of torch come back as a ``Work`` that somebody waits for: DeepSpeed, torch itself, or we. So one method
-tells all, and is replaced while a training runs; it costs about a microsecond a collective. With gloo that is where a
-rank waits for the others. With NCCL it is not: there the device waits, and the host only where it reads a number. So
-what is measured here is about CPUs; what holds everywhere is how many collectives each group has begun
-(:func:`counts`).
+torch's collectives return a ``Work`` object, on which DeepSpeed, torch or this package waits. ``Work.wait`` is replaced
+while a training runs, at a cost of about a microsecond per collective. With gloo this is where a rank waits for the
+others. With NCCL it is not: there the device waits, and the host only when it reads a number. So the measured time is
+meaningful for gloo; the number of collectives that each group has started (:func:`collective_counts`) always is.
 """
 
 from __future__ import annotations
@@ -27,28 +26,26 @@ _OPERATIONS = (
 
 
 class WaitClock:
-    """Counts the seconds that the thread which starts it waits for collectives.
+    """Counts the seconds that the calling thread of :meth:`start` waits for collectives.
 
     Attributes:
-        seconds: waited in all.
-        current: the ``Work`` that is waited for now, and since when; None while none is.
-        last: the one that was waited for last, by name.
+        seconds: total waiting time.
+        current: the ``Work`` being waited for, and since when; None otherwise.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._thread = 0
-        self._replaced: Any = None
-        self._own: Any = None
+        self._original: Any = None
+        self._replacement: Any = None
         self.seconds = 0.0
         self.current: tuple[Any, float] | None = None
-        self._last: Any = None
 
     def start(self) -> None:
-        """Begin to count, for this thread."""
+        """Start counting for this thread."""
         work: Any = dist.Work
         self._thread = threading.get_ident()
-        original = self._replaced = work.wait
+        original = self._original = work.wait
         clock, get_ident, thread = self._clock, threading.get_ident, self._thread
 
         def wait(self_: Any, *args: Any, **keywords: Any) -> Any:
@@ -62,32 +59,32 @@ class WaitClock:
                 self.current = None
                 self.seconds += clock() - began
 
-        self._own = work.wait = wait
+        self._replacement = work.wait = wait
 
     def stop(self) -> None:
-        """Leave ``Work`` as it was."""
+        """Restore ``Work.wait``."""
         work: Any = dist.Work
-        if self._own is not None and work.wait is self._own:
-            work.wait = self._replaced
-        self._own = None
+        if self._replacement is not None and work.wait is self._replacement:
+            work.wait = self._original
+        self._replacement = None
 
     def waiting(self) -> tuple[str, float] | None:
-        """Name of the collective that is waited for, and for how many seconds already."""
+        """Name of the current collective, and the seconds waited for it; None if there is none."""
         current = self.current
         return None if current is None else (operation(current[0]), self._clock() - current[1])
 
 
 def operation(work: Any) -> str:
-    """The collective that ``work`` stands for, by name."""
+    """The name of the collective that ``work`` stands for."""
     number = int(work._get_op_type())
     return _OPERATIONS[number] if 0 <= number < len(_OPERATIONS) else "collective"
 
 
-def counts() -> dict[str, int]:
-    """How many collectives this rank has begun in each process group that it belongs to, by the group's name.
+def collective_counts() -> dict[str, int]:
+    """How many collectives this rank has started in each of its process groups, by the group's name.
 
-    Groups that are not in use yet are left out. All ranks of a group number its collectives alike, so who has the
-    smaller number is behind.
+    Unused groups are left out. All ranks of a group number its collectives equally, so the rank with the smaller number
+    is behind.
     """
     found: dict[str, int] = {}
     if dist.is_available() and dist.is_initialized():
@@ -95,15 +92,15 @@ def counts() -> dict[str, int]:
         for group in groups:
             try:
                 number = int(group._get_sequence_number_for_group()) if dist.get_rank(group) >= 0 else 0
-            except (RuntimeError, ValueError):  # its backend does not count, or it is being given up
+            except (RuntimeError, ValueError):  # its backend does not count, or it is being destroyed
                 continue
             if number > 0:
                 found[group.group_desc if group.group_desc != "undefined" else group.group_name] = number
     return found
 
 
-def recorded(most: int = 20) -> list[str]:
-    """The last collectives of torch's flight recorder, oldest first; empty where it is not on.
+def flight_record(most: int = 20) -> list[str]:
+    """The last collectives of torch's flight recorder, oldest first; empty if it is off.
 
     NCCL's is on by default; gloo's with ``TORCH_FR_BUFFER_SIZE`` in the environment.
     """

@@ -1,18 +1,19 @@
-"""The hang watchdog: notices that a job does not get on, finds out which rank it waits for, leaves stacks behind.
+"""The hang watchdog: detects that a job has stalled, finds the rank it waits for, and writes stacks of all ranks.
 
-Two threads of each rank, neither of which ever enters a collective:
+Each rank has two threads, neither of which ever enters a collective:
 
-* One talks to the other ranks over the store of the process group. It leaves a pulse (step, phase, where the training
-  thread is) now and then, looks whether the pulse of the next rank changes (a stopped process is found in that way,
-  whatever the others are doing), and whether somebody has called out a hang.
-* The other one looks at this rank's own heartbeat. Where it stands still for too long, a hang is called out. Where the
-  store does not answer either, because it lies in the process that stands still, this thread reports alone.
+* One exchanges data with the other ranks through the store of the process group. It regularly publishes a pulse (step,
+  phase, stack of the training thread), checks that the pulse of the next rank changes (which finds a stopped process,
+  whatever the others are doing), and checks whether a rank has declared a hang.
+* The other one watches this rank's own heartbeat. If there is no progress for too long, it declares a hang. If the
+  store does not respond either, because the process that serves it hangs, this thread reports alone.
 
-Once a hang is called out, every rank that can writes the stacks of its threads to a file and says what it is doing; who
-has called puts that together, names the slow rank, and the job goes on waiting or is ended, as asked.
+Once a hang is declared, every rank that can do so writes the stacks of its threads to a file and publishes its state.
+The rank that declared the hang combines them and names the slow rank. The job then continues to wait or ends, as
+configured.
 
-A process in which C code holds the interpreter's lock runs no thread of Python. Python's ``faulthandler`` needs no
-lock: it writes that rank's stacks to its standard error.
+A process in which C code holds the GIL runs no Python thread. Python's ``faulthandler`` needs no GIL: it writes that
+rank's stacks to its standard error.
 """
 
 from __future__ import annotations
@@ -31,50 +32,57 @@ from typing import Any
 
 import psutil
 
-from ds_trainer.monitor.health.board import Board
+from ds_trainer.monitor.health.gil_alarm import arm, disarm
+from ds_trainer.monitor.health.hang_report import folder_for, summary, write_rank, write_report
 from ds_trainer.monitor.health.heartbeat import Heartbeat, Limit
-from ds_trainer.monitor.health.incident import folder_for, summary, write_rank, write_report
-from ds_trainer.monitor.health.lock_alarm import put_off, take_off
-from ds_trainer.monitor.health.stacks import OWN_THREADS, all_stacks, frame_of, in_debugger, meets_others, places
+from ds_trainer.monitor.health.stacks import (
+    OWN_THREADS,
+    all_stacks,
+    collective_frame,
+    frame_lines,
+    frame_of,
+    in_debugger,
+)
+from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StragglerReport
 from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
-from ds_trainer.monitor.health.waits import WaitClock, counts
+from ds_trainer.monitor.health.waits import WaitClock, collective_counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.threads import new_thread
 
 logger = get_logger("monitor.health")
 
-_NOT_OURS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}  # they belong to the training thread
-_LONGEST_ALARM = 1e6  # seconds; C knows no infinite one
-_LEAVING_SECONDS = 1.0  # between the end of the report and that of the process: others read it
+_BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}  # for the training thread
+_LONGEST_ALARM = 1e6  # seconds; faulthandler takes no infinite time
+_LEAVING_SECONDS = 1.0  # from the end of the report to that of the process, so that others can read the report
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What counts as a hang, and what follows.
+class WatchdogRules:
+    """What counts as a hang, and what happens then.
 
     Attributes:
-        limit: how long a rank may go without progress.
-        abort: end the job with exit code 76; otherwise the report is all.
-        poll: seconds between two looks.
-        answer: seconds within which a live rank answers to a call.
-        last_wish: called on every rank before its process ends: to finish a checkpoint under way.
-        wish_seconds: how long that may take.
+        limit: how long a rank may take without progress.
+        abort: whether to end the job with exit code 76 after the report.
+        poll: seconds between two checks.
+        answer: seconds within which a live rank responds.
+        on_abort: called on every rank before its process ends, to finish a checkpoint in progress.
+        on_abort_seconds: how long that may take.
     """
 
     limit: Limit
     abort: bool
     poll: float
     answer: float
-    last_wish: Callable[[], None] = lambda: None
-    wish_seconds: float = 60.0
+    on_abort: Callable[[], None] = lambda: None
+    on_abort_seconds: float = 60.0
 
     @classmethod
-    def of(cls, limit: Limit, abort: bool, last_wish: Callable[[], None]) -> Rules:
-        """With a rhythm that follows from the limit: a look every twentieth of it, but every 5 seconds at least."""
+    def of(cls, limit: Limit, abort: bool, on_abort: Callable[[], None]) -> WatchdogRules:
+        """Rules with a polling interval of a twentieth of the limit, between 0.1 and 5 seconds."""
         poll = min(5.0, max(0.1, limit.floor / 20))
-        return cls(limit, abort, poll, 2 * poll + 5.0, last_wish)
+        return cls(limit, abort, poll, 2 * poll + 5.0, on_abort)
 
 
 class Watchdog:
@@ -82,266 +90,269 @@ class Watchdog:
 
     Args:
         rules: what counts as a hang.
-        heartbeat: of the training thread, which makes this object.
-        waits: the same.
+        heartbeat, waits: those of the training thread, which creates this object.
         directory: where reports go.
-        board: on which ranks leave notes.
-        stragglers: gets its turn at every look; None: nobody reports on slow ranks.
+        board: shared by all ranks.
+        stragglers: exchanges its windows at every check; None: no report on slow ranks.
     """
 
     def __init__(
         self,
-        rules: Rules,
+        rules: WatchdogRules,
         heartbeat: Heartbeat,
         waits: WaitClock,
         directory: Path,
-        board: Board,
+        board: StatusBoard,
         stragglers: StragglerReport | None = None,
     ) -> None:
         self.rules, self.heartbeat, self.waits, self.directory = rules, heartbeat, waits, directory
         self._board, self._stragglers = board, stragglers
         self.rank, self.world_size = board.rank, board.world_size
-        self._trained = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._stop = threading.Event()
         self._keeper: dict[str, Any] | None = None  # last pulse of rank 0, which holds the store
-        self._calls = 0  # hangs called out so far, by anybody
-        self._fired_at: float | None = None  # heartbeat.progress_at of the last hang that this rank took part in
-        self._called = False  # by this rank, and nothing has got on since
-        self._reason: str | None = None  # why this rank would call
-        self._talked_at = time.monotonic()
-        self._neighbour: tuple[Any, float] = (None, self._talked_at)
+        self._hangs = 0  # hangs declared so far, by any rank
+        self._fired_at: float | None = None  # heartbeat.progress_at of the last hang that this rank reported on
+        self._declared = False  # this rank declared a hang, and has made no progress since
+        self._reason: str | None = None  # why this rank would declare a hang
+        self._exchanged_at = time.monotonic()
+        self._neighbor: tuple[Any, float] = (None, self._exchanged_at)
         self._host = socket.gethostname()
-        self._threads = [new_thread(self._talk, name=OWN_THREADS[0])]
+        self._threads = [new_thread(self._exchange, name=OWN_THREADS[0])]
         if math.isfinite(rules.limit.floor):
-            self._threads.append(new_thread(self._look, name=OWN_THREADS[1]))
+            self._threads.append(new_thread(self._watch_self, name=OWN_THREADS[1]))
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """The training is over; nothing is reported any more."""
+        """Stop watching: the training is over."""
         self._stop.set()
         for thread in self._threads:
-            thread.join(1.0)  # it may be stuck in a store that does not answer
-        take_off()
+            thread.join(1.0)  # it may hang in a store that does not respond
+        disarm()
 
     # -- what this rank is doing -----------------------------------------------------------------------------------
 
     def report(self, ended: bool = False) -> RankReport:
-        """What this rank is doing at this moment."""
-        frame = frame_of(self._trained)
-        stack = places(frame)
+        """The current state of this rank."""
+        frame = frame_of(self._training_thread)
+        stack = frame_lines(frame)
         waiting = self.waits.waiting()
         if waiting is None:
-            meets = meets_others(stack)
-            waiting = None if meets is None else (meets, self.heartbeat.standing())
+            collective = collective_frame(stack)
+            waiting = None if collective is None else (collective, self.heartbeat.seconds_in_phase())
         return RankReport(
             rank=self.rank,
             host=self._host,
             pid=os.getpid(),
             step=self.heartbeat.step,
             phase=self.heartbeat.phase,
-            seconds=self.heartbeat.standing(),
-            stalled=self.heartbeat.stalled(),
-            waits_in=waiting[0] if waiting else None,
-            waits_for=waiting[1] if waiting else 0.0,
-            counts=counts(),
+            seconds=self.heartbeat.seconds_in_phase(),
+            seconds_since_progress=self.heartbeat.seconds_since_progress(),
+            collective=waiting[0] if waiting else None,
+            collective_seconds=waiting[1] if waiting else 0.0,
+            counts=collective_counts(),
             stack=stack,
             debugged=in_debugger(frame),
             ended=ended,
-            said_at=time.time(),
+            reported_at=time.time(),
         )
 
-    # -- the thread that looks at this rank ------------------------------------------------------------------------
+    # -- the thread that watches this rank -------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    def _watch_self(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
         rules, before = self.rules, time.monotonic()
         while not self._stop.wait(rules.poll):
             now = time.monotonic()
             limit = rules.limit.of(self.heartbeat)
             if now - before > max(rules.limit.floor / 2, 4 * rules.poll):
-                self._forgive(now)
+                self._restart_clocks(now)
             before = now
-            put_off(min(limit + 2 * rules.poll, _LONGEST_ALARM))
-            stalled = self.heartbeat.stalled()
-            if self._called and self._fired_at != self.heartbeat.progress_at:
-                self._called = False
-                logger.warning("The job gets on again, after step %d.", self.heartbeat.step)
-            if stalled <= limit or self._fired_at == self.heartbeat.progress_at:
+            arm(min(limit + 2 * rules.poll, _LONGEST_ALARM))
+            seconds_since_progress = self.heartbeat.seconds_since_progress()
+            if self._declared and self._fired_at != self.heartbeat.progress_at:
+                self._declared = False
+                logger.warning("The job is making progress again, after step %d.", self.heartbeat.step)
+            if seconds_since_progress <= limit or self._fired_at == self.heartbeat.progress_at:
                 self._reason = None
                 continue
             self._reason = (
-                f"rank {self.rank} has made no progress for {stalled:.1f} s (limit {limit:.1f} s, phase "
+                f"rank {self.rank} has made no progress for {seconds_since_progress:.1f} s (limit {limit:.1f} s, phase "
                 f"'{self.heartbeat.phase}', step {self.heartbeat.step})"
             )
-            if now - self._talked_at > rules.answer:
-                self._alone()
+            if now - self._exchanged_at > rules.answer:
+                self._report_alone()
 
-    def _forgive(self, now: float) -> None:
-        """This whole process stood still: that is no fault of the training's, nor of its neighbour's."""
-        self.heartbeat.forgive()
-        self._neighbour = (self._neighbour[0], now)
-        self._talked_at = now
+    def _restart_clocks(self, now: float) -> None:
+        """Restart all clocks: this whole process was stopped, which is not a hang of the training or its neighbor."""
+        self.heartbeat.restart_clock()
+        self._neighbor = (self._neighbor[0], now)
+        self._exchanged_at = now
 
-    def _alone(self) -> None:
-        """The store does not answer: say what can be said without it."""
+    def _report_alone(self) -> None:
+        """Report without the store, which does not respond."""
         self._fired_at = self.heartbeat.progress_at
         own = self.report()
         if own.debugged:
             return
-        reason = f"{self._reason}, and the store of the process group does not answer"
+        reason = f"{self._reason}, and the store of the process group does not respond"
         folder = folder_for(self.directory, own.step, f"-of-rank-{self.rank}")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank == 0:
-            verdict = Verdict((), "the process that holds the store, torchrun's agent, is stopped, dead or cut off")
+            verdict = Verdict(
+                (), "the process that serves the store, torchrun's agent, is stopped, dead or unreachable"
+            )
             text = summary([own], verdict, reason)
         else:
-            keeper = self._silent(0, self._keeper)
+            keeper = self._silent_report(0, self._keeper)
             self._write(folder, keeper)
-            text = summary([keeper, own], Verdict((keeper.rank,), "it holds the store"), reason)
+            text = summary([keeper, own], Verdict((keeper.rank,), "it serves the store"), reason)
         self._write(folder, own, text)
-        self._say(text, folder)
+        self._log_report(text, folder)
         if self.rules.abort:
             self._end()
 
-    # -- the thread that talks to the others ------------------------------------------------------------------------
+    # -- the thread that exchanges data with the other ranks ---------------------------------------------------------
 
-    def _talk(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    def _exchange(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
         try:
             while True:
-                self._turn()
-                self._talked_at = time.monotonic()
+                self._exchange_once()
+                self._exchanged_at = time.monotonic()
                 if self._stop.wait(self.rules.poll):
                     break
             self._board.put(f"pulse/{self.rank}", self.report(ended=True).to_dict())
             if self._stragglers is not None:
                 self._stragglers.finish(self._board)
         except (RuntimeError, OSError) as error:
-            # The process that holds the store has ended: utils.failures tells of that. This rank's own clock goes on.
-            logger.debug("rank %d: no store any more (%s)", self.rank, error)
+            # The process that serves the store has ended: utils.failures reports that. The other thread keeps watching.
+            logger.debug("rank %d: the store is gone (%s)", self.rank, error)
 
-    def _turn(self) -> None:
+    def _exchange_once(self) -> None:
         board = self._board
         board.put(f"pulse/{self.rank}", self.report().to_dict())
-        reason = self._reason or self._silence()
+        reason = self._reason or self._neighbor_silence()
         if reason is not None and self._fired_at != self.heartbeat.progress_at:
             own = {"rank": self.rank, "reason": reason, "folder": str(folder_for(self.directory, self.heartbeat.step))}
-            board.claim(f"call/{self._calls + 1}", own)
-        call = board.get(f"call/{self._calls + 1}")
-        if call is not None:
-            self._calls += 1
-            self._answer(call)
+            board.claim(f"hang/{self._hangs + 1}", own)
+        hang = board.get(f"hang/{self._hangs + 1}")
+        if hang is not None:
+            self._hangs += 1
+            self._join_report(hang)
         if self._stragglers is not None:
             self._stragglers.exchange(board)
 
-    def _silence(self) -> str | None:
-        """Whether the next rank has shown no pulse for too long."""
+    def _neighbor_silence(self) -> str | None:
+        """The reason to declare a hang if the pulse of the next rank has not changed for too long; else None."""
         if self.world_size == 1:
             return None
         self._keeper = self._board.get("pulse/0")
-        neighbour = (self.rank + 1) % self.world_size
-        pulse, now = self._board.get(f"pulse/{neighbour}"), time.monotonic()
-        if pulse is None or pulse["ended"] or pulse != self._neighbour[0]:
-            self._neighbour = (pulse, now)
+        neighbor = (self.rank + 1) % self.world_size
+        pulse, now = self._board.get(f"pulse/{neighbor}"), time.monotonic()
+        if pulse is None or pulse["ended"] or pulse != self._neighbor[0]:
+            self._neighbor = (pulse, now)
             return None
-        silent = now - self._neighbour[1]
+        silent = now - self._neighbor[1]
         if silent <= self.rules.limit.of_step(self.heartbeat) + self.rules.answer:
             return None
-        self._neighbour = (pulse, now)
-        return f"rank {neighbour} has given no sign of life for {silent:.1f} s"
+        self._neighbor = (pulse, now)
+        return f"rank {neighbor} has not responded for {silent:.1f} s"
 
-    def _answer(self, call: dict[str, Any]) -> None:
-        """A hang was called out, by this rank or another: take part in the report."""
+    def _join_report(self, hang: dict[str, Any]) -> None:
+        """Contribute to the report of a hang that this rank or another one declared."""
         self._fired_at = self.heartbeat.progress_at
-        number, folder, board = self._calls, Path(call["folder"]), self._board
+        number, folder, board = self._hangs, Path(hang["folder"]), self._board
         own = self.report()
         board.put(f"report/{number}/{self.rank}", own.to_dict())
         if not own.debugged:
             self._write(folder, own)
-        if call["rank"] == self.rank:
-            self._called = True
-            aborts = self._conclude(number, call["reason"], folder)
+        if hang["rank"] == self.rank:
+            self._declared = True
+            aborts = self._conclude(number, hang["reason"], folder)
             board.put(f"done/{number}", aborts)
         else:
             aborts = self._outcome(number)
         if aborts:
             self._end()
-        self._neighbour = (self._neighbour[0], time.monotonic())  # it had no time for pulses meanwhile
+        self._neighbor = (self._neighbor[0], time.monotonic())  # the neighbor published no pulse meanwhile
 
     def _conclude(self, number: int, reason: str, folder: Path) -> bool:
-        """Hear all ranks, find the slow one, tell; whether the job is to be ended."""
+        """Collect the reports of all ranks, find the slow ones and write the summary. Returns whether to end the
+        job.
+        """
         reports: dict[int, RankReport] = {}
         deadline = time.monotonic() + self.rules.answer
         while len(reports) < self.world_size and time.monotonic() < deadline:
             for rank in set(range(self.world_size)) - reports.keys():
-                said = self._board.get(f"report/{number}/{rank}") or self._last_words(rank, ended=True)
-                if said is not None:
-                    reports[rank] = RankReport(**said)
+                found = self._board.get(f"report/{number}/{rank}") or self._last_pulse(rank, ended=True)
+                if found is not None:
+                    reports[rank] = RankReport(**found)
             time.sleep(0.05)
         for rank in set(range(self.world_size)) - reports.keys():
-            reports[rank] = self._silent(rank, self._last_words(rank))
+            reports[rank] = self._silent_report(rank, self._last_pulse(rank))
             self._write(folder, reports[rank])
         in_order = [reports[rank] for rank in sorted(reports)]
         if any(one.debugged for one in in_order):
-            logger.info("No progress, but a rank is in a debugger: that is no hang.")
+            logger.info("No progress, but a rank is in a debugger: this is not a hang.")
             return False
         text = summary(in_order, judge(in_order), reason)
         self._write(folder, None, text)
-        self._say(text, folder)
+        self._log_report(text, folder)
         return self.rules.abort
 
-    def _silent(self, rank: int, said: dict[str, Any] | None) -> RankReport:
-        """A rank that does not answer, by what it said last. On this machine the operating system knows more."""
+    def _silent_report(self, rank: int, pulse: dict[str, Any] | None) -> RankReport:
+        """The report of a rank that does not respond, from its last pulse; with its process state if it is local."""
         (host, process), state = self._board.member(rank) or ("?", 0), ""
         if host == self._host:
             try:
                 state = f"its process is {psutil.Process(process).status()}"
             except psutil.Error:
-                state = "its process is gone"
-        known = said or {"rank": rank, "host": host, "pid": process}
+                state = "its process has ended"
+        known = pulse or {"rank": rank, "host": host, "pid": process}
         return RankReport(**{**known, "silent": True, "state": state})
 
-    def _last_words(self, rank: int, ended: bool = False) -> dict[str, Any] | None:
+    def _last_pulse(self, rank: int, ended: bool = False) -> dict[str, Any] | None:
         """The last pulse of a rank; with ``ended`` only if its training is over."""
         pulse: dict[str, Any] | None = self._board.get(f"pulse/{rank}")
         return pulse if pulse is not None and (pulse["ended"] or not ended) else None
 
     def _outcome(self, number: int) -> bool:
-        """What who has called out the hang made of it. Where nobody says: what was asked for."""
+        """Whether the rank that declared the hang ends the job; without an answer, what is configured."""
         deadline = time.monotonic() + 2 * self.rules.answer + 5.0
         while time.monotonic() < deadline:
             try:
                 done = self._board.get(f"done/{number}")
             except (RuntimeError, OSError):
-                break  # it has ended, together with the store
+                break  # that rank has ended, and the store with it
             if done is not None:
                 return bool(done)
             time.sleep(0.05)
         return self.rules.abort
 
-    # -- what becomes of it ----------------------------------------------------------------------------------------
+    # -- writing the report and ending -----------------------------------------------------------------------------
 
     def _write(self, folder: Path, report: RankReport | None, text: str | None = None) -> None:
-        """Put files into the folder of a hang; a disk that refuses is a reason to say so, not to stop watching."""
+        """Write files to the folder of a hang. A write error is logged, and watching continues."""
         try:
             if report is not None:
-                write_rank(folder, report, None if report.rank != self.rank else all_stacks(self._trained))
+                write_rank(folder, report, None if report.rank != self.rank else all_stacks(self._training_thread))
             if text is not None:
                 write_report(folder, text)
         except OSError as error:
             logger.error("The report of a hang could not be written to %s: %s", folder, error)
 
-    def _say(self, text: str, folder: Path) -> None:
-        end = f" The job is ended (exit code {HUNG})." if self.rules.abort else ""
+    def _log_report(self, text: str, folder: Path) -> None:
+        end = f" Ending the job with exit code {HUNG}." if self.rules.abort else ""
         logger.error("%s\nStacks of all ranks: %s.%s", text, folder, end)
 
     def _end(self) -> None:
-        wish = new_thread(self.rules.last_wish, name="ds_trainer-last-wish")
-        wish.start()
-        wish.join(self.rules.wish_seconds)
+        thread = new_thread(self.rules.on_abort, name="ds_trainer-on-abort")
+        thread.start()
+        thread.join(self.rules.on_abort_seconds)
         time.sleep(_LEAVING_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""Evaluation and prediction: the loop over a loader, the exact mean loss, what all ranks predicted."""
+"""Evaluation and prediction: the loop over a loader, the exact mean loss, and the predictions of all ranks."""

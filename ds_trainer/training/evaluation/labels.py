@@ -1,4 +1,4 @@
-"""What of a batch are labels, and what of a model's outputs are predictions."""
+"""The labels in a batch, and the predictions in a model's outputs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 from ds_trainer.training.signatures import parameters_of
 
 
-def returns_loss_by_itself(model: nn.Module) -> bool:
+def returns_loss_by_default(model: nn.Module) -> bool:
     """Whether ``model.forward`` has an argument ``return_loss`` that is on by default."""
     parameter = parameters_of(model.forward).get("return_loss")
     return parameter is not None and parameter.default is True
 
 
 def labels_of(inputs: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The labels of a batch: alone where there is one kind, a tuple of several, None without."""
+    """The labels of a batch: a tensor, a tuple of several, or None."""
     found = tuple(inputs[name] for name in names if inputs.get(name) is not None)
     return found[0] if len(found) == 1 else found or None
 
 
-def without_loss(outputs: Any, ignored: Sequence[str]) -> Any:
-    """What a model predicted: its outputs without the loss and without the ``ignored`` keys.
+def predictions_of(outputs: Any, ignored: Sequence[str]) -> Any:
+    """A model's predictions: its outputs without the loss and without the ``ignored`` keys.
 
-    Of a mapping its values in their order, of a tuple its elements; a single one stands alone. A loss is ``"loss"``
-    of a mapping, or a leading scalar (or None) of a tuple.
+    The values of a mapping or the elements of a tuple, as a tuple; a single one is not wrapped. The loss is ``"loss"``
+    in a mapping, or a leading scalar (or None) in a tuple.
     """
     if isinstance(outputs, Mapping):
         kept = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignored)
@@ -39,8 +39,8 @@ def without_loss(outputs: Any, ignored: Sequence[str]) -> Any:
     return kept[0] if len(kept) == 1 else kept or None
 
 
-def loss_if_any(outputs: Any) -> torch.Tensor | None:
-    """The loss that a model returned without being given labels: what :func:`without_loss` leaves out."""
+def loss_of_outputs(outputs: Any) -> torch.Tensor | None:
+    """The loss that a model returned although it got no labels: what :func:`predictions_of` leaves out."""
     if isinstance(outputs, Mapping):
         first = outputs.get("loss")
     else:

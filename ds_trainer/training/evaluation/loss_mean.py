@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_trainer.training.item_count import count_for
+from ds_trainer.training.loop.item_count import count_for
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 
@@ -22,27 +22,27 @@ class Loss(NamedTuple):
 
 
 class LossMean:
-    """Adds up the mean losses of batches, each weighted with its items, and divides once at the end.
+    """Sums the mean losses of batches, each weighted by its items, and divides once at the end.
 
-    So batches of different sizes, padding and the number of ranks change nothing. Nothing waits for the device before
-    the end.
+    So batch sizes, padding and the number of ranks do not change the result. Nothing synchronizes the device before the
+    end.
 
     Args:
-        device: where the losses are.
-        filtered: leave batches whose loss is not finite out of the mean, with a warning that counts them.
-        counts: whether this rank's batches count: of the ranks of a replica, which have the same, one does.
+        device: device of the losses.
+        filtered: leave batches with a non-finite loss out of the mean, with a warning that counts them.
+        counts: whether this rank's batches count: those of the first rank of each replica do.
     """
 
     def __init__(self, device: torch.device, filtered: bool, counts: bool = True) -> None:
         self._device = device
         self._filtered = filtered
         self._counts = counts
-        # float64, where the device has it: thousands of batches must not cost digits. Loss, items, and of finite
-        # losses alone: loss, items; batches that are not finite; batches.
+        # float64, so that thousands of batches cost no precision: loss, items; loss and items of the batches with a
+        # finite loss; number of batches with a non-finite loss; number of batches.
         self._sums = torch.zeros(6, dtype=torch.float64, device=device)
 
     def add(self, loss: torch.Tensor, items: torch.Tensor) -> None:
-        """Add a batch: the mean loss over its ``items`` (a count), a scalar. A mean over nothing counts for nothing."""
+        """Add a batch: the mean loss over its ``items`` (a count), a scalar. A batch without items does not count."""
         if not self._counts:
             return
         items = count_for(self._device, items).double()
@@ -54,15 +54,15 @@ class LossMean:
         self._sums += torch.stack([*values, (~finite).double(), torch.ones_like(total)])
 
     def result(self) -> Loss | None:
-        """The mean over all batches of all ranks; None where there was no batch. Collective."""
+        """The mean over all batches of all ranks; None if there was no batch. Collective."""
         distributed.all_reduce_sum(self._sums)
         total, items, finite_total, finite_items, lost, batches = self._sums.tolist()
         if not batches:
             return None
         if self._filtered and lost and finite_items:
             logger.warning(
-                "%d of %d batches of an evaluation had a loss that is not finite; the mean leaves them out. "
-                "logging_nan_inf_filter=False shows them.",
+                "%d of %d batches of an evaluation had a non-finite loss and are left out of the mean. To include "
+                "them, set logging_nan_inf_filter=False.",
                 int(lost),
                 int(batches),
             )

@@ -1,4 +1,4 @@
-"""Outputs of models: tensors in tuples, lists and dicts of any depth, joined over batches and brought to the host."""
+"""Nested outputs of models: tensors in tuples, lists and dicts of any depth; concatenated, and copied to the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 PADDING = -100
-"""Fills up rows of unequal length where they are joined, as in Hugging Face's Trainer."""
+"""Pads rows of unequal length where they are concatenated, as in Hugging Face's Trainer."""
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to everything in it that is no tuple, list, mapping or None.
+    """``tree`` with ``function`` applied to everything in it except tuples, lists, mappings and None.
 
     Any kind of tuple becomes a tuple, any kind of mapping (``ModelOutput``) a dict.
     """
@@ -29,19 +29,19 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """What :func:`map_leaves` would call its function with, in the same order."""
+    """The leaves of ``tree``, in the order of :func:`map_leaves`."""
     found: list[Any] = []
     map_leaves(found.append, tree)
     return found
 
 
 def detached(tree: Any) -> Any:
-    """``tree`` with tensors that belong to no graph."""
+    """``tree`` with detached tensors."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def on_host(tree: Any) -> Any:
-    """``tree`` with numpy arrays for tensors; bfloat16, which numpy does not have, becomes float32."""
+def to_numpy(tree: Any) -> Any:
+    """``tree`` with numpy arrays for tensors; bfloat16, which numpy lacks, becomes float32."""
     return map_leaves(_array, tree)
 
 
@@ -51,33 +51,33 @@ def _array(leaf: Any) -> Any:
     return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).cpu().numpy()
 
 
-def joined(pieces: Sequence[Any], samples_in_lists: bool = False) -> Any:
-    """The pieces as one: arrays (or tensors) joined along their first dimension, structure by structure.
+def concatenate(pieces: Sequence[Any], samples_in_lists: bool = False) -> Any:
+    """Concatenate the arrays (or tensors) of ``pieces`` along their first dimension, leaf by leaf.
 
-    Where arrays differ in a later dimension, all get the largest size there, filled up with :data:`PADDING` on the
-    right. A scalar counts as one row.
+    If arrays differ in a later dimension, all are padded there with :data:`PADDING` on the right. A scalar counts as
+    one row.
 
     Args:
         pieces: trees of equal structure, at least one.
-        samples_in_lists: a list is a sequence of samples, joined end to end, instead of a structure; leaves that are
-            no arrays become a list.
+        samples_in_lists: a list is a sequence of samples to be concatenated, not a structure; leaves that are not
+            arrays become a list.
 
     Raises:
-        TypeError: the structures differ, or there are leaves that cannot be joined.
+        TypeError: the structures differ, or there are leaves that cannot be concatenated.
     """
     first = pieces[0]
     if first is None and all(piece is None for piece in pieces):
         return None
     if isinstance(first, Mapping):
         _check_structure(pieces, Mapping, [set(piece) for piece in pieces if isinstance(piece, Mapping)])
-        return {key: joined([piece[key] for piece in pieces], samples_in_lists) for key in first}
+        return {key: concatenate([piece[key] for piece in pieces], samples_in_lists) for key in first}
     if isinstance(first, list) and samples_in_lists:
         _check_structure(pieces, list, [])
         return [sample for piece in pieces for sample in piece]
     if isinstance(first, (tuple, list)):
         kind = type(first)
         _check_structure(pieces, kind, [len(piece) for piece in pieces if isinstance(piece, kind)])
-        return kind(joined(list(parts), samples_in_lists) for parts in zip(*pieces, strict=True))
+        return kind(concatenate(list(parts), samples_in_lists) for parts in zip(*pieces, strict=True))
     if isinstance(first, torch.Tensor):
         _check_structure(pieces, torch.Tensor, [])
         return _joined_tensors(list(pieces))
@@ -86,7 +86,9 @@ def joined(pieces: Sequence[Any], samples_in_lists: bool = False) -> Any:
         return _joined_arrays(list(pieces))
     if samples_in_lists:
         return list(pieces)
-    raise TypeError(f"values of type {', '.join(sorted({type(piece).__name__ for piece in pieces}))} cannot be joined")
+    raise TypeError(
+        f"values of type {', '.join(sorted({type(piece).__name__ for piece in pieces}))} cannot be concatenated"
+    )
 
 
 def _check_structure(pieces: Sequence[Any], kind: type, shapes: list[Any]) -> None:
@@ -94,13 +96,15 @@ def _check_structure(pieces: Sequence[Any], kind: type, shapes: list[Any]) -> No
     if others:
         raise TypeError(f"some batches have a {type(pieces[0]).__name__} where others have a {', '.join(others)}")
     if any(shape != shapes[0] for shape in shapes):
-        raise TypeError(f"batches have a {type(pieces[0]).__name__} of unequal contents: {shapes[:4]}")
+        raise TypeError(f"batches have a {type(pieces[0]).__name__} with different contents: {shapes[:4]}")
 
 
 def _common_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that takes all rows of arrays of these shapes."""
+    """The shape that can hold all rows of arrays of these shapes."""
     if len({len(shape) for shape in shapes}) > 1:
-        raise TypeError(f"arrays of unequal numbers of dimensions: {', '.join(str(s) for s in sorted(set(shapes)))}")
+        raise TypeError(
+            f"arrays with different numbers of dimensions: {', '.join(str(s) for s in sorted(set(shapes)))}"
+        )
     return (sum(shape[0] for shape in shapes), *(max(sizes) for sizes in list(zip(*shapes, strict=True))[1:]))
 
 
@@ -131,7 +135,7 @@ def _joined_arrays(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def plain_numbers(value: Any) -> Any:
-    """``value`` with Python numbers for the scalars of numpy and torch in it: what JSON takes."""
+    """``value`` with Python numbers for scalars of numpy and torch, for JSON."""
     if isinstance(value, Mapping):
         return {key: plain_numbers(entry) for key, entry in value.items()}
     if isinstance(value, (tuple, list)):

@@ -1,26 +1,26 @@
-"""What evaluation and prediction return, and what ``compute_metrics`` is given."""
+"""The results of evaluation and prediction, and the argument of ``compute_metrics``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-ABOUT_ITSELF = ("items", "model_preparation_time", "runtime", "samples_per_second", "steps_per_second")
-"""What an evaluation says of itself rather than of the model, after the prefix of its metrics."""
+RUNTIME_METRICS = ("items", "model_preparation_time", "runtime", "samples_per_second", "steps_per_second")
+"""Metrics of the evaluation rather than of the model, without their prefix."""
 
 
 class EvalPrediction:
-    """The whole result of a pass over a dataset: what ``compute_metrics`` is called with.
+    """The result of a pass over a dataset: the argument of ``compute_metrics``.
 
-    Every array has one row for each sample, in the dataset's order; an output or a batch of several tensors is a
-    tuple (or dict) of arrays. It unpacks like a tuple: predictions, labels, and then those of the others that are
-    there. With ``batch_eval_metrics`` the arrays are tensors on the device, of one batch of all ranks.
+    Every array has one row per sample, in the dataset's order; several outputs or labels are a tuple (or dict) of
+    arrays. It unpacks like a tuple: predictions, labels, and then inputs and losses if present. With
+    ``batch_eval_metrics`` it has tensors on the device, of one batch of all ranks.
 
     Args:
         predictions: outputs of the model without its loss.
         label_ids: labels.
-        inputs: main input of the model; with ``include_for_metrics=["inputs"]`` only.
-        losses: for each sample the mean loss of its batch; with ``include_for_metrics=["loss"]`` only.
+        inputs: main input of the model; only with ``include_for_metrics=["inputs"]``.
+        losses: for each sample the mean loss of its batch; only with ``include_for_metrics=["loss"]``.
 
     Source of names and order: transformers 5, ``transformers.EvalPrediction``.
     """
@@ -37,15 +37,15 @@ class EvalPrediction:
 
     def __getitem__(self, idx: int) -> Any:
         if not 0 <= idx < len(self.elements):
-            raise IndexError(f"there are {len(self.elements)} elements, counted from 0; asked for {idx}")
+            raise IndexError(f"index {idx} is out of range: there are {len(self.elements)} elements")
         return self.elements[idx]
 
 
 class EvalLoopOutput(NamedTuple):
     """What ``Trainer.evaluation_loop`` returns.
 
-    ``predictions`` and ``label_ids`` hold numpy arrays (see :class:`EvalPrediction`), None where there are none or
-    the loss alone was asked for. ``num_samples`` counts every sample of the dataset once.
+    ``predictions`` and ``label_ids`` are numpy arrays (see :class:`EvalPrediction`), or None if there are none or only
+    the loss was requested. ``num_samples`` counts every sample of the dataset once.
     """
 
     predictions: Any

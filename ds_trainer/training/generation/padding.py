@@ -1,8 +1,8 @@
-"""Generated tokens and labels, filled up to one length.
+"""Pads generated tokens and labels to one length.
 
-The length and the token are those of transformers' ``Seq2SeqTrainer``: batches come out equally wide, so that most
-predictions are one array without holes. What is longer stays, and where batches or ranks differ all the same, rows are
-filled up with -100 when they are joined (:mod:`ds_trainer.training.evaluation.nested`).
+The length and the token are those of transformers' ``Seq2SeqTrainer``, so that most batches have equal shapes. Longer
+rows stay; if batches or ranks still differ, rows are padded with -100 when they are concatenated
+(:mod:`ds_trainer.training.evaluation.nested`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch.nn import functional as F
 from ds_trainer.utils.errors import ConfigError
 
 _DEFAULT_LENGTH = 20
-"""What transformers generates at most where nobody says a length."""
+"""The default maximum length of transformers."""
 
 
 def padded(tokens: torch.Tensor, model: nn.Module, processing_class: Any) -> torch.Tensor:
-    """``tokens`` ``[samples, length]``, filled up with the padding token to the length of the model's configuration.
+    """``tokens`` ``[samples, length]``, padded to the length in the model's generation configuration.
 
-    That length is ``generation_config.max_length`` (20 where it is not set); for longer ones ``max_new_tokens`` and
-    the start.
+    That length is ``generation_config.max_length`` (20 if it is not set); for longer rows ``max_new_tokens`` plus one.
 
     Raises:
-        ConfigError: something must be filled up, and nobody knows a padding token.
+        ConfigError: padding is needed, and there is no padding token.
     """
     config: Any = model.generation_config
     length = _DEFAULT_LENGTH if config.max_length is None else config.max_length
@@ -39,10 +38,10 @@ def padded(tokens: torch.Tensor, model: nn.Module, processing_class: Any) -> tor
 
 
 def padding_token(model: nn.Module, processing_class: Any) -> int:
-    """The padding token of the tokenizer (or its end token), else of the model.
+    """The padding token of the tokenizer (or its end token), or else of the model.
 
     Raises:
-        ConfigError: none of them has one.
+        ConfigError: neither has one.
     """
     owners = [(processing_class, "pad_token_id"), (processing_class, "eos_token_id")]
     if not hasattr(processing_class, "pad_token_id"):
@@ -53,7 +52,6 @@ def padding_token(model: nn.Module, processing_class: Any) -> int:
         if token is not None:
             return int(token)
     raise ConfigError(
-        f"predict_with_generate=True: generated sequences are filled up to one length, but neither the "
-        f"processing_class nor the configuration of {type(model).__name__} has a pad_token_id. Set "
-        "model.config.pad_token_id."
+        f"predict_with_generate=True pads generated sequences, but neither the processing_class nor the configuration "
+        f"of {type(model).__name__} has a pad_token_id. Set model.config.pad_token_id."
     )

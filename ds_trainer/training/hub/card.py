@@ -1,6 +1,6 @@
-"""The model card: ``README.md`` with metadata that the Hub reads, and what was done, for people. Text only.
+"""The model card: the text of a ``README.md`` with metadata for the Hub and a description of the run for readers.
 
-Keys of the metadata: https://huggingface.co/docs/hub/model-cards
+Metadata keys: https://huggingface.co/docs/hub/model-cards
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_trainer.training.evaluation.outputs import ABOUT_ITSELF
+from ds_trainer.training.evaluation.outputs import RUNTIME_METRICS
 
 MARKER = (
-    "<!-- Written by ds_trainer from what it knows of the run, and written again at the next push. "
+    "<!-- ds_trainer generated this card from the run. The next push overwrites it. "
     "Remove this comment to keep your own edits. -->"
 )
 TAG = "generated_from_trainer"
-_TEMPLATE = "# Model Card for Model ID"  # peft's, with nothing filled in
+_TEMPLATE = "# Model Card for Model ID"  # the empty template of peft
 _METRICS_OF_HUB = (
     "accuracy",
     "bertscore",
@@ -41,17 +41,17 @@ _SECTIONS = ("Model description", "Intended uses & limitations", "Training and e
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Everything that a card says.
+    """The content of a card.
 
     Attributes:
         model_name: heading.
-        language, license, tags, base_model, tasks, library: metadata; empty or None where nobody knows.
-        dataset_tags: names of data sets on the Hub.
-        dataset_names: the same for people.
-        dataset_args: configuration of each data set; may be shorter.
-        hyperparameters: name to value, in order.
-        log_history: that of the trainer's state.
-        versions: package to version.
+        language, license, tags, base_model, tasks, library: metadata; empty or None if unknown.
+        dataset_tags: names of datasets on the Hub.
+        dataset_names: display names of these datasets.
+        dataset_args: configuration of each dataset; may be shorter.
+        hyperparameters: values by name, in order.
+        log_history: the log history of the trainer state.
+        versions: versions by package.
     """
 
     model_name: str
@@ -70,7 +70,7 @@ class CardFacts:
 
 
 def is_generated(text: str) -> bool:
-    """Whether a card was written by :func:`card_text`, or is a template that nobody has filled in."""
+    """Whether a card was written by :func:`card_text`, or is the empty template of peft."""
     return MARKER in text or _TEMPLATE in text
 
 
@@ -89,7 +89,7 @@ def card_text(facts: CardFacts) -> str:
 
 
 def metadata(facts: CardFacts) -> str:
-    """The metadata as YAML. A result needs a task and a data set: without either there is no ``model-index``."""
+    """The metadata as YAML. A ``model-index`` needs a task and a dataset, so it is left out without them."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results = last_results(facts.log_history)
@@ -124,7 +124,7 @@ def metadata(facts: CardFacts) -> str:
 
 
 def last_results(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of the last evaluation, without ``eval_``, run times and what is no finite number."""
+    """Finite metrics of the last evaluation, without the prefix ``eval_`` and without run times."""
     for entry in reversed(log_history):
         found = _metrics(entry)
         if found:
@@ -133,7 +133,7 @@ def last_results(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def results_table(log_history: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each step with an evaluation: the training loss logged last, epoch, step, metrics. Empty without."""
+    """A table with a row for each evaluated step: last logged training loss, epoch, step, metrics. May be empty."""
     rows: dict[Any, dict[str, str]] = {}
     loss: Any = None
     for entry in log_history:
@@ -156,7 +156,7 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, float]:
         name.removeprefix("eval_"): value
         for name, value in entry.items()
         if name.startswith("eval_")
-        and not name.endswith(ABOUT_ITSELF)
+        and not name.endswith(RUNTIME_METRICS)
         and "_mem_" not in name
         and isinstance(value, int | float)
     }
@@ -174,7 +174,7 @@ def _introduction(facts: CardFacts) -> str:
     text += "."
     results = last_results(facts.log_history)
     if results:
-        text += "\nIts last evaluation gave:\n\n"
+        text += "\nResults of the last evaluation:\n\n"
         text += "\n".join(f"- {_title(name)}: {_shown(value)}" for name, value in results.items())
     return text
 
@@ -182,8 +182,8 @@ def _introduction(facts: CardFacts) -> str:
 def _title(name: str, validation: bool = False) -> str:
     if validation and name == "loss":
         return "Validation loss"
-    words = name.replace("_", " ")
-    return words[:1].upper() + words[1:]
+    title = name.replace("_", " ")
+    return title[:1].upper() + title[1:]
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""How this package talks to the Hub: huggingface_hub's client, patience, and errors that name a remedy.
+"""Calls to the Hub: the client of huggingface_hub, retries, and errors that name a remedy.
 
-huggingface_hub 2.4 repeats preparing an upload, the upload itself and listing by itself (5 times, up to 8 s apart); it
-does not repeat making repositories, branches and commits. Here every call is repeated as a whole.
+huggingface_hub 2.4 retries preparing an upload, the upload itself and listing files (5 times, up to 8 s apart). It
+does not retry the creation of repositories, branches and commits. This module retries each call as a whole.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any, TypeVar
 
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.secrets import hide_in_logs, keep_secret, redacted
+from ds_trainer.utils.secrets import hide_in_logs, redacted, register_secret
 
 logger = get_logger(__name__)
 
 WAITS = (1.0, 4.0, 15.0)
-"""Seconds before a call that failed for a passing reason is repeated."""
+"""Seconds before each retry after a transient failure."""
 
-_TALKING = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
+_LOGGERS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
 _CONNECTIONS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-_PASSING = (408, 425, 429)
+_TRANSIENT_STATUS = (408, 425, 429)
 _MAX_TEXT = 400
 _TOKEN = (
-    "Make a token with write permission (huggingface.co/settings/tokens), and pass it as hub_token, in the environment "
-    "variable HF_TOKEN, or by `hf auth login`"
+    "Create a token with write permission (huggingface.co/settings/tokens), and pass it as hub_token, in the "
+    "environment variable HF_TOKEN, or with `hf auth login`"
 )
 
 R = TypeVar("R")
 
 
 class HubError(RuntimeError):
-    """The Hub could not be reached, or answered with an error of its own, again and again."""
+    """The Hub could not be reached, or answered with a server error, also after retries."""
 
 
 def hub_api(token: str | None) -> Any:
-    """A client of the Hub that uses ``token``, or the one of the environment. Its logs show no token from now on.
+    """A client of the Hub that uses ``token``, or the one of the environment. From now on its logs hide the token.
 
     Raises:
         ConfigError: huggingface_hub is not installed.
@@ -50,22 +50,22 @@ def hub_api(token: str | None) -> Any:
             "transformers too), or set push_to_hub=False."
         ) from None
     api = HfApi(token=token, library_name="ds_trainer")
-    keep_secret(token)
-    keep_secret(huggingface_hub.get_token())
-    hide_in_logs(*_TALKING)
+    register_secret(token)
+    register_secret(huggingface_hub.get_token())
+    hide_in_logs(*_LOGGERS)
     return api
 
 
-def patiently(call: Callable[[], R], doing: str) -> R:
-    """``call()``, repeated where it fails for a passing reason: no connection, 5xx, too many requests.
+def with_retries(call: Callable[[], R], action: str) -> R:
+    """``call()``, with retries after transient failures: no connection, 5xx, too many requests.
 
     Args:
-        call: talks to the Hub; may be called several times.
-        doing: ends the sentence "... failed", for messages.
+        call: a request to the Hub; may be called several times.
+        action: subject of the sentence "... failed" in messages.
 
     Raises:
-        ConfigError: the Hub refused; the text names what to change.
-        HubError: it kept failing.
+        ConfigError: the Hub refused the request; the message names what to change.
+        HubError: all attempts failed.
     """
     for wait in (*WAITS, None):
         try:
@@ -73,44 +73,44 @@ def patiently(call: Callable[[], R], doing: str) -> R:
         except Exception as error:
             if not _is_of_hub(error):
                 raise
-            failure = explained(error, doing)
+            failure = hub_failure(error, action)
             if wait is None or not isinstance(failure, HubError):
-                raise failure from None  # the library's own text may hold addresses with credentials
+                raise failure from None  # the original message may contain URLs with credentials
             logger.info("%s Trying again in %g s.", failure, wait)
         time.sleep(wait)
     raise AssertionError("the last round returns or raises")
 
 
-def explained(error: BaseException, doing: str) -> ConfigError | HubError:
-    """What ``error``, raised by huggingface_hub while ``doing`` something, means: in words, without secrets."""
+def hub_failure(error: BaseException, action: str) -> ConfigError | HubError:
+    """Convert an error of huggingface_hub during ``action`` to one of ours, with a remedy and without secrets."""
     status = _status(error)
-    said = " ".join(redacted(str(error)).split())[:_MAX_TEXT]
+    detail = " ".join(redacted(str(error)).split())[:_MAX_TEXT]
     if type(error).__name__ == "OfflineModeIsEnabled":
         return ConfigError(
-            f"{doing} failed: HF_HUB_OFFLINE is set in the environment. Unset it, or set push_to_hub=False."
+            f"{action} failed: HF_HUB_OFFLINE is set in the environment. Unset it, or set push_to_hub=False."
         )
     if type(error).__name__ == "HFValidationError":
-        return ConfigError(f"{doing} failed: {said} Set hub_model_id to a name such as 'me/my-model'.")
+        return ConfigError(f"{action} failed: {detail} Set hub_model_id to a name such as 'me/my-model'.")
     if status == 401:
         return ConfigError(
-            f"{doing} failed: the Hub knows no such token, or got none (401). {_TOKEN}; or set push_to_hub=False."
+            f"{action} failed: the token is invalid or missing (401). {_TOKEN}; or set push_to_hub=False."
         )
     if status == 403:
         return ConfigError(
-            f"{doing} failed: the token may not do that (403). {_TOKEN}; or name a repository of your own in "
-            "hub_model_id."
+            f"{action} failed: the token lacks the permission (403). {_TOKEN}; or set hub_model_id to a "
+            "repository of your own."
         )
     if status == 404:
         return ConfigError(
-            f"{doing} failed: the Hub has no such repository or branch, or the token may not see it (404). Check "
+            f"{action} failed: the Hub has no such repository or branch, or the token has no access to it (404). Check "
             "hub_model_id and hub_revision."
         )
-    if status is None or status >= 500 or status in _PASSING:
+    if status is None or status >= 500 or status in _TRANSIENT_STATUS:
         return HubError(
-            f"{doing} failed ({said or type(error).__name__}). Try again when the Hub (HF_ENDPOINT) can be reached, or "
-            "set push_to_hub=False."
+            f"{action} failed ({detail or type(error).__name__}). Try again when the Hub (HF_ENDPOINT) can be reached, "
+            "or set push_to_hub=False."
         )
-    return ConfigError(f"{doing} failed: the Hub refused it ({said}).")
+    return ConfigError(f"{action} failed: the Hub refused it ({detail}).")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -129,7 +129,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_of_hub(error: BaseException) -> bool:
-    """Whether this is the Hub's or the network's doing: not a defect here, a full disk or an interrupt."""
+    """Whether the Hub or the network caused ``error``, rather than a defect here, a full disk or an interrupt."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     if isinstance(error, HFValidationError | OfflineModeIsEnabled):

@@ -1,7 +1,7 @@
-"""What a push sends, set aside, so that nothing can change or vanish while it is read.
+"""Stages the files of a push, so that they cannot change or disappear during the upload.
 
-Files that are never written in place (those of a finished checkpoint, weights) are linked: that costs no space, and
-they outlive their removal. All others are copied.
+Files that are never modified in place (those of a complete checkpoint, weights) are hard-linked. Links take no space
+and survive the removal of the original. All other files are copied.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 FOLDER = ".hub_push"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _POINTER = "latest"  # names a checkpoint of this directory
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # written beside their names, then renamed
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # written under another name, then renamed
 
 
 def stage_model(output_dir: Path, target: Path) -> Path:
-    """Set aside ``output_dir`` without checkpoints, hidden files, and what begins with an underscore."""
+    """Stage ``output_dir`` without checkpoints, hidden files, and names that begin with an underscore."""
     for path in _files(output_dir, leave_out_checkpoints=True):
-        _take(path, target / path.relative_to(output_dir), link=bool(_WEIGHTS.fullmatch(path.name)))
+        _stage(path, target / path.relative_to(output_dir), link=bool(_WEIGHTS.fullmatch(path.name)))
     return target
 
 
 def stage_checkpoint(checkpoint: Path, target: Path) -> Path:
-    """Set aside a finished checkpoint."""
+    """Stage a complete checkpoint."""
     for path in _files(checkpoint):
-        _take(path, target / path.relative_to(checkpoint), link=True)
+        _stage(path, target / path.relative_to(checkpoint), link=True)
     return target
 
 
@@ -45,12 +45,12 @@ def _files(folder: Path, leave_out_checkpoints: bool = False) -> list[Path]:
     return found
 
 
-def _take(source: Path, target: Path, link: bool) -> None:
+def _stage(source: Path, target: Path, link: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if link:
         try:
             os.link(source, target)
             return
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             pass
     shutil.copy2(source, target)

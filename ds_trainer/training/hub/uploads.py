@@ -1,4 +1,4 @@
-"""Pushes in the background: one after the other, in a thread, from files that were set aside."""
+"""Background pushes: one after the other, in a thread, from staged files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.training.hub.client import patiently
+from ds_trainer.training.hub.client import with_retries
 from ds_trainer.training.hub.repository import Repository
 from ds_trainer.training.hub.staging import FOLDER
 from ds_trainer.utils.logging import get_logger
@@ -20,10 +20,10 @@ from ds_trainer.utils.threads import new_executor
 
 logger = get_logger(__name__)
 
-# Files that a commit removes where it does not replace them: two models in one repository would confuse a reader.
-_OF_ONE_MODEL = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*")
+# Model files that a commit removes if it does not replace them, so that a repository never holds files of two models.
+_MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*")
 
-_FAILED = "%s Nothing was pushed; training goes on, and the next push sends everything again."
+_FAILED = "%s Nothing was pushed; training continues, and the next push sends everything again."
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Commit:
     """One commit: all files of a folder.
 
     Attributes:
-        folder: what is sent.
-        message: of the commit.
-        path_in_repo: folder in the repository, which is made equal to ``folder``; empty for its root, where only
+        folder: the local folder.
+        message: the commit message.
+        path_in_repo: the folder in the repository, which becomes equal to ``folder``; empty for the root, where only
             weights that ``folder`` does not replace are removed.
     """
 
@@ -43,10 +43,10 @@ class Commit:
 
 
 class Uploads:
-    """The pushes of one run to one repository. A process that ends waits for those under way.
+    """The pushes of one run to one repository. A process that exits waits for those in progress.
 
     Args:
-        output_dir: below it, files are set aside.
+        output_dir: files are staged in a folder of it.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -54,11 +54,11 @@ class Uploads:
         self._numbers = itertools.count()
         self._pending: list[Future[Any]] = []
         self._worker: ThreadPoolExecutor | None = None
-        shutil.rmtree(self._root, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(self._root, ignore_errors=True)  # left by a process that was killed
 
     @property
     def busy(self) -> bool:
-        """Whether a push is under way or waiting."""
+        """Whether a push is in progress or waiting."""
         return any(not push.done() for push in self._pending)
 
     def begin(
@@ -66,22 +66,21 @@ class Uploads:
         prepare: Callable[[Path], list[Commit]],
         repository: Repository,
         revision: str | None,
-        nobody_waits: bool = False,
+        log_failure: bool = False,
     ) -> Future[Any]:
-        """Set files aside now, and push them in the background.
+        """Stage files now, and push them in the background.
 
         Args:
-            prepare: fills an empty folder and says which commits are made of it, in order.
-            repository: where to.
-            revision: branch; default: the main one.
-            nobody_waits: say in the log if it fails; before the future knows, so that whoever waits for that has
-                been told.
+            prepare: fills an empty folder and returns the commits to make of it, in order.
+            repository: the target.
+            revision: branch; default: the main branch.
+            log_failure: whether to log a warning if the push fails, before the future completes.
 
         Returns:
-            What comes of it: huggingface_hub's ``CommitInfo`` of the first commit.
+            A future with the ``CommitInfo`` of the first commit (huggingface_hub).
 
         Raises:
-            OSError: files cannot be set aside.
+            OSError: files cannot be staged.
         """
         staged = self._root / str(next(self._numbers))
         try:
@@ -92,18 +91,18 @@ class Uploads:
             raise
         if self._worker is None:
             self._worker = new_executor("ds_trainer-hub")
-        push = self._worker.submit(self._push, staged, commits, repository, revision, nobody_waits)
+        push = self._worker.submit(self._push, staged, commits, repository, revision, log_failure)
         self._pending = [*(earlier for earlier in self._pending if not earlier.done()), push]
         return push
 
     def finish(self) -> None:
-        """Wait until nothing is under way. Whether it went well, the futures know."""
+        """Wait until no push is in progress. The futures hold the results and errors."""
         for push in self._pending:
             push.exception()
         self._pending = []
 
     def _push(
-        self, staged: Path, commits: list[Commit], repository: Repository, revision: str | None, nobody_waits: bool
+        self, staged: Path, commits: list[Commit], repository: Repository, revision: str | None, log_failure: bool
     ) -> Any:
         try:
             with _without_progress_bars():
@@ -111,7 +110,7 @@ class Uploads:
                 infos = [_send(commit, repository, revision) for commit in commits]
             return infos[0]
         except Exception as error:
-            if nobody_waits:
+            if log_failure:
                 logger.warning(_FAILED, error)
             raise
         finally:
@@ -139,18 +138,18 @@ def _send(commit: Commit, repository: Repository, revision: str | None) -> Any:
             revision=revision,
         )
 
-    return patiently(attempt, f"Pushing {commit.message!r} to {repository.id}")
+    return with_retries(attempt, f"Pushing {commit.message!r} to {repository.id}")
 
 
 def _is_replaced(name: str, prefix: str) -> bool:
     if prefix:
         return name.startswith(prefix)
-    return any(fnmatch(name, pattern) for pattern in _OF_ONE_MODEL) and "/" not in name
+    return any(fnmatch(name, pattern) for pattern in _MODEL_FILES) and "/" not in name
 
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """They would be drawn across that of the training."""
+    """Disable the progress bars of huggingface_hub, which would overwrite that of the training."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

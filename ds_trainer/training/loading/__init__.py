@@ -1,1 +1,1 @@
-"""Models that are named instead of handed in: a directory or hub name becomes a model on meta and its weight source."""
+"""Resolves model references: a directory or Hub name becomes a model on meta and its weight source."""

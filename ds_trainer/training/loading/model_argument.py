@@ -1,4 +1,4 @@
-"""What a Trainer is given as a model: a module, a directory or hub name, or a configuration. Each becomes a module."""
+"""Resolves the model argument of a Trainer: a module, a directory or Hub name, or a configuration."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from torch import nn
 
 from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.weights.description import DESCRIPTION_FILE, ModelDescription
+from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, ModelDescription
+from ds_trainer.engine.loading.load_report import LoadReport, load_meter
 from ds_trainer.engine.loading.placement import materialize
-from ds_trainer.engine.loading.report import LoadReport, load_meter
-from ds_trainer.engine.loading.weight_source import FirstThatHas, attach_weights, attached_weights
-from ds_trainer.parallel.places import Place
-from ds_trainer.training.loading.adapters import with_adapters
+from ds_trainer.engine.loading.weight_source import ChainedSource, attach_weight_source, attached_weight_source
+from ds_trainer.parallel.shard_slices import ShardSlice
+from ds_trainer.training.loading.peft_adapters import add_adapters
 from ds_trainer.training.loading.pretrained import from_config, from_pretrained
 from ds_trainer.utils.errors import ConfigError
 
-_OF_CONFIGURATIONS = {"auto_class", "dtype"}
+_CONFIGURATION_KEYWORDS = {"auto_class", "dtype"}
 
 
-def is_named(model: Any) -> bool:
-    """Whether ``model`` says where the model is, or what it is, instead of being one."""
+def is_model_reference(model: Any) -> bool:
+    """Whether ``model`` is a directory, Hub name or configuration instead of a module."""
     return isinstance(model, (str, os.PathLike)) or _is_configuration(model)
 
 
-def model_of(given: Any, args: TrainingArguments, peft_config: Any = None, for_generation: bool = False) -> Any:
-    """The module that ``given`` means; what is named comes on meta, with its weight source.
+def resolve_model(given: Any, args: TrainingArguments, peft_config: Any = None, for_generation: bool = False) -> Any:
+    """Returns the module for ``given``. A reference becomes a module on meta with a weight source.
 
     Args:
-        given: a module, a directory or hub name, or a configuration of transformers.
-        args: ``model_init_kwargs``, ``allow_new_weights`` and ``seed`` are read.
-        peft_config: of PEFT; puts adapters around it.
-        for_generation: a configuration that names no class is of a language model.
+        given: a module, a directory or Hub name, or a transformers configuration.
+        args: provides ``model_init_kwargs``, ``allow_new_weights``, ``seed`` and ``device``.
+        peft_config: a PEFT configuration; adds adapters to the model.
+        for_generation: build a language model from a configuration that names no class.
 
     Raises:
-        ConfigError: it cannot be made, or ``model_init_kwargs`` are of no use for it.
+        ConfigError: the model cannot be built, or ``model_init_kwargs`` do not apply to it.
     """
     keywords = dict(as_mapping(args.model_init_kwargs) or {})
     if isinstance(given, (str, os.PathLike)):
         keywords.setdefault("allow_new_weights", args.allow_new_weights)
-        of_args = {"seed": args.seed, "peft_config": peft_config, "device": args.device}
-        return from_pretrained(given, **{**of_args, **keywords})
-    if _is_configuration(given) and keywords.keys() <= _OF_CONFIGURATIONS:
+        defaults = {"seed": args.seed, "peft_config": peft_config, "device": args.device}
+        return from_pretrained(given, **{**defaults, **keywords})
+    if _is_configuration(given) and keywords.keys() <= _CONFIGURATION_KEYWORDS:
         if for_generation and not given.architectures:
             kind = "AutoModelForSeq2SeqLM" if given.is_encoder_decoder else "AutoModelForCausalLM"
             keywords.setdefault("auto_class", kind)
         return from_config(given, **{"seed": args.seed, "peft_config": peft_config, **keywords})
     if keywords:
         raise ConfigError(
-            f"model_init_kwargs={keywords} ({args.where('model_init_kwargs')}) are for a model that is named by its "
-            f"directory or hub name (auto_class and dtype: also by its configuration), but a {type(given).__name__} is "
-            "given. Leave them out."
+            f"model_init_kwargs={keywords} ({args.where('model_init_kwargs')}) require a model given as a directory or "
+            f"Hub name (auto_class and dtype: also as a configuration), but the model is a {type(given).__name__}. "
+            "Remove them."
         )
     if peft_config is None:
         return given
-    source = attached_weights(given)
-    wrapped, source = with_adapters(given, source, peft_config, args.seed)
+    source = attached_weight_source(given)
+    wrapped, source = add_adapters(given, source, peft_config, args.seed)
     if source is not None:
-        attach_weights(wrapped, source)
+        attach_weight_source(wrapped, source)
     return wrapped
 
 
@@ -73,47 +73,49 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def put_on_device(model: nn.Module, device: torch.device) -> None:
-    """Move all of ``model`` to ``device``; what is on meta is loaded there."""
+    """Move ``model`` to ``device``; tensors on meta are loaded there."""
     if is_on_meta(model):
         materialize(model, device)
     model.to(device)
 
 
-class LeftToCheckpoint:
-    """Weights that a checkpoint brings after the engine is built: nothing is read for them before.
+class DeferredWeights:
+    """A weight source for tensors that a checkpoint restores after the engine is built; fills them with zeros.
 
     Args:
-        names: of the tensors that the checkpoint holds.
+        names: names of the tensors in the checkpoint.
     """
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
 
     def has(self, name: str) -> bool:
+        """Whether this source holds the tensor."""
         return name in self._names
 
-    def fill(self, name: str, place: Place, target: torch.Tensor) -> None:
+    def fill(self, name: str, shard_slice: ShardSlice, target: torch.Tensor) -> None:
+        """Write the elements of a shard into ``target``."""
         target.zero_()
 
 
-def leave_to_checkpoint(model: nn.Module, checkpoint: Path) -> None:
-    """Read no file for the weights of ``model`` that ``checkpoint`` holds."""
-    source = attached_weights(model)
+def defer_to_checkpoint(model: nn.Module, checkpoint: Path) -> None:
+    """Skip reading the weights of ``model`` that ``checkpoint`` contains."""
+    source = attached_weight_source(model)
     if source is None or not (checkpoint / DESCRIPTION_FILE).is_file():
         return
-    held = {tensor.kept_as for tensor in ModelDescription.read(checkpoint).tensors if tensor.kept_as is not None}
-    attach_weights(model, FirstThatHas([LeftToCheckpoint(held), source]))
+    restored = {tensor.kept_as for tensor in ModelDescription.read(checkpoint).tensors if tensor.kept_as is not None}
+    attach_weight_source(model, ChainedSource([DeferredWeights(restored), source]))
 
 
 class MeasuredLoad:
-    """A load of a model; ``report`` tells what it took, of all ranks. None where there was nothing to load."""
+    """Measures a load of a model; ``report`` covers all ranks and is None if there was nothing to load."""
 
     def __init__(self) -> None:
         self.report: LoadReport | None = None
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, ``model`` gets its weights. Collective at the end."""
+        """Measures the block that loads ``model``. Collective at the end of the block."""
         meter = load_meter(model, _name_of(model))
         if meter is None:
             yield

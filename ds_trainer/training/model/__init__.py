@@ -1,1 +1,1 @@
-"""What the arguments do to a model, one file a topic; :mod:`ds_trainer.training.model.preparation` calls them."""
+"""Changes that arguments make to a model, one file per topic, used by :mod:`ds_trainer.training.model.preparation`."""

@@ -1,4 +1,4 @@
-"""Key-value caches are for generation; in training they only cost memory."""
+"""Disables key-value caches in training, where they only cost memory."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import Any
 
 from torch import nn
 
-_given: dict[int, list[bool]] = {}  # of a configuration by its identity, while it is changed: what it was before
+_original: dict[int, list[bool]] = {}  # earlier values of each changed configuration, by its id
 
 
 @contextmanager
 def without_cache(model: nn.Module, unless: bool = False) -> Iterator[None]:
-    """Key-value caches off inside, ``unless`` they are wanted.
+    """Inside, key-value caches are disabled; does nothing if ``unless``.
 
-    Only models with a ``config.use_cache`` (Hugging Face's) have such a switch; composite ones have it in the
-    configuration of their text part.
+    Only models with a ``config.use_cache`` (Hugging Face's) have this switch; composite models have it in the
+    configuration of their text model.
     """
     configs = [] if unless else _configs_with_switch(model)
     before = [config.use_cache for config in configs]
     for config, value in zip(configs, before, strict=True):
-        _given.setdefault(id(config), []).append(value)
+        _original.setdefault(id(config), []).append(value)
         config.use_cache = False
     try:
         yield
     finally:
         for config, value in zip(configs, before, strict=True):
             config.use_cache = value
-            _given[id(config)].pop()
+            _original[id(config)].pop()
 
 
 @contextmanager
-def cache_as_given(model: nn.Module) -> Iterator[None]:
-    """The switches as they were before :func:`without_cache`: so a model is saved, also in the middle of a training."""
-    now = [(config, config.use_cache, _given.get(id(config))) for config in _configs_with_switch(model)]
-    for config, _, given in now:
-        if given:
-            config.use_cache = given[0]
+def original_cache_settings(model: nn.Module) -> Iterator[None]:
+    """Inside, the switches have their values from before :func:`without_cache`, so that a model is saved with them."""
+    current = [(config, config.use_cache, _original.get(id(config))) for config in _configs_with_switch(model)]
+    for config, _, original in current:
+        if original:
+            config.use_cache = original[0]
     try:
         yield
     finally:
-        for config, value, _ in now:
+        for config, value, _ in current:
             config.use_cache = value
 
 

@@ -1,4 +1,4 @@
-"""``torch_compile``: what ``torch.compile`` is told."""
+"""``torch_compile``: checks and builds the options of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _WITHOUT_MODES = ("eager", "aot_eager", "cudagraphs")
 
 
 def compile_problems(args: TrainingArguments) -> list[str]:
-    """Why the model cannot be compiled as asked, a sentence each."""
+    """Reasons why the model cannot be compiled with these arguments, one sentence each."""
     import torch
 
     backend, mode = args.torch_compile_backend, args.torch_compile_mode
     problems = []
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:
-        problems.append(f"torch_compile_backend={backend} is not known to torch. There are {', '.join(backends)}.")
+        problems.append(f"torch_compile_backend={backend} is unknown to torch. Backends: {', '.join(backends)}.")
     if mode is not None and mode not in MODES:
-        problems.append(f"torch_compile_mode={mode} is not known to torch. There are {', '.join(MODES)}.")
+        problems.append(f"torch_compile_mode={mode} is unknown to torch. Modes: {', '.join(MODES)}.")
     elif mode not in (None, "default") and backend in _WITHOUT_MODES:
         problems.append(
-            f"torch_compile_mode={mode} is a setting of the backend inductor, but torch_compile_backend={backend}. "
-            "Leave out one of them."
+            f"torch_compile_mode={mode} applies to the inductor backend, but torch_compile_backend={backend}. "
+            "Remove one of the two."
         )
     return problems
 
 
 def compile_options(args: TrainingArguments) -> dict[str, Any] | None:
-    """Keywords of the engine's ``compile``; None where the model is not compiled."""
+    """Keyword arguments of the engine's ``compile``; None if the model is not compiled."""
     if not args.torch_compile:
         return None
     mode = args.torch_compile_mode

@@ -1,4 +1,4 @@
-"""Liger: fused Triton kernels in place of a model's norms, activations, rotary embeddings and loss.
+"""Liger: fused Triton kernels for a model's norms, activations, rotary embeddings and loss.
 
 Source: the ``liger-kernel`` package (Hsu et al. 2024, arXiv:2410.10989).
 """
@@ -16,17 +16,17 @@ from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 
 def liger_problems(model: nn.Module, kernels: dict[str, bool] | None, device_type: str) -> list[str]:
-    """Why the kernels cannot be used, a sentence each.
+    """Reasons why the kernels cannot be used, one sentence each.
 
     Args:
-        model: the model as it was handed in.
-        kernels: ``liger_kernel_config``: which kernels are used, by name.
+        model: the model that the user passed.
+        kernels: ``liger_kernel_config``: whether to use each kernel, by name.
         device_type: ``"cuda"`` or ``"cpu"``.
     """
     problems = []
     if device_type != "cuda":
         problems.append(
-            "use_liger_kernel=True: Liger's kernels run on GPUs, and this run is on the CPU. Set it to False."
+            "use_liger_kernel=True: Liger's kernels run on GPUs, but this run is on the CPU. Set it to False."
         )
     if importlib.util.find_spec("liger_kernel") is None:
         return [
@@ -37,10 +37,10 @@ def liger_problems(model: nn.Module, kernels: dict[str, bool] | None, device_typ
 
 
 def apply_liger(model: nn.Module, kernels: dict[str, bool] | None) -> None:
-    """Replace the parts of ``model`` for which there are kernels; its weights stay where they are.
+    """Replaces the parts of ``model`` for which there are kernels; its weights stay in place.
 
     Raises:
-        ConfigError: there are none for this kind of model, or no kernel of that name.
+        ConfigError: there are no kernels for this model type, or no kernel of that name.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
@@ -51,7 +51,7 @@ def apply_liger(model: nn.Module, kernels: dict[str, bool] | None) -> None:
 
 
 def _unknown_problems(model: nn.Module, kernels: dict[str, bool]) -> list[str]:
-    """Liger passes over models and names that it does not know in silence; here they are refused."""
+    """Unknown model types and kernel names, which Liger silently ignores."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     kind: Any = getattr(getattr(base_model(model), "config", None), "model_type", None)
@@ -61,7 +61,7 @@ def _unknown_problems(model: nn.Module, kernels: dict[str, bool]) -> list[str]:
         return [f"use_liger_kernel=True: Liger has no kernels for {what}. Set it to False."]
     known = [name for name in inspect.signature(apply).parameters if name != "model"]
     return [
-        f"liger_kernel_config: '{name}' is no kernel for {kind} models; there are {', '.join(known)}."
+        f"liger_kernel_config: '{name}' is not a kernel for {kind} models; kernels: {', '.join(known)}."
         f"{did_you_mean(name, known)}"
         for name in kernels
         if name not in known

@@ -1,4 +1,4 @@
-"""NEFTune: noise on the input embeddings while training, against overfitting to small instruction data.
+"""NEFTune: noise on the input embeddings during training, against overfitting to small instruction datasets.
 
 Source: Jain et al. 2023, arXiv:2310.05914: uniform noise between -1 and 1, times ``alpha / sqrt(L d)`` for sequences
 of ``L`` positions and vectors of length ``d``.
@@ -15,33 +15,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.training.model.embeddings import input_embeddings
+from ds_trainer.training.model.input_embeddings import input_embeddings
 
 
 def noise_problems(model: nn.Module) -> list[str]:
-    """Why no noise can be added to ``model``'s embeddings, a sentence each."""
+    """Reasons why noise cannot be added to ``model``'s embeddings, one sentence each."""
     if input_embeddings(model) is not None:
         return []
     return [
-        f"neftune_noise_alpha: {type(model).__name__} does not say where its input embeddings are. Give it a method "
-        "get_input_embeddings() that returns the module, or leave neftune_noise_alpha at None."
+        f"neftune_noise_alpha: the input embeddings of {type(model).__name__} are unknown. Add a method "
+        "get_input_embeddings() that returns the module, or set neftune_noise_alpha=None."
     ]
 
 
 @contextmanager
 def noisy_embeddings(model: nn.Module, alpha: float, sequence_shards: int = 1) -> Iterator[None]:
-    """Noise on the embeddings of ``model`` inside, wherever it is in training mode.
+    """Inside, adds noise to the embeddings of ``model`` in training mode.
 
     Args:
         model: a model with input embeddings.
-        alpha: strength.
-        sequence_shards: ranks over which each sequence is cut, so that ``L`` is its whole length.
+        alpha: strength of the noise.
+        sequence_shards: number of ranks over which each sequence is sharded, so that ``L`` is its full length.
 
-    The noise is drawn from the random state of the device, which checkpoints hold: a resumed run draws the same.
+    The noise uses the device's random state, which checkpoints contain, so a resumed run draws the same noise.
     """
     embeddings = input_embeddings(model)
     assert embeddings is not None  # checked when the Trainer was made
-    # In front of DeepSpeed's hooks, where there are any: it adds to what the module itself gives.
+    # Before DeepSpeed's hooks: the noise is added to the module's own output.
     handle = embeddings.register_forward_hook(partial(_add_noise, alpha, sequence_shards), prepend=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``debug="underflow_overflow"``: stop at the first inf or nan, and show the modules that led to it."""
+"""``debug="underflow_overflow"``: stops at the first inf or nan and prints the modules that led to it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import nn
 
 
 def overflow_problems() -> list[str]:
-    """Why activations cannot be watched, a sentence each."""
+    """Reasons why overflows cannot be detected, one sentence each."""
     if importlib.util.find_spec("transformers") is not None:
         return []
-    return ["debug=underflow_overflow is done by a part of transformers. Run pip install transformers."]
+    return ["debug=underflow_overflow needs transformers, which is not installed. Run pip install transformers."]
 
 
 @contextmanager
-def watched_for_overflow(model: nn.Module) -> Iterator[None]:
-    """Look at weights, inputs and outputs of every module of ``model`` inside; slow, it waits for each.
+def detect_overflow(model: nn.Module) -> Iterator[None]:
+    """Inside, checks weights, inputs and outputs of every module of ``model``. Slow: it synchronizes at each module.
 
-    At the first inf or nan transformers' ``DebugUnderflowOverflow`` prints the last modules with their smallest and
+    At the first inf or nan, transformers' ``DebugUnderflowOverflow`` prints the last modules with their smallest and
     largest absolute values and raises ValueError.
     """
     from transformers.debug_utils import DebugUnderflowOverflow
 
     class Watch(DebugUnderflowOverflow):
         def register_forward_hook(self) -> None:
-            # In front of ZeRO-3's hooks, which let the weights go; and with handles, so that it ends with the training.
+            # Before ZeRO-3's hooks, which release the weights; with handles, so that they can be removed.
             self.handles = [m.register_forward_hook(self.forward_hook, prepend=True) for m in self.model.modules()]
 
     watch = Watch(model)

@@ -1,4 +1,4 @@
-"""A tokenizer with new special tokens (the end of a turn, say) and a model that still names the old ones."""
+"""Aligns a model's special tokens with its tokenizer's, for example after adding an end-of-turn token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def align_tokens(model: nn.Module, processing_class: Any) -> None:
-    """Let the configurations of ``model`` name the special tokens of its tokenizer, with a line that says so.
+    """Sets the special token ids in the configurations of ``model`` to those of its tokenizer, and logs the change.
 
-    Only for Hugging Face models and tokenizers, by transformers' own rule: ids that the tokenizer does not define
-    stay, and several ends of text are kept side by side.
+    Only for Hugging Face models and tokenizers, with transformers' rule: ids that the tokenizer does not define are
+    unchanged, and several end-of-text ids are all kept.
     """
     if "transformers" not in sys.modules or processing_class is None or not hasattr(model, "config"):
         return

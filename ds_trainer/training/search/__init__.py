@@ -1,1 +1,1 @@
-"""Hyper-parameter search: what a trial is, how it is put into arguments and run on all ranks, and who proposes it."""
+"""Hyperparameter search: trials, their arguments, their execution on all ranks, and the search backends."""

@@ -1,8 +1,8 @@
-"""``SearchBackend``: what proposes the trials of a search, and the list of those that there are.
+"""``SearchBackend``: proposes the trials of a search. This module also has the registry of backends.
 
-A backend of your own is an object with these members, given to :func:`register_backend`; its name then works as
-``backend="..."``. Its :meth:`SearchBackend.run` lets :class:`~ds_trainer.training.search.conductor.Conductor` run the
-trials, which does all that concerns several ranks.
+A custom backend is an object with these members that is passed to :func:`register_backend`. Its name can then be used
+as ``backend="..."``. Its :meth:`SearchBackend.run` runs the trials through
+:class:`~ds_trainer.training.search.trial_coordinator.TrialCoordinator`, which coordinates the ranks.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 
 class SearchBackend(Protocol):
-    """What a backend has."""
+    """The interface of a backend."""
 
     name: str
-    """As in ``backend``."""
+    """The value of ``backend`` that selects it."""
     install: str
-    """What to tell pip."""
+    """The argument of ``pip install``."""
 
     def is_available(self) -> bool:
-        """Whether it can be used here."""
+        """Whether it is installed."""
 
     def default_hp_space(self, trial: Any) -> dict[str, Any]:
-        """The search space where the user has none."""
+        """The search space if the user passes none."""
 
     def run(
         self, trainer: Trainer, n_trials: int | None, direction: str | list[str], **kwargs: Any
     ) -> BestRun | list[BestRun]:
-        """Search. Called on all ranks alike; ``trainer.hp_space`` and ``trainer.hp_name`` are set."""
+        """Run the search. Called on all ranks; ``trainer.hp_space`` and ``trainer.hp_name`` are set."""
 
 
 _backends: dict[str, SearchBackend] = {}
 
 
 def register_backend(backend: SearchBackend) -> None:
-    """Let ``backend.name`` be used in ``hyperparameter_search(backend=...)``; a later one replaces an earlier one."""
+    """Make ``backend`` available as ``hyperparameter_search(backend=name)``; replaces a backend of the same name."""
     _backends[backend.name] = backend
 
 
 def find_backend(name: Any) -> SearchBackend:
-    """The backend of this name; None is the first one that is installed.
+    """The backend of this name; for None, the first one that is installed.
 
     Raises:
-        ConfigError: there is none of this name, or it is not installed; names those that are.
+        ConfigError: the backend is unknown or not installed; lists those that are installed.
     """
     known = _known()
     installed = [backend.name for backend in known.values() if backend.is_available()]
@@ -62,7 +62,7 @@ def find_backend(name: Any) -> SearchBackend:
     wanted = str(getattr(name, "value", name))
     if wanted not in known:
         raise ConfigError(
-            f"backend={wanted!r} is not known.{did_you_mean(wanted, known)} Known: {', '.join(known)}. {have}"
+            f"backend={wanted!r} is unknown.{did_you_mean(wanted, known)} Known: {', '.join(known)}. {have}"
         )
     if wanted not in installed:
         raise ConfigError(f"backend={wanted!r} is not installed: `pip install {known[wanted].install}`. {have}")
@@ -70,24 +70,24 @@ def find_backend(name: Any) -> SearchBackend:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a module of this name, which may be dotted, can be imported."""
+    """Whether a module of this (possibly dotted) name can be imported."""
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def check_direction(direction: Any, *, several: bool) -> None:
-    """Refuse what is no direction.
+    """Reject an invalid direction.
 
     Raises:
-        ConfigError: names it; also for a list where only one direction is possible (``several`` is False).
+        ConfigError: the direction is invalid, or a list although ``several`` is False.
     """
     directions = direction if isinstance(direction, list | tuple) else [direction]
     if not directions or not set(map(str, directions)) <= {"minimize", "maximize"}:
         raise ConfigError(f"direction={direction!r}: use 'minimize' or 'maximize', or a list of them.")
     if isinstance(direction, list | tuple) and not several:
-        raise ConfigError(f"direction={direction!r}: only optuna searches in several directions.")
+        raise ConfigError(f"direction={direction!r}: only optuna supports several directions.")
 
 
 def _known() -> dict[str, SearchBackend]:

@@ -1,4 +1,4 @@
-"""What a search gives back, and the names of those that can search."""
+"""The result of a search, and the names of the backends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ds_trainer.arguments.enums import NamedValue
 
 
 class BestRun(NamedTuple):
-    """The best trial of a search; of several objectives, one of those that no other trial beats in all of them.
+    """The best trial of a search. With several objectives, one of the Pareto-optimal trials.
 
     Attributes:
-        run_id: identifies the trial; its files are in ``run-<run_id>`` below ``output_dir``, unless ``hp_name`` says
-            otherwise.
-        objective: what it reached: a number, or one for each direction.
+        run_id: identifies the trial; its files are in ``run-<run_id>`` in ``output_dir``, unless ``hp_name`` gives
+            another name.
+        objective: the objective value: a number, or one for each direction.
         hyperparameters: the values that the backend proposed, by name.
         run_summary: Ray's ``ExperimentAnalysis``, the id of a W&B sweep, None for optuna.
     """
@@ -25,7 +25,7 @@ class BestRun(NamedTuple):
 
 
 class HPSearchBackend(NamedValue):
-    """The backends that this package brings."""
+    """The built-in backends."""
 
     OPTUNA = "optuna"
     RAY = "ray"

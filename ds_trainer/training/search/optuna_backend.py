@@ -1,7 +1,6 @@
-"""optuna: the study lives on rank 0; the other ranks are told each trial's values.
+"""optuna: the study is on rank 0, which broadcasts the values of each trial to the other ranks.
 
-Arguments of ``optuna.create_study`` and of ``Study.optimize`` are both taken as keywords. Source of their meaning:
-optuna 5.
+The keyword arguments are those of ``optuna.create_study`` and ``Study.optimize`` (optuna 5).
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import psutil
 
 from ds_trainer.training.search.backend import check_direction, is_installed
 from ds_trainer.training.search.best_run import BestRun
-from ds_trainer.training.search.conductor import Conductor
 from ds_trainer.training.search.spaces import default_hp_space_optuna
 from ds_trainer.training.search.trial import SearchTrial
+from ds_trainer.training.search.trial_coordinator import TrialCoordinator
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.logging import get_logger
@@ -30,11 +29,11 @@ logger = get_logger(__name__)
 PROCESS = "ds_trainer:process"
 """User attribute of a trial: the process that runs it."""
 ERROR = "ds_trainer:error"
-"""User attribute of a failed trial: why."""
+"""User attribute of a failed trial: the error."""
 
 
 class OptunaBackend:
-    """Searches with an optuna study, in memory or in the storage that is named."""
+    """Searches with an optuna study, in memory or in a ``storage``."""
 
     name = "optuna"
     install = "optuna"
@@ -50,35 +49,35 @@ class OptunaBackend:
     def run(
         self, trainer: Trainer, n_trials: int | None, direction: str | list[str], **kwargs: Any
     ) -> BestRun | list[BestRun]:
-        """Search; see ``Trainer.hyperparameter_search``. Failed trials are recorded, and the search goes on.
+        """Run the search; see ``Trainer.hyperparameter_search``. It records failed trials and continues.
 
         Raises:
-            ConfigError: keywords that optuna does not know, or that cannot be used here.
+            ConfigError: keyword arguments that are unknown to optuna or not supported.
             RuntimeError: no trial was completed.
         """
         check_direction(direction, several=True)
-        creation, optimisation = _split(kwargs, direction)
-        if n_trials is None and optimisation.get("timeout") is None:
-            raise ConfigError("n_trials=None searches without end: pass timeout=<seconds> with it.")
+        creation, optimization = _split(kwargs, direction)
+        if n_trials is None and optimization.get("timeout") is None:
+            raise ConfigError("n_trials=None sets no limit: pass timeout=<seconds> with it.")
         several = list(direction) if isinstance(direction, list | tuple) else None
-        conductor = Conductor(trainer, None if several is None else len(several))
+        coordinator = TrialCoordinator(trainer, None if several is None else len(several))
 
         def search() -> BestRun | list[BestRun]:
             study = _study(creation, several or [str(direction)])
-            _Search(trainer, conductor, study).optimize(n_trials, optimisation)
-            if conductor.ends_with is not None:
-                raise conductor.ends_with
+            _Search(trainer, coordinator, study).optimize(n_trials, optimization)
+            if coordinator.fatal_error is not None:
+                raise coordinator.fatal_error
             return _best(study)
 
-        return conductor.lead(search)
+        return coordinator.lead(search)
 
 
 class _Search:
     """One call of ``Study.optimize``, on rank 0."""
 
-    def __init__(self, trainer: Trainer, conductor: Conductor, study: optuna.Study) -> None:
+    def __init__(self, trainer: Trainer, coordinator: TrialCoordinator, study: optuna.Study) -> None:
         self.trainer = trainer
-        self.conductor = conductor
+        self.coordinator = coordinator
         self.study = study
         self.several = len(study.directions) > 1
 
@@ -93,23 +92,25 @@ class _Search:
             proposed = self._proposed(trial)
         except optuna.TrialPruned:
             raise
-        except Exception as error:  # not of a training: the next trial would meet it too
-            self._end_with(error)
+        except Exception as error:  # not from a training: every other trial would fail in the same way
+            self._abort(error)
             raise
         reported = -1
 
         def report(objective: Any, step: int, metrics: dict[str, Any]) -> bool:
             nonlocal reported
-            if self.several or step <= reported:  # optuna prunes one objective only, and takes a step once
+            if (
+                self.several or step <= reported
+            ):  # optuna prunes single-objective studies only, and accepts one report for each step
                 return False
             reported = step
             trial.report(objective, step)
             return trial.should_prune()
 
-        outcome = self.conductor.run(proposed, report)
+        outcome = self.coordinator.run(proposed, report)
         if outcome.error is not None:
             trial.set_user_attr(ERROR, f"{type(outcome.error).__name__}: {outcome.error}")
-        if self.conductor.ends_with is not None:
+        if self.coordinator.fatal_error is not None:
             self.study.stop()
         if outcome.error is not None:
             raise outcome.error
@@ -123,13 +124,13 @@ class _Search:
         assert self.trainer.hp_space is not None
         values = dict(self.trainer.hp_space(trial))
         name = f"run-{trial.number}" if self.trainer.hp_name is None else str(self.trainer.hp_name(trial))
-        # What model_init(trial) sees must not differ between ranks: what was suggested, and nothing new.
-        alone = distributed.world_size() == 1
-        source = trial if alone else optuna.trial.FixedTrial(trial.params, trial.number)
+        # model_init(trial) must see the same on all ranks: a fixed trial suggests no new values.
+        single = distributed.world_size() == 1
+        source = trial if single else optuna.trial.FixedTrial(trial.params, trial.number)
         return SearchTrial(values, source, dict(trial.params), str(trial.number), name)
 
-    def _end_with(self, error: Exception) -> None:
-        self.conductor.ends_with = error
+    def _abort(self, error: Exception) -> None:
+        self.coordinator.fatal_error = error
         self.study.stop()
 
 
@@ -140,15 +141,15 @@ def _study(creation: dict[str, Any], directions: list[str]) -> optuna.Study:
     found = [direction.name.lower() for direction in study.directions]
     if found != directions:
         raise ConfigError(
-            f"The study {study.study_name!r} has direction {', '.join(found)}, but direction={', '.join(directions)} "
-            "is asked for. Take that of the study, or another study_name."
+            f"The study {study.study_name!r} has direction {', '.join(found)}, not direction={', '.join(directions)}. "
+            "Use the direction of the study, or another study_name."
         )
     _fail_abandoned(study)
     return study
 
 
 def _fail_abandoned(study: optuna.Study) -> None:
-    """Mark trials as failed that a process of this machine was running when it ended."""
+    """Mark running trials as failed if the process that ran them, on this machine, no longer exists."""
     import optuna
 
     running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
@@ -156,9 +157,9 @@ def _fail_abandoned(study: optuna.Study) -> None:
         process = trial.user_attrs.get(PROCESS)
         if process is not None and process["host"] == socket.gethostname() and not _is_alive(process):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            logger.warning("trial %d was left running by a search that was killed: it counts as failed", trial.number)
+            logger.warning("trial %d was running in a search that was killed: it is marked as failed", trial.number)
         else:
-            logger.info("trial %d is being run by another process", trial.number)
+            logger.info("trial %d is running in another process", trial.number)
 
 
 def _this_process() -> dict[str, Any]:
@@ -168,44 +169,44 @@ def _this_process() -> dict[str, Any]:
 
 def _is_alive(process: dict[str, Any]) -> bool:
     try:
-        # A number is given out again; the moment at which it began tells processes apart.
+        # Process ids are reused; the start time distinguishes processes.
         return abs(psutil.Process(process["pid"]).create_time() - process["began"]) < 1.0
     except psutil.NoSuchProcess:
         return False
 
 
 def _split(kwargs: dict[str, Any], direction: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``kwargs`` as those of ``create_study`` and those of ``optimize``.
+    """Split ``kwargs`` into those of ``create_study`` and those of ``optimize``.
 
     Raises:
-        ConfigError: all that cannot be used.
+        ConfigError: lists all arguments that cannot be used.
     """
     import optuna
 
     creates = set(inspect.signature(optuna.create_study).parameters) - {"direction", "directions"}
-    optimises = set(inspect.signature(optuna.Study.optimize).parameters) - {"self", "func", "n_trials"}
+    optimizes = set(inspect.signature(optuna.Study.optimize).parameters) - {"self", "func", "n_trials"}
     problems = [
-        f"{name}={value!r}: neither optuna.create_study nor Study.optimize takes it."
-        f"{did_you_mean(name, creates | optimises)}"
+        f"{name}={value!r}: neither optuna.create_study nor Study.optimize has this argument."
+        f"{did_you_mean(name, creates | optimizes)}"
         for name, value in kwargs.items()
-        if name not in creates | optimises and name != "directions"
+        if name not in creates | optimizes and name != "directions"
     ]
     if "directions" in kwargs:
         problems.append(f"directions={kwargs['directions']!r}: pass it as direction=[...].")
     if kwargs.get("n_jobs", 1) != 1:
         problems.append(
-            f"n_jobs={kwargs['n_jobs']}: a process has one engine, so that its trials run one after the other. Start "
-            "the search in several jobs with the same storage, study_name and load_if_exists=True instead."
+            f"n_jobs={kwargs['n_jobs']}: a process has one engine, so its trials run one after the other. To run "
+            "trials concurrently, start several jobs with the same storage, study_name and load_if_exists=True."
         )
     if isinstance(direction, list | tuple) and len(direction) > 1 and kwargs.get("pruner") is not None:
         problems.append(
-            f"pruner={type(kwargs['pruner']).__name__} and direction={list(direction)}: optuna prunes trials of one "
-            "objective only. Leave the pruner out."
+            f"pruner={type(kwargs['pruner']).__name__} and direction={list(direction)}: optuna prunes "
+            "single-objective studies only. Remove the pruner."
         )
     if problems:
         raise ConfigError(problems)
     creation = {name: value for name, value in kwargs.items() if name in creates}
-    return creation, {name: value for name, value in kwargs.items() if name in optimises}
+    return creation, {name: value for name, value in kwargs.items() if name in optimizes}
 
 
 def _best(study: optuna.Study) -> BestRun | list[BestRun]:
@@ -216,11 +217,9 @@ def _best(study: optuna.Study) -> BestRun | list[BestRun]:
         trials = study.get_trials(deepcopy=False)
         failed = [trial for trial in trials if trial.state == states.FAIL]
         reasons = [trial.user_attrs[ERROR] for trial in failed if ERROR in trial.user_attrs]
-        last = f" The last one: {reasons[-1]}" if reasons else ""
+        last = f" Last error: {reasons[-1]}" if reasons else ""
         pruned = sum(trial.state == states.PRUNED for trial in trials)
-        raise RuntimeError(
-            f"None of {len(trials)} trials was completed: {len(failed)} failed, {pruned} were pruned.{last}"
-        )
+        raise RuntimeError(f"None of {len(trials)} trials completed: {len(failed)} failed, {pruned} were pruned.{last}")
     if len(study.directions) == 1:
         best = study.best_trial
         return BestRun(str(best.number), best.value, best.params)  # type: ignore[arg-type]

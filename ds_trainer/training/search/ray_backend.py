@@ -1,4 +1,4 @@
-"""Ray Tune: each trial is a process of Ray's, with a copy of the trainer and a process group of its own.
+"""Ray Tune: each trial runs in a separate Ray process, with a copy of the Trainer and its own process group.
 
 Source: ray 2.60, ``ray.tune.run`` and its function API.
 """
@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.training.search.backend import check_direction, is_installed
 from ds_trainer.training.search.best_run import BestRun
-from ds_trainer.training.search.conductor import Conductor
 from ds_trainer.training.search.spaces import default_hp_space_ray
 from ds_trainer.training.search.trial import SearchTrial
+from ds_trainer.training.search.trial_coordinator import TrialCoordinator
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import free_port
@@ -24,20 +23,30 @@ if TYPE_CHECKING:
     from ds_trainer.training.trainer import Trainer
 
 logger = get_logger(__name__)
-_MOVES_WEIGHTS = (
+_SCHEDULERS_THAT_MOVE_WEIGHTS = (
     "PopulationBasedTraining",
     "PopulationBasedTrainingReplay",
     "PB2",
     "HyperBandForBOHB",
     "HyperBandScheduler",
 )
-_LEFT_BEHIND = ("_memory_tracker", "stage", "accelerator", "model", "model_wrapped", "_engine", "_evaluation_engine")
+# Attributes of the Trainer that a trial rebuilds, or that cannot be pickled.
+_NOT_SENT = (
+    "memory_tracker",
+    "stage",
+    "accelerator",
+    "model",
+    "model_wrapped",
+    "engines",
+    "micro_batches",
+    "checkpointer",
+)
 
 
 class RayBackend:
-    """Searches with ``ray.tune.run``, whose keywords are taken.
+    """Searches with ``ray.tune.run``, and takes its keyword arguments.
 
-    ``resources_per_trial`` is one CPU, and one GPU where the arguments use one, unless it is given.
+    The default of ``resources_per_trial`` is one CPU, and one GPU if the arguments use a GPU.
     """
 
     name = "ray"
@@ -52,11 +61,11 @@ class RayBackend:
         return default_hp_space_ray(trial)
 
     def run(self, trainer: Trainer, n_trials: int | None, direction: str | list[str], **kwargs: Any) -> BestRun:
-        """Search; the best run, with Ray's ``ExperimentAnalysis`` as ``run_summary``.
+        """Run the search. The ``run_summary`` of the best run is the ``ExperimentAnalysis`` of Ray.
 
         Raises:
             ConfigError: several ranks, or a scheduler that moves weights between trials.
-            RuntimeError: no trial was completed.
+            RuntimeError: no trial completed.
         """
         from ray import tune
 
@@ -70,15 +79,15 @@ class RayBackend:
             **kwargs,
         }
         options.setdefault("raise_on_failed_trial", False)
-        home = os.path.abspath(str(trainer.args.output_dir))
+        output_dir = os.path.abspath(str(trainer.args.output_dir))
         space = trainer.hp_space(None)
         with _without_engine(trainer):
-            trainable = tune.with_parameters(_run_trial, trainer=trainer, output_dir=home)
+            trainable = tune.with_parameters(_run_trial, trainer=trainer, output_dir=output_dir)
             analysis = tune.run(trainable, config=space, num_samples=n_trials, **options)
         scope = os.environ.get("RAY_SCOPE", "last")
         best = analysis.get_best_trial("objective", str(direction)[:3], scope)
         if best is None:
-            raise RuntimeError(f"None of {len(analysis.trials)} trials was completed; Ray has logged why.")
+            raise RuntimeError(f"None of {len(analysis.trials)} trials completed; the log of Ray has the reasons.")
         return BestRun(best.trial_id, best.last_result["objective"], dict(best.config), analysis)
 
 
@@ -91,11 +100,11 @@ def _check(trainer: Trainer, n_trials: int | None, kwargs: dict[str, Any]) -> No
             "script as one process, or use backend='optuna', which runs each trial on all ranks."
         )
     if n_trials is None:
-        problems.append("n_trials=None: Ray wants a number.")
+        problems.append("n_trials=None: Ray needs a number.")
     scheduler = kwargs.get("scheduler")
-    if any(base.__name__ in _MOVES_WEIGHTS for base in type(scheduler).__mro__):
+    if any(base.__name__ in _SCHEDULERS_THAT_MOVE_WEIGHTS for base in type(scheduler).__mro__):
         problems.append(
-            f"scheduler={type(scheduler).__name__} pauses trials and moves their weights about, which is not "
+            f"scheduler={type(scheduler).__name__} pauses trials and moves weights between them, which is not "
             "supported. Use ASHAScheduler or MedianStoppingRule."
         )
     if scheduler is not None and str(trainer.args.eval_strategy) == "no":
@@ -109,8 +118,8 @@ def _check(trainer: Trainer, n_trials: int | None, kwargs: dict[str, Any]) -> No
 
 @contextmanager
 def _without_engine(trainer: Trainer) -> Iterator[None]:
-    """Take away from ``trainer`` what cannot go to another process, or is made there anew."""
-    kept = {name: vars(trainer).pop(name) for name in _LEFT_BEHIND if name in vars(trainer)}
+    """Remove the attributes of ``trainer`` that are not sent to the processes of the trials."""
+    kept = {name: vars(trainer).pop(name) for name in _NOT_SENT if name in vars(trainer)}
     handler_model, trainer.callback_handler.model = trainer.callback_handler.model, None
     try:
         yield
@@ -120,17 +129,13 @@ def _without_engine(trainer: Trainer) -> Iterator[None]:
 
 
 def _run_trial(config: dict[str, Any], trainer: Trainer, output_dir: str) -> None:
-    """What a process of Ray's does."""
+    """Run one trial in a Ray process."""
     from ray import tune
-    from torch import nn
 
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(place, MASTER_PORT=str(free_port()))
-    trainer._memory_tracker = MemoryTracker(trainer.device, enabled=False)
-    trainer.stage = trainer._memory_tracker.stage("init")
-    trainer._engine = None
-    trainer.model = trainer.model_wrapped = nn.Module()
-    trainer.args.output_dir = output_dir  # a relative one would lie below this process's own directory
+    rank_environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(rank_environment, MASTER_PORT=str(free_port()))
+    trainer.start_process()
+    trainer.args.output_dir = output_dir  # absolute: a Ray process has its own working directory
     identity = tune.get_context().get_trial_id()
     name = f"run-{identity}" if trainer.hp_name is None else str(trainer.hp_name(config))
 
@@ -140,10 +145,10 @@ def _run_trial(config: dict[str, Any], trainer: Trainer, output_dir: str) -> Non
         nonlocal reported
         reported = True
         tune.report({**metrics, "objective": objective, "step": step})
-        return False  # Ray ends the process of a trial that it gives up
+        return False  # Ray ends the process of a trial that it prunes
 
-    conductor = Conductor(trainer)
-    outcome = conductor.run(SearchTrial(dict(config), dict(config), dict(config), identity, name), report)
+    coordinator = TrialCoordinator(trainer)
+    outcome = coordinator.run(SearchTrial(dict(config), dict(config), dict(config), identity, name), report)
     if outcome.error is not None:
         raise outcome.error
     if not reported:

@@ -1,6 +1,6 @@
-"""The default search spaces: learning rate, epochs, seed and micro-batch.
+"""The default search spaces: learning rate, epochs, seed and micro-batch size.
 
-Source of names and ranges: transformers 5, the functions of the same names.
+Names and ranges are those of the functions of the same names in transformers 5.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _MICRO_BATCHES = (4, 8, 16, 32, 64)
 
 
 def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
-    """Values of an optuna trial."""
+    """Suggest the values of an optuna trial."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
@@ -21,7 +21,7 @@ def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
 
 
 def default_hp_space_ray(trial: Any = None) -> dict[str, Any]:
-    """The space that Ray Tune draws from. Needs ray; a seed is a whole number, unlike in transformers."""
+    """The search space of Ray Tune. Needs ray. Unlike in transformers, seeds are integers."""
     from ray import tune
 
     return {

@@ -1,4 +1,4 @@
-"""A trial as the Trainer sees it, whoever proposed it."""
+"""A trial as the Trainer sees it, independent of the backend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ds_trainer.utils.errors import ConfigError
 
 
 class TrialPruned(Exception):
-    """The search has given up this trial; raised at the same evaluation on all ranks."""
+    """The search has pruned this trial; raised at the same evaluation on all ranks."""
 
 
-class SearchEnds(ConfigError):
-    """A mistake that every trial would repeat; it ends the search."""
+class SearchError(ConfigError):
+    """An error that every trial would repeat; it ends the search."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class SearchTrial:
 
     Attributes:
         values: the arguments that it sets, by name.
-        source: what ``model_init(trial)`` is given: the backend's own object.
-        params: the values as the backend proposed them; they may hold what only the model looks at.
-        id: identifies the trial in its search; empty outside of one.
-        name: directory below ``output_dir`` and name of the run; None leaves everything in ``output_dir``.
+        source: the argument of ``model_init(trial)``: the object of the backend.
+        params: the values that the backend proposed; may include values that only the model uses.
+        id: identifies the trial in its search; empty outside of a search.
+        name: name of the run and of its directory in ``output_dir``; None keeps everything in ``output_dir``.
     """
 
     values: Mapping[str, Any]
@@ -37,17 +37,17 @@ class SearchTrial:
 
     @property
     def where(self) -> str:
-        """Where its values come from, for messages."""
+        """The source of its values, for messages."""
         return f"trial {self.id}" if self.id else "trial"
 
 
 def as_trial(trial: Any, arguments: set[str], model_takes_trial: bool) -> SearchTrial:
-    """What was given to ``train(trial=...)``: hyper-parameters by name, a trial of optuna's, or one of ours.
+    """Convert the argument of ``train(trial=...)``: a dict of hyperparameters, an optuna trial, or a ``SearchTrial``.
 
-    Of a trial of optuna's those ``params`` are taken that are ``arguments``; the others are for ``model_init(trial)``.
+    If ``model_init`` takes the trial, the values of an optuna trial are those ``params`` that are ``arguments``.
 
     Raises:
-        ConfigError: it is something else, or nobody would look at one of the values.
+        ConfigError: it is something else.
     """
     if isinstance(trial, SearchTrial):
         return trial
@@ -56,7 +56,7 @@ def as_trial(trial: Any, arguments: set[str], model_takes_trial: bool) -> Search
     params = getattr(trial, "params", None)
     if not isinstance(params, Mapping):
         raise ConfigError(
-            f"trial={trial!r} is a {type(trial).__name__}: pass a dict of hyper-parameters or an optuna trial."
+            f"trial={trial!r} is a {type(trial).__name__}: pass a dict of hyperparameters or an optuna trial."
         )
     if model_takes_trial:
         return SearchTrial({name: value for name, value in params.items() if name in arguments}, trial, dict(params))

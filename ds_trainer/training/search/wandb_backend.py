@@ -1,4 +1,4 @@
-"""Weights & Biases sweeps: W&B proposes the values, this machine's agent runs them; with several ranks, rank 0's."""
+"""Weights & Biases sweeps: W&B proposes the values, and the agent on rank 0 runs the trials."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.training.search.backend import check_direction, is_installed
 from ds_trainer.training.search.best_run import BestRun
-from ds_trainer.training.search.conductor import Conductor
 from ds_trainer.training.search.spaces import default_hp_space_wandb
 from ds_trainer.training.search.trial import SearchTrial
+from ds_trainer.training.search.trial_coordinator import TrialCoordinator
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ _KEYWORDS = ("entity", "metric", "name", "project", "sweep_id")
 
 
 class WandbBackend:
-    """Searches with a sweep, a new one or that of ``sweep_id``.
+    """Searches with a sweep: a new one, or that of ``sweep_id``.
 
-    Keywords: ``project``, ``entity`` and ``name`` of the sweep, ``sweep_id`` of an existing one, ``metric`` that the
-    sweep looks at (default ``eval/loss``, as the tracker writes it).
+    Keyword arguments: ``project``, ``entity`` and ``name`` of the sweep, ``sweep_id`` of an existing sweep, and the
+    ``metric`` of the sweep (default ``eval/loss``, the name that the tracker logs).
     """
 
     name = "wandb"
@@ -36,25 +36,28 @@ class WandbBackend:
         return default_hp_space_wandb(trial)
 
     def run(self, trainer: Trainer, n_trials: int | None, direction: str | list[str], **kwargs: Any) -> BestRun:
-        """Search; the best run of this agent's, with the sweep's id as ``run_summary``.
+        """Run the search. Returns the best run of this agent, with the id of the sweep as ``run_summary``.
 
         Raises:
-            ConfigError: keywords that are not known.
-            RuntimeError: no trial was completed.
+            ConfigError: unknown keyword arguments.
+            RuntimeError: no trial completed.
         """
         check_direction(direction, several=False)
         unknown = [name for name in kwargs if name not in _KEYWORDS]
         if unknown:
             raise ConfigError(
-                [f"{name}={kwargs[name]!r} is not known to wandb.{did_you_mean(name, _KEYWORDS)}" for name in unknown]
+                [
+                    f"{name}={kwargs[name]!r} is not an argument of this backend.{did_you_mean(name, _KEYWORDS)}"
+                    for name in unknown
+                ]
             )
-        conductor = Conductor(trainer)
-        return conductor.lead(lambda: _sweep(trainer, conductor, n_trials, str(direction), **kwargs))
+        coordinator = TrialCoordinator(trainer)
+        return coordinator.lead(lambda: _sweep(trainer, coordinator, n_trials, str(direction), **kwargs))
 
 
 def _sweep(
     trainer: Trainer,
-    conductor: Conductor,
+    coordinator: TrialCoordinator,
     n_trials: int | None,
     direction: str,
     *,
@@ -71,18 +74,18 @@ def _sweep(
     assert trainer.hp_space is not None
     reports = any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks)
     reporter = None if reports else WandbCallback()
-    if reporter is not None:  # the sweep learns of the metric through the tracker
+    if reporter is not None:  # the tracker logs the metric of the sweep
         trainer.callback_handler.add_callback(reporter)
     found: list[BestRun] = []
     failures: list[str] = []
 
     def objective() -> None:
-        if conductor.ends_with is not None:
+        if coordinator.fatal_error is not None:
             return
         run = wandb.run or wandb.init()
         values = {key: value for key, value in dict(run.config).items() if not key.startswith("_")}
         label = f"run-{run.id}" if trainer.hp_name is None else str(trainer.hp_name(values))
-        outcome = conductor.run(SearchTrial(values, values, values, str(run.id), label))
+        outcome = coordinator.run(SearchTrial(values, values, values, str(run.id), label))
         if outcome.error is not None:
             failures.append(f"{type(outcome.error).__name__}: {outcome.error}")
             raise outcome.error  # the agent marks the run as failed
@@ -98,10 +101,10 @@ def _sweep(
     finally:
         if reporter is not None:
             trainer.callback_handler.remove_callback(reporter)
-    if conductor.ends_with is not None:
-        raise conductor.ends_with
+    if coordinator.fatal_error is not None:
+        raise coordinator.fatal_error
     if not found:
-        last = f" The last one: {failures[-1]}" if failures else ""
-        raise RuntimeError(f"No trial of the sweep {sweep_id} was completed; {len(failures)} failed.{last}")
+        last = f" Last error: {failures[-1]}" if failures else ""
+        raise RuntimeError(f"No trial of the sweep {sweep_id} completed; {len(failures)} failed.{last}")
     best = (min if direction == "minimize" else max)(found, key=lambda run: run.objective)
     return best._replace(run_summary=sweep_id)

@@ -1,1 +1,1 @@
-"""Stopping early and losing nothing: signals, stop files, time limits, and how ranks agree to act on them."""
+"""Early stops without lost work: signals, stop files, time limits, and how ranks agree to act on them."""

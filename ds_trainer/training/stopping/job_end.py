@@ -1,7 +1,7 @@
-"""When the scheduler will end this job: asked now and then in a thread, since limits are changed and answers take time.
+"""The time at which the scheduler will end this job.
 
-``DS_TRAINER_JOB_END`` (seconds since 1970) says it for any scheduler. In a SLURM job ``SLURM_JOB_END_TIME`` does where
-it is set (since SLURM 23), and ``squeue`` is asked, whose answer also knows of later changes.
+``DS_TRAINER_JOB_END`` (seconds since 1970) sets it for any scheduler. In a SLURM job it is ``SLURM_JOB_END_TIME`` if
+that is set (since SLURM 23). A thread also runs ``squeue`` from time to time, because limits can change during a job.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ds_trainer.utils.threads import new_thread
 logger = get_logger(__name__)
 
 VARIABLE = "DS_TRAINER_JOB_END"
-ASK_EVERY_SECONDS = 300.0
-_PATIENCE_SECONDS = 30.0
+POLL_SECONDS = 300.0
+_SQUEUE_TIMEOUT_SECONDS = 30.0
 
 
 class JobEnd:
-    """The end of the job as it is known now.
+    """The end of the job, as far as it is known now.
 
     Args:
-        environment: where it is looked for; default: that of the process.
+        environment: environment variables; default: those of the process.
 
     Attributes:
-        at: seconds since 1970; None where there is no limit, or none is known.
+        at: seconds since 1970; None if there is no limit, or if it is unknown.
 
     Raises:
-        ConfigError: ``DS_TRAINER_JOB_END`` is no number.
+        ConfigError: ``DS_TRAINER_JOB_END`` is not a number.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -47,43 +47,45 @@ class JobEnd:
             except ValueError:
                 raise ConfigError(
                     f"The environment variable {VARIABLE}={text!r} must be the end of the job in seconds since 1970, "
-                    "as `date +%s` prints them; unset it where there is no limit."
+                    "as `date +%s` prints them; unset it if there is no limit."
                 ) from None
         elif job := variables.get("SLURM_JOB_ID"):
             if variables.get("SLURM_JOB_END_TIME", "").isdigit():
                 self.at = float(variables["SLURM_JOB_END_TIME"])
             if shutil.which("squeue"):
                 self._job = job
-        self._over = threading.Event()
+        self._closed = threading.Event()
         if self._job:
-            new_thread(self._ask_on, name="ds_trainer-job-end").start()
+            new_thread(self._poll, name="ds_trainer-job-end").start()
 
     def close(self) -> None:
-        """Ask no more."""
-        self._over.set()
+        """Stop asking the scheduler."""
+        self._closed.set()
 
-    def _ask_on(self) -> None:
+    def _poll(self) -> None:
         while True:
-            self._ask()
-            if self._over.wait(ASK_EVERY_SECONDS):
+            self._ask_squeue()
+            if self._closed.wait(POLL_SECONDS):
                 return
 
-    def _ask(self) -> None:
+    def _ask_squeue(self) -> None:
         command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%e"]
         try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True)
+            answer = subprocess.run(
+                command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_SECONDS, check=True
+            )
             self.at = read_time(answer.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            logger.warning("The time limit of SLURM job %s is not known: %s.", self._job, error)
+            logger.warning("The time limit of SLURM job %s is unknown: %s.", self._job, error)
 
 
 def read_time(text: str) -> float | None:
-    """Seconds since 1970 of a time as SLURM prints it; None for no limit.
+    """Parse a time as SLURM prints it: seconds since 1970, or None for no limit.
 
     Raises:
         ValueError: it is neither.
     """
-    words = text.split()
-    if not words or words[0] in ("N/A", "NONE", "Unknown", "UNLIMITED"):
+    fields = text.split()
+    if not fields or fields[0] in ("N/A", "NONE", "Unknown", "UNLIMITED"):
         return None
-    return time.mktime(time.strptime(words[0], "%Y-%m-%dT%H:%M:%S"))
+    return time.mktime(time.strptime(fields[0], "%Y-%m-%dT%H:%M:%S"))

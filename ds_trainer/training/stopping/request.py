@@ -1,4 +1,4 @@
-"""``StopRequest``: who wants the training to stop, and what is to happen after. Plain data that ranks can vote on."""
+"""``StopRequest``: why the training is to stop, and with which exit code. Plain data that ranks can vote on."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
 
-_CODES = (0, REQUEUE, STOPPED)  # in the order of their weight: what a person asks for counts more
+_CODES = (0, REQUEUE, STOPPED)  # in increasing priority: the request of a person wins
 _REASONS = ("SIGTERM", "SIGUSR1", "SIGINT", "stop file", "job's stop file", "time limit")
-_PLACES = 64  # reasons to a rank in one number
+_PLACES = 64  # the base in which rank and reason are packed into one number
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A wish to stop.
+    """A request to stop.
 
     Attributes:
-        code: the exit code that the processes are to end with.
-        reason: one of a fixed list: a signal's name, ``"stop file"``, ``"time limit"`` ...
-        rank: who has it.
-        hurry: no checkpoint is to be begun any more.
+        code: the exit code with which the processes are to end.
+        reason: one of a fixed list: the name of a signal, ``"stop file"``, ``"time limit"`` ...
+        rank: the rank that received the request.
+        hurry: whether to stop without a new checkpoint.
     """
 
     code: int
@@ -30,22 +30,22 @@ class StopRequest:
 
     @property
     def text(self) -> str:
-        """For a sentence: ``SIGUSR1 on rank 3``."""
+        """The reason for use in a message: ``SIGUSR1 on rank 3``."""
         return f"{self.reason} on rank {self.rank}" if self.reason.startswith("SIG") else f"the {self.reason}"
 
 
 def encode(request: StopRequest | None) -> list[int]:
-    """Three numbers whose maximum over ranks is a request of one of them; zeros for none."""
+    """Encode a request as three numbers; zeros for none. Their maximum over ranks is the request of one of them."""
     if request is None:
         return [0, 0, 0]
-    asker = (request.rank + 1) * _PLACES + _REASONS.index(request.reason)
-    return [_CODES.index(request.code), asker, int(request.hurry)]
+    origin = (request.rank + 1) * _PLACES + _REASONS.index(request.reason)
+    return [_CODES.index(request.code), origin, int(request.hurry)]
 
 
 def decode(votes: Sequence[int]) -> StopRequest | None:
-    """The request that came of the votes of all ranks."""
-    code, asker, hurry = votes
+    """Decode the maximum over the votes of all ranks."""
+    code, origin, hurry = votes
     if code == 0:
         return None
-    rank, reason = divmod(asker, _PLACES)
+    rank, reason = divmod(origin, _PLACES)
     return StopRequest(_CODES[code], _REASONS[reason], rank - 1, bool(hurry))

@@ -1,8 +1,8 @@
-"""Counting the signals by which a person, a scheduler or a launcher asks a process to stop.
+"""Count the signals by which a person, a scheduler or a launcher asks a process to stop.
 
-Python runs a handler when the main thread gets back to the interpreter, which it does not while it waits for another
-rank in a collective. So the handlers here do nothing, and a thread counts what the C half of Python's signal module
-writes to a file descriptor (:func:`signal.set_wakeup_fd`), whatever the main thread does.
+Python runs a handler only when the main thread returns to the interpreter. It does not return while it waits for
+another rank in a collective. So the handlers here do nothing. The C part of Python's signal module writes the number
+of each signal to a file descriptor (:func:`signal.set_wakeup_fd`), and a thread counts them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ds_trainer.utils.threads import new_thread
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 BURST_SECONDS = 1.0
-"""A scheduler and the launchers below it each pass a signal on: what comes within this time is one request."""
-LEAVING_SECONDS = 20.0
+"""A scheduler and the launchers below it each forward a signal: all signals within this time are one request."""
+EXIT_SECONDS = 20.0
 
 
 class SignalCounter:
-    """Counts requests to stop while it is entered, and ends the process at the third.
+    """Context manager that counts requests to stop, and ends the process at the third.
 
-    A signal is left alone where the process has a handler of its own, outside of the main thread (where Python allows
-    no handlers), and where it ignores SIGINT, as jobs in the background do. An ignored SIGUSR1 is taken: launchers that
-    would die of it are started with it ignored, and their ranks inherit that.
+    It does not replace handlers that the process has installed, nor an ignored SIGINT (background jobs ignore it). It
+    does nothing outside of the main thread, where Python allows no handlers. It does replace an ignored SIGUSR1:
+    launchers that SIGUSR1 would kill are started with the signal ignored, and their ranks inherit that.
 
     Attributes:
-        requests: signals so far; those of one burst count once.
-        name: of the first one, as ``"SIGTERM"``; empty before.
+        requests: number of requests so far; signals in a burst count once.
+        name: name of the first signal, such as ``"SIGTERM"``; empty before.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class SignalCounter:
         new_thread(self._listen, reader, name="ds_trainer-signals").start()
         for number in taken:
             before = signal.signal(number, _nothing)
-            self._before[number] = signal.SIG_DFL if isinstance(before, _OnItsWay) else before
+            self._before[number] = signal.SIG_DFL if isinstance(before, _ExitHandler) else before
         return self
 
     def __exit__(
@@ -67,13 +67,13 @@ class SignalCounter:
             if signal.getsignal(number) is _nothing:
                 signal.signal(number, handler)
         if isinstance(error, SystemExit) and signal.SIGTERM in self._before:
-            leaving = _OnItsWay()
-            signal.signal(signal.SIGTERM, leaving)
-            atexit.register(leaving.ignore)
+            exit_handler = _ExitHandler()
+            signal.signal(signal.SIGTERM, exit_handler)
+            atexit.register(exit_handler.ignore)
         self._before = {}
         if self._sockets is not None:
             signal.set_wakeup_fd(self._wakeup)
-            self._sockets[1].close()  # the thread reads the end of the stream, and ends
+            self._sockets[1].close()  # ends the thread: it reads the end of the stream
             self._sockets = None
 
     def _listen(self, reader: socket.socket) -> None:
@@ -99,20 +99,20 @@ class SignalCounter:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """In the place of the default action, which would end the process."""
+    """Replaces the default action, which would end the process."""
 
 
-class _OnItsWay:
-    """Handler of a process that is about to end with an exit code that says why: for a while nobody need end it.
+class _ExitHandler:
+    """SIGTERM handler of a process that is about to exit. For a while it ignores the signal, to keep the exit code.
 
-    As soon as one rank has ended, launchers do that with the others, more than once.
+    As soon as one rank has ended, launchers send SIGTERM to the others, more than once.
     """
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + LEAVING_SECONDS
+        self._until = time.monotonic() + EXIT_SECONDS
 
     def ignore(self) -> None:
-        """The interpreter is about to end, which puts the default action in the place of every handler but this."""
+        """Ignore SIGTERM at interpreter exit, which restores the default action of all Python handlers."""
         if signal.getsignal(signal.SIGTERM) is self:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -123,20 +123,20 @@ class _OnItsWay:
 
 
 def _is_free(number: int) -> bool:
-    """Whether nobody else handles the signal."""
+    """Whether no other code handles the signal."""
     handler = signal.getsignal(number)
     if number == signal.SIGINT:
         return handler is signal.default_int_handler
-    # A process that is still there after it was stopped trains again.
-    if isinstance(handler, _OnItsWay) or handler is signal.SIG_DFL:
+    # An exit handler is left from an earlier training that was stopped in this process.
+    if isinstance(handler, _ExitHandler) or handler is signal.SIG_DFL:
         return True
     return number == signal.SIGUSR1 and handler is signal.SIG_IGN
 
 
-# A loading process that is forked must not report its own signals into its parent's pipe.
-os.register_at_fork(after_in_child=lambda: _leave_to_parent())
+# A forked data loading process must not report its own signals through its parent's socket.
+os.register_at_fork(after_in_child=lambda: _reset_wakeup_fd())
 
 
-def _leave_to_parent() -> None:
+def _reset_wakeup_fd() -> None:
     if any(signal.getsignal(number) is _nothing for number in SIGNALS):
         signal.set_wakeup_fd(-1)

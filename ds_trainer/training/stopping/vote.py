@@ -1,8 +1,8 @@
-"""``StopVote``: all ranks learn at the same step whether one of them has been asked to stop, and nobody waits for it.
+"""``StopVote``: all ranks learn at the same step whether one of them has received a request to stop. No rank waits.
 
-At a step boundary each rank puts its wish into a vote that runs beside the next step; its result is read at the
-boundary after that. The device is not asked (:mod:`ds_trainer.utils.host_votes`). Votes are a fraction of a second
-apart: when the next one is, is voted on too, since clocks differ and steps do not.
+At a step boundary each rank puts its request into a vote that runs during the next step. The result is read at the
+boundary after that step. Votes use the host only (:mod:`ds_trainer.utils.host_votes`). They are a fraction of a second
+apart. Ranks also vote on the step of the next vote, because their clocks differ and their step counts do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SECONDS_BETWEEN = 0.25
 
 
 class StopVote:
-    """One training's votes.
+    """The votes of one training.
 
     Args:
         votes: how all ranks vote; None for one process.
@@ -26,26 +26,26 @@ class StopVote:
         self._votes = votes
         self._pending: Callable[[], list[int]] | None = None
         self._next = 0
-        self._paced = True  # whether the vote under way knows how long steps are now
+        self._paced = True  # whether the vote in progress was begun with the current step duration
 
     def is_due(self, step: int) -> bool:
-        """Whether ranks vote at this boundary, or read a vote."""
+        """Whether ranks begin or read a vote at this boundary."""
         return self._pending is not None or step >= self._next
 
-    def now(self, wish: StopRequest | None) -> StopRequest | None:
-        """Vote and wait for the others. Collective."""
-        return wish if self._votes is None else decode(self._votes.begin(encode(wish))())
+    def now(self, request: StopRequest | None) -> StopRequest | None:
+        """Vote and wait for the other ranks. Collective."""
+        return request if self._votes is None else decode(self._votes.begin(encode(request))())
 
-    def at(self, step: int, wish: StopRequest | None, step_seconds: float) -> StopRequest | None:
-        """At a step boundary: what was agreed since the last one; begin another vote. Collective.
+    def at(self, step: int, request: StopRequest | None, step_seconds: float) -> StopRequest | None:
+        """At a step boundary, return the result of the vote in progress, and begin another if it is due. Collective.
 
         Args:
-            step: how many there have been; the same on all ranks, and never less than before.
-            wish: of this rank.
-            step_seconds: what a step takes.
+            step: number of boundaries so far; the same on all ranks, and never decreases.
+            request: the request of this rank.
+            step_seconds: duration of a step.
         """
         if self._votes is None:
-            return wish
+            return request
         if self._pending is not None:
             agreed = self.finish()
             if agreed is not None:
@@ -53,16 +53,16 @@ class StopVote:
         if step >= self._next:
             self._paced = True
             wait = max(1, int(SECONDS_BETWEEN / step_seconds)) if step_seconds > 0 else 1
-            self._pending = self._votes.begin([*encode(wish), wait])
+            self._pending = self._votes.begin([*encode(request), wait])
             self._asked_at = step
         return None
 
     def change_pace(self) -> None:
-        """Steps take another time from now on: vote at the next one. On all ranks at the same boundary."""
+        """Steps will have another duration: vote at the next one. All ranks must call this at the same boundary."""
         self._next, self._paced = 0, False
 
     def finish(self) -> StopRequest | None:
-        """Wait for the vote under way, if there is one, and read it."""
+        """Wait for the vote in progress, if there is one, and return its result."""
         if self._pending is None:
             return None
         result, self._pending = self._pending, None

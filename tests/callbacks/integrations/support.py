@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import Trainer, TrainingArguments
-from tests.callbacks.conftest import Heard
+from tests.callbacks.conftest import LogRecords
 from tests.support.models import RaggedTokens, Regression, regression_rows, tiny_llama
 
 TOKEN = "hf_MostSecretOfAllTokens"
 
 
 @dataclass
-class Told:
+class TrainingResult:
     """What came of it."""
 
     history: list[dict[str, Any]]
@@ -42,7 +42,7 @@ def train(
     llama: bool = False,
     callbacks: tuple[Callable[[], Any], ...] = (),
     after: Callable[[Trainer], Any] | None = None,
-) -> Told:
+) -> TrainingResult:
     """Three steps with a log event each, an evaluation at the end, and one more after the training."""
     import sys
 
@@ -59,8 +59,8 @@ def train(
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     trainer = None
-    heard, logger = Heard(), logging.getLogger("ds_trainer")
-    logger.addHandler(heard)
+    handler, logger = LogRecords(), logging.getLogger("ds_trainer")
+    logger.addHandler(handler)
     try:
         args = TrainingArguments(str(output_dir), **{**values, **arguments})
         data: Any = RaggedTokens(24) if llama else regression_rows(24)
@@ -72,17 +72,17 @@ def train(
         trainer.evaluate(metric_key_prefix="test")
         extra = after(trainer) if after else None
     finally:
-        if trainer is not None and trainer._engine is not None:
+        if trainer is not None and trainer.engines.training_or_none is not None:
             trainer.engine.close()
-        logger.removeHandler(heard)
+        logger.removeHandler(handler)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    return Told(
+    return TrainingResult(
         trainer.state.log_history,
-        [message for message in heard.messages if not message.startswith("INFO")],
+        [message for message in handler.messages if not message.startswith("INFO")],
         trainer.state.global_step,
         extra,
         [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if name in sys.modules],
@@ -99,7 +99,7 @@ def refusal(*arguments: Any, **keywords: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Theirs:
+class TransformersCallback:
     """Makes transformers' own callback of this class name: what names and values are compared with."""
 
     name: str

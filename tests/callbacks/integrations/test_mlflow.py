@@ -15,7 +15,7 @@ from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.integrations.mlflow import MLflowCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
-from tests.callbacks.integrations.support import TOKEN, Theirs, Told, files_below, train
+from tests.callbacks.integrations.support import TOKEN, TrainingResult, TransformersCallback, files_below, train
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 
@@ -57,56 +57,60 @@ def forget_store(trainer: Trainer | None = None) -> None:
 
 
 def tracked(
-    home: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
-) -> tuple[Told, Store]:
-    """A training with MLflow in ``home``."""
-    uri = f"file://{home}/store"
+    directory: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
+) -> tuple[TrainingResult, Store]:
+    """A training with MLflow in ``directory``."""
+    uri = f"file://{directory}/store"
     settings = {"MLFLOW_TRACKING_URI": uri, **FILES, **(environment or {})}
-    (told,) = pool(1).run(partial(train, home / "out", settings, arguments, after=forget_store, **more))
-    return told, Store(settings["MLFLOW_TRACKING_URI"])
+    (result,) = pool(1).run(partial(train, directory / "out", settings, arguments, after=forget_store, **more))
+    return result, Store(settings["MLFLOW_TRACKING_URI"])
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told, Store]:
-    home = tmp_path_factory.mktemp("mlflow")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainingResult, Store]:
+    directory = tmp_path_factory.mktemp("mlflow")
     arguments = {"report_to": "mlflow", "run_name": "third try", "deepspeed": {"comet": {"api_key": TOKEN}}}
-    database = {"MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow.db"}
-    told, store = tracked(home, arguments, database, llama=True)
-    assert told.warnings == []
-    return home, told, store
+    database = {"MLFLOW_TRACKING_URI": f"sqlite:///{directory}/mlflow.db"}
+    result, store = tracked(directory, arguments, database, llama=True)
+    assert result.warnings == []
+    return directory, result, store
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "eval_loss", "train_loss", "test_loss"])
-def test_values_are_those_of_the_history(run: tuple[Path, Told, Store], name: str) -> None:
+def test_values_are_those_of_the_history(run: tuple[Path, TrainingResult, Store], name: str) -> None:
     """In one run, also what was logged after the training (``test_loss``)."""
-    _, told, store = run
+    _, result, store = run
     (found,) = store.runs()
-    assert store.values(found, name) == told.values(name) != []
+    assert store.values(found, name) == result.values(name) != []
     assert found.info.status == "FINISHED" and found.info.run_name == "third try"
 
 
-def test_what_was_asked_for_is_recorded_without_secrets(run: tuple[Path, Told, Store]) -> None:
-    home, _, store = run
+def test_arguments_are_recorded_without_secrets(run: tuple[Path, TrainingResult, Store]) -> None:
+    directory, _, store = run
     (found,) = store.runs()
     values = found.data.params
     assert values["learning_rate"] == "0.01" and values["hidden_size"] == "32"
     assert values["hub_token"] == "<HUB_TOKEN>"
     assert values["ds_config.optimizer.params.lr"] == "0.01"
     assert values["ds_config.comet.api_key"] == "<API_KEY>"
-    assert TOKEN.encode() not in (home / "mlflow.db").read_bytes()
-    assert b"<HUB_TOKEN>" in (home / "mlflow.db").read_bytes()
+    assert TOKEN.encode() not in (directory / "mlflow.db").read_bytes()
+    assert b"<HUB_TOKEN>" in (directory / "mlflow.db").read_bytes()
 
 
-def test_names_are_those_of_transformers(run: tuple[Path, Told, Store], tmp_path: Path) -> None:
+def test_names_are_those_of_transformers(run: tuple[Path, TrainingResult, Store], tmp_path: Path) -> None:
     _, _, store = run
     (ours,) = store.runs()
-    told, other = tracked(tmp_path, {"run_name": "third try"}, llama=True, callbacks=(Theirs("MLflowCallback"),))
-    theirs = other.runs()[0]
-    after = {name for name in ours.data.metrics if name.startswith("test_")}  # theirs opens another run for these
-    assert set(ours.data.metrics) - after == set(theirs.data.metrics)
+    result, other = tracked(
+        tmp_path, {"run_name": "third try"}, llama=True, callbacks=(TransformersCallback("MLflowCallback"),)
+    )
+    reference = other.runs()[0]
+    after = {
+        name for name in ours.data.metrics if name.startswith("test_")
+    }  # the callback of transformers opens another run for these
+    assert set(ours.data.metrics) - after == set(reference.data.metrics)
     added = {name for name in ours.data.params if name.startswith("ds_config.")}
-    assert set(ours.data.params) - added == set(theirs.data.params)
-    assert other.values(theirs, "loss") == store.values(ours, "loss") == told.values("loss")
+    assert set(ours.data.params) - added == set(reference.data.params)
+    assert other.values(reference, "loss") == store.values(ours, "loss") == result.values("loss")
 
 
 def test_experiment_tags_and_limits(tmp_path: Path) -> None:
@@ -148,48 +152,48 @@ class BreakStore(TrainerCallback):
                 directory.write_text("no directory")
 
 
-def test_an_outage_costs_a_warning_and_not_the_run(tmp_path: Path) -> None:
-    told, _ = tracked(tmp_path, {"report_to": "mlflow", "max_steps": 6}, callbacks=(BreakStore,))
-    assert told.steps == 6 and len(told.values("loss")) == 6 and told.values("test_loss")
-    (warning,) = told.warnings
-    assert "mlflow failed and is switched off" in warning
+def test_an_outage_causes_a_warning_but_the_run_continues(tmp_path: Path) -> None:
+    result, _ = tracked(tmp_path, {"report_to": "mlflow", "max_steps": 6}, callbacks=(BreakStore,))
+    assert result.steps == 6 and len(result.values("loss")) == 6 and result.values("test_loss")
+    (warning,) = result.warnings
+    assert "mlflow failed and is disabled" in warning
 
 
-def active_run_is_used(home: Path) -> tuple[str, str, bool]:
-    os.environ.update({"MLFLOW_TRACKING_URI": f"file://{home}/store", **FILES})
+def active_run_is_used(directory: Path) -> tuple[str, str, bool]:
+    os.environ.update({"MLFLOW_TRACKING_URI": f"file://{directory}/store", **FILES})
     import mlflow
 
     try:
-        mine = mlflow.start_run()
-        ours, args, state = MLflowCallback(), TrainingArguments(str(home)), TrainerState()
+        active_run = mlflow.start_run()
+        ours, args, state = MLflowCallback(), TrainingArguments(str(directory)), TrainerState()
         ours.on_train_begin(args, state, TrainerControl())
         ours.on_log(args, state, TrainerControl(), logs={"loss (sum)": 1.0})
         ours.on_train_end(args, state, TrainerControl())
-        return mine.info.run_id, str(ours.run_id), mlflow.active_run() is not None
+        return active_run.info.run_id, str(ours.run_id), mlflow.active_run() is not None
     finally:
         forget_store()
         del os.environ["MLFLOW_TRACKING_URI"]
 
 
 def test_a_run_that_is_active_already_is_used_and_not_ended(tmp_path: Path) -> None:
-    ((mine, used, still_active),) = pool(1).run(active_run_is_used, tmp_path)
-    assert mine == used and still_active
+    ((active_run, used, still_active),) = pool(1).run(active_run_is_used, tmp_path)
+    assert active_run == used and still_active
     store = Store(f"file://{tmp_path}/store")
     assert store.values(store.runs()[0], "loss _sum_") == [(0, 1.0)]
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "says"),
+    ("variable", "value", "message"),
     [
-        ("MLFLOW_TAGS", "team=vision", "is no JSON object"),
-        ("MLFLOW_MAX_LOG_PARAMS", "few", "is no number of parameters"),
+        ("MLFLOW_TAGS", "team=vision", "must be a JSON object"),
+        ("MLFLOW_MAX_LOG_PARAMS", "few", "must be a whole number of parameters"),
         ("DISABLE_MLFLOW_INTEGRATION", "TRUE", "DISABLE_MLFLOW_INTEGRATION=TRUE"),
     ],
 )
-def test_settings_that_cannot_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+def test_invalid_settings_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     args = TrainingArguments(str(tmp_path), report_to="mlflow", use_cpu=True)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         Trainer(Regression(), args, train_dataset=regression_rows(8))

@@ -18,7 +18,7 @@ from ds_trainer.callbacks.integrations.reused import Guarded
 from ds_trainer.callbacks.integrations.tracker import rewrite_logs
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.utils.errors import ConfigError
-from tests.callbacks.integrations.support import Told, train
+from tests.callbacks.integrations.support import TrainingResult, train
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 
@@ -30,16 +30,16 @@ def names(callbacks: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("nothing", [None, "none", [], ["none"]])
-def test_nothing(nothing: Any) -> None:
+def test_no_tracker_is_used_by_default(nothing: Any) -> None:
     assert reporting_callbacks(nothing) == []
 
 
-def test_one_several_and_repeated() -> None:
+def test_report_to_may_be_one_or_several_and_repeated() -> None:
     assert names(reporting_callbacks("tensorboard")) == ["tensorboard"]
     assert names(reporting_callbacks(["wandb", "tensorboard", "wandb"])) == ["wandb", "tensorboard"]
 
 
-def test_all_is_what_is_installed() -> None:
+def test_report_to_all_means_installed_trackers() -> None:
     found = names(reporting_callbacks("all"))
     assert {"tensorboard", "wandb"} <= set(found) and not set(found) & {*ABSENT, "flyte"}
     assert names(reporting_callbacks(["all"])) == found
@@ -54,7 +54,7 @@ def test_the_names_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_an_absent_package_is_refused_when_the_trainer_is_made(tmp_path: Path, name: str) -> None:
+def test_a_missing_package_is_rejected_at_construction(tmp_path: Path, name: str) -> None:
     args = TrainingArguments(str(tmp_path), report_to=name, use_cpu=True)
     with pytest.raises(ConfigError) as error:
         Trainer(Regression(), args, train_dataset=regression_rows(8))
@@ -63,7 +63,7 @@ def test_an_absent_package_is_refused_when_the_trainer_is_made(tmp_path: Path, n
     assert f"not installed. Run `pip install {row.install}" in str(error.value)
 
 
-def test_every_problem_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     hidden = {"wandb", "mlflow"}
     monkeypatch.setattr(
@@ -75,17 +75,17 @@ def test_every_problem_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(error.value.problems) == 4
     assert "wandb is not installed. Run `pip install wandb`, or take wandb out of report_to." in text
     assert "report_to=tensorbord is not a tracker. Did you mean 'tensorboard'?" in text
-    assert "'none' stands alone" in text
+    assert "'none' cannot be combined with others" in text
     assert "wandb" not in names(reporting_callbacks("all"))
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
-def test_a_package_that_is_there_but_broken_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_package_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("ds_trainer.callbacks.integrations.find_spec", lambda name: object())
         patch.setitem(sys.modules, "wandb", None)
@@ -103,13 +103,13 @@ def test_importing_the_callbacks_imports_no_tracker() -> None:
     assert not {"wandb", "mlflow", "tensorboard", "trackio", "swanlab", "transformers"} & set(loaded)
 
 
-def on_two_ranks(home: Path) -> tuple[Told, int]:
+def on_two_ranks(directory: Path) -> tuple[TrainingResult, int]:
     import os
 
-    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(home), "WANDB_SILENT": "true"}
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(directory), "WANDB_SILENT": "true"}
     arguments = {"report_to": ["tensorboard", "wandb"]}
-    told = train(home / "out", environment, arguments, after=finish_on_main)
-    return told, int(os.environ["RANK"])
+    result = train(directory / "out", environment, arguments, after=finish_on_main)
+    return result, int(os.environ["RANK"])
 
 
 def finish_on_main(trainer: Trainer) -> None:
@@ -123,13 +123,13 @@ def test_two_ranks_make_one_run(tmp_path: Path) -> None:
     from tests.callbacks.integrations.test_tensorboard import read, scalars
     from tests.callbacks.integrations.wandb_file import offline_runs
 
-    told = dict((rank, told) for told, rank in pool(2).run(partial(on_two_ranks, tmp_path)))
+    result = dict((rank, result) for result, rank in pool(2).run(partial(on_two_ranks, tmp_path)))
     (run,) = offline_runs(tmp_path)
-    assert run.values("train/loss") == told[0].values("loss") != []
+    assert run.values("train/loss") == result[0].values("loss") != []
     (directory,) = (tmp_path / "out" / "runs").iterdir()
     assert len(scalars(read(directory), "train/loss")) == 3
     ours = {"tensorboard", "wandb"}  # DeepSpeed itself imports mlflow wherever it is installed
-    assert ours <= set(told[0].imported) and not ours & set(told[1].imported)
+    assert ours <= set(result[0].imported) and not ours & set(result[1].imported)
 
 
 class Failing(TrainerCallback):
@@ -152,14 +152,14 @@ def test_a_reused_callback_that_fails_is_switched_off(log: Any) -> None:
     for _ in range(3):
         callback.on_log(None, None, None, logs={"loss": 1.0})
     assert (callback.begun, callback.logged) == (1, 1)
-    assert log.text.count("swanlab failed and is switched off") == 1 and "the server is gone" in log.text
+    assert log.text.count("swanlab failed and is disabled") == 1 and "the server is gone" in log.text
 
 
 def test_names_of_metrics() -> None:
-    from transformers.integrations.integration_utils import rewrite_logs as theirs
+    from transformers.integrations.integration_utils import rewrite_logs as reference
 
     logs = dict.fromkeys(["loss", "eval_loss", "test_f1", "eval_", "evaluation", "test", "train_loss", "eval"], 1.0)
-    assert rewrite_logs(logs) == theirs(logs)
+    assert rewrite_logs(logs) == reference(logs)
 
 
 def test_secrets_at_any_depth() -> None:

@@ -17,21 +17,21 @@ import pytest
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.integrations.trackio import TrackioCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from tests.callbacks.integrations.support import TOKEN, Theirs, Told, files_with, train
+from tests.callbacks.integrations.support import TOKEN, TrainingResult, TransformersCallback, files_with, train
 from tests.support.models import Regression
 from tests.support.pool import close_pools, pool
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Trackio reads its directory once, when it is imported: new ranks for this file, and none of them afterwards."""
     close_pools()
     yield tmp_path_factory.mktemp("trackio")
     close_pools()
 
 
-def rows(home: Path, project: str, table: str, column: str) -> list[dict[str, Any]]:
-    connection = sqlite3.connect(home / "data" / f"{project}.db")
+def rows(directory: Path, project: str, table: str, column: str) -> list[dict[str, Any]]:
+    connection = sqlite3.connect(directory / "data" / f"{project}.db")
     try:
         found = connection.execute(f"SELECT run_name, {column} FROM {table} ORDER BY id").fetchall()
     finally:
@@ -47,10 +47,10 @@ def finish_trackio(trainer: Trainer) -> None:
         trackio.finish()
 
 
-def tracked(home: Path, arguments: dict[str, Any], **more: Any) -> Told:
-    environment = {"TRACKIO_DIR": str(home / "data")}
-    (told,) = pool(1).run(partial(train, home / "out", environment, arguments, after=finish_trackio, **more))
-    return told
+def tracked(directory: Path, arguments: dict[str, Any], **more: Any) -> TrainingResult:
+    environment = {"TRACKIO_DIR": str(directory / "data")}
+    (result,) = pool(1).run(partial(train, directory / "out", environment, arguments, after=finish_trackio, **more))
+    return result
 
 
 def values(logged: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -58,39 +58,44 @@ def values(logged: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path) -> Told:
+def run(directory: Path) -> TrainingResult:
     deepspeed = {"comet": {"api_key": TOKEN}}
-    told = tracked(home, {"report_to": "trackio", "project": "mine", "deepspeed": deepspeed}, llama=True)
-    assert told.warnings == []
-    return told
+    result = tracked(directory, {"report_to": "trackio", "project": "mine", "deepspeed": deepspeed}, llama=True)
+    assert result.warnings == []
+    return result
 
 
-def test_values_are_those_of_the_history(home: Path, run: Told) -> None:
+def test_values_are_those_of_the_history(directory: Path, run: TrainingResult) -> None:
     """In one run, also what was logged after the training (``test/loss``)."""
-    logged = rows(home, "mine", "metrics", "metrics")
+    logged = rows(directory, "mine", "metrics", "metrics")
     for curve, name in (("train/loss", "loss"), ("eval/loss", "eval_loss"), ("test/loss", "test_loss")):
         assert values(logged, curve) == run.values(name) != []
     assert len({row["run"] for row in logged}) == 1
 
 
-def test_what_was_asked_for_is_recorded_without_secrets(home: Path, run: Told) -> None:
-    (config,) = rows(home, "mine", "configs", "config")
+def test_arguments_are_recorded_without_secrets(directory: Path, run: TrainingResult) -> None:
+    (config,) = rows(directory, "mine", "configs", "config")
     assert config["learning_rate"] == 1e-2 and config["hidden_size"] == 32 and config["hub_token"] == "<HUB_TOKEN>"
     assert config["ds_config"]["optimizer"]["params"]["lr"] == 1e-2 and config["model/num_parameters"] == 19424
-    assert files_with(TOKEN, home / "data") == []
-    assert files_with("learning_rate", home / "data") != []
+    assert files_with(TOKEN, directory / "data") == []
+    assert files_with("learning_rate", directory / "data") != []
 
 
-def test_names_are_those_of_transformers(home: Path, run: Told) -> None:
-    tracked(home, {"project": "theirs", "run_name": "x"}, llama=True, callbacks=(Theirs("TrackioCallback"),))
-    ours, theirs = (rows(home, name, "metrics", "metrics") for name in ("mine", "theirs"))
-    assert [set(row) for row in ours] == [set(row) for row in theirs]
-    assert values(ours, "train/loss") == values(theirs, "train/loss")
+def test_names_are_those_of_transformers(directory: Path, run: TrainingResult) -> None:
+    tracked(
+        directory,
+        {"project": "theirs", "run_name": "x"},
+        llama=True,
+        callbacks=(TransformersCallback("TrackioCallback"),),
+    )
+    ours, reference = (rows(directory, name, "metrics", "metrics") for name in ("mine", "theirs"))
+    assert [set(row) for row in ours] == [set(row) for row in reference]
+    assert values(ours, "train/loss") == values(reference, "train/loss")
 
 
-def test_run_name(home: Path, run: Told) -> None:
-    tracked(home, {"report_to": "trackio", "project": "named", "run_name": "third try"})
-    assert {row["run"] for row in rows(home, "named", "metrics", "metrics")} == {"third try"}
+def test_run_name(directory: Path, run: TrainingResult) -> None:
+    tracked(directory, {"report_to": "trackio", "project": "named", "run_name": "third try"})
+    assert {row["run"] for row in rows(directory, "named", "metrics", "metrics")} == {"third try"}
 
 
 class EndRun(TrainerCallback):
@@ -103,11 +108,11 @@ class EndRun(TrainerCallback):
             trackio.finish()
 
 
-def test_an_outage_costs_a_warning_and_not_the_run(home: Path, run: Told) -> None:
-    told = tracked(home, {"report_to": "trackio", "project": "broken"}, callbacks=(EndRun,))
-    assert told.steps == 3 and len(told.values("loss")) == 3 and told.values("test_loss")
-    (warning,) = told.warnings
-    assert "trackio failed and is switched off" in warning
+def test_an_outage_causes_a_warning_but_the_run_continues(directory: Path, run: TrainingResult) -> None:
+    result = tracked(directory, {"report_to": "trackio", "project": "broken"}, callbacks=(EndRun,))
+    assert result.steps == 3 and len(result.values("loss")) == 3 and result.values("test_loss")
+    (warning,) = result.warnings
+    assert "trackio failed and is disabled" in warning
 
 
 class Calls:
@@ -169,7 +174,7 @@ def test_trackio_static_space_id(tmp_path: Path, calls: Calls) -> None:
     assert not {"freeze", "sync"} & set(calls.seen)
 
 
-def test_a_copy_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
+def test_a_failed_copy_causes_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     """The real function: there is no network, or no such Space."""
     trackio = importlib.import_module("trackio")
     calls = Calls(monkeypatch, trackio)

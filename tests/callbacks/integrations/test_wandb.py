@@ -12,7 +12,14 @@ from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.integrations.wandb import WandbCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
-from tests.callbacks.integrations.support import TOKEN, Theirs, Told, files_below, files_with, train
+from tests.callbacks.integrations.support import (
+    TOKEN,
+    TrainingResult,
+    TransformersCallback,
+    files_below,
+    files_with,
+    train,
+)
 from tests.callbacks.integrations.wandb_file import OfflineRun, offline_runs
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
@@ -27,63 +34,65 @@ def finish_wandb(trainer: Trainer | None = None) -> None:
 
 
 def tracked(
-    home: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
-) -> tuple[Told, list[OfflineRun]]:
-    """A training with wandb in ``home``, and the runs that it left."""
-    home.mkdir(parents=True, exist_ok=True)
-    settings = {"WANDB_MODE": "offline", "WANDB_DIR": str(home), "WANDB_SILENT": "true", **(environment or {})}
-    job = partial(train, home / "out", settings, arguments, after=finish_wandb, **more)
-    (told,) = pool(1).run(job)
-    return told, offline_runs(home)
+    directory: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
+) -> tuple[TrainingResult, list[OfflineRun]]:
+    """A training with wandb in ``directory``, and the runs that it left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = {"WANDB_MODE": "offline", "WANDB_DIR": str(directory), "WANDB_SILENT": "true", **(environment or {})}
+    job = partial(train, directory / "out", settings, arguments, after=finish_wandb, **more)
+    (result,) = pool(1).run(job)
+    return result, offline_runs(directory)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told, OfflineRun]:
-    home = tmp_path_factory.mktemp("wandb")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainingResult, OfflineRun]:
+    directory = tmp_path_factory.mktemp("wandb")
     arguments = {"report_to": "wandb", "run_name": "third try", "deepspeed": {"comet": {"api_key": TOKEN}}}
-    told, (found,) = tracked(home, arguments, llama=True)
-    assert told.warnings == []
-    return home, told, found
+    result, (found,) = tracked(directory, arguments, llama=True)
+    assert result.warnings == []
+    return directory, result, found
 
 
 @pytest.mark.parametrize(
     ("curve", "name"),
     [("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("eval/loss", "eval_loss"), ("test/loss", "test_loss")],
 )
-def test_values_are_those_of_the_history(run: tuple[Path, Told, OfflineRun], curve: str, name: str) -> None:
+def test_values_are_those_of_the_history(run: tuple[Path, TrainingResult, OfflineRun], curve: str, name: str) -> None:
     """``test/loss`` was logged after the training."""
-    _, told, found = run
-    assert found.values(curve) == told.values(name) != []
+    _, result, found = run
+    assert found.values(curve) == result.values(name) != []
 
 
-def test_the_axis_and_the_summary(run: tuple[Path, Told, OfflineRun]) -> None:
-    _, told, found = run
+def test_the_axis_and_the_summary(run: tuple[Path, TrainingResult, OfflineRun]) -> None:
+    _, result, found = run
     assert found.axes["*"] == "train/global_step"
-    (train_loss,) = told.values("train_loss")
+    (train_loss,) = result.values("train_loss")
     assert found.summary["train_loss"] == train_loss[1]
     assert "train/train_loss" not in found.names()
 
 
-def test_what_was_asked_for_is_recorded_without_secrets(run: tuple[Path, Told, OfflineRun]) -> None:
-    home, _, found = run
+def test_arguments_are_recorded_without_secrets(run: tuple[Path, TrainingResult, OfflineRun]) -> None:
+    directory, _, found = run
     assert (found.project, found.name) == ("huggingface", "third try")
     assert found.config["learning_rate"] == 1e-2 and found.config["hidden_size"] == 32
     assert found.config["hub_token"] == "<HUB_TOKEN>"
     assert found.config["ds_config"]["optimizer"]["params"]["lr"] == 1e-2
     assert found.config["ds_config"]["comet"]["api_key"] == "<API_KEY>"
     assert found.config["model/num_parameters"] == 19424
-    assert files_with(TOKEN, home / "wandb") == []
-    assert files_with("learning_rate", home / "wandb") != []
+    assert files_with(TOKEN, directory / "wandb") == []
+    assert files_with("learning_rate", directory / "wandb") != []
 
 
-def test_names_are_those_of_transformers(run: tuple[Path, Told, OfflineRun], tmp_path: Path) -> None:
+def test_names_are_those_of_transformers(run: tuple[Path, TrainingResult, OfflineRun], tmp_path: Path) -> None:
     _, _, ours = run
-    _, (theirs,) = tracked(tmp_path, {"run_name": "third try"}, llama=True, callbacks=(Theirs("WandbCallback"),))
-    assert ours.names() == theirs.names()
-    assert set(ours.config) == {*theirs.config, "ds_config"}
-    assert ours.axes == theirs.axes
-    assert (ours.project, ours.name) == (theirs.project, theirs.name)
-    assert ours.values("train/loss") == theirs.values("train/loss")
+    _, (reference,) = tracked(
+        tmp_path, {"run_name": "third try"}, llama=True, callbacks=(TransformersCallback("WandbCallback"),)
+    )
+    assert ours.names() == reference.names()
+    assert set(ours.config) == {*reference.config, "ds_config"}
+    assert ours.axes == reference.axes
+    assert (ours.project, ours.name) == (reference.project, reference.name)
+    assert ours.values("train/loss") == reference.values("train/loss")
 
 
 def test_environment_and_project(tmp_path: Path) -> None:
@@ -91,8 +100,8 @@ def test_environment_and_project(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"report_to": "wandb", "project": "mine"}
     arguments.update({"save_strategy": "steps", "save_steps": 100, "max_steps": 101})
     arguments.update(logging_steps=50, eval_steps=50)
-    told, (found,) = tracked(tmp_path / "a", arguments, watched)
-    assert told.warnings == [] and found.project == "mine"
+    result, (found,) = tracked(tmp_path / "a", arguments, watched)
+    assert result.warnings == [] and found.project == "mine"
     assert any(name.startswith("gradients/layers.0.weight") for name in found.names())
     assert [sorted(artifact["aliases"])[0] for artifact in found.artifacts] == [
         "checkpoint_global_step_100",
@@ -117,19 +126,19 @@ class EndRun(TrainerCallback):
             wandb.finish()
 
 
-def test_an_outage_costs_a_warning_and_not_the_run(tmp_path: Path) -> None:
-    told, (found,) = tracked(tmp_path, {"report_to": "wandb"}, callbacks=(EndRun,))
-    assert told.steps == 3 and len(told.values("loss")) == 3 and told.values("test_loss")
-    (warning,) = told.warnings
-    assert "wandb failed and is switched off" in warning and "finished by somebody else" in warning
+def test_an_outage_causes_a_warning_but_the_run_continues(tmp_path: Path) -> None:
+    result, (found,) = tracked(tmp_path, {"report_to": "wandb"}, callbacks=(EndRun,))
+    assert result.steps == 3 and len(result.values("loss")) == 3 and result.values("test_loss")
+    (warning,) = result.warnings
+    assert "wandb failed and is disabled" in warning and "finished elsewhere" in warning
     assert found.values("train/loss") == []
 
 
-def two_trials(home: Path) -> None:
+def two_trials(directory: Path) -> None:
     import os
 
-    os.environ.update(WANDB_MODE="offline", WANDB_DIR=str(home), WANDB_SILENT="true")
-    ours, args = WandbCallback(), TrainingArguments(str(home / "out"), run_name="search")
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=str(directory), WANDB_SILENT="true")
+    ours, args = WandbCallback(), TrainingArguments(str(directory / "out"), run_name="search")
     for name in ("first", "second"):
         state = TrainerState(is_hyper_param_search=True, trial_name=name)
         ours.on_train_begin(args, state, TrainerControl())
@@ -144,17 +153,17 @@ def test_each_trial_is_a_run_of_one_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "says"),
+    ("variable", "value", "message"),
     [
         ("WANDB_LOG_MODEL", "end", "WANDB_LOG_MODEL=end uploads checkpoints, but save_strategy=no writes none"),
         ("WANDB_LOG_MODEL", "sometimes", "use one of checkpoint, end, false"),
         ("WANDB_WATCH", "everything", "use one of gradients, parameters, all, false"),
     ],
 )
-def test_settings_that_cannot_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+def test_invalid_settings_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     args = TrainingArguments(str(tmp_path), report_to="wandb", save_strategy="no", use_cpu=True)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         Trainer(Regression(), args, train_dataset=regression_rows(8))

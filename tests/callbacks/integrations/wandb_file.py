@@ -69,17 +69,17 @@ def _records(raw: bytes) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     assert raw[:4] == b":W&B"
-    position, part = _HEADER, b""
+    position, data = _HEADER, b""
     while position + _HEADER <= len(raw):
-        left = _BLOCK - position % _BLOCK
-        if left < _HEADER:  # too little for another header: padding
-            position += left
+        remaining = _BLOCK - position % _BLOCK
+        if remaining < _HEADER:  # too little for another header: padding
+            position += remaining
             continue
         _, length, kind = struct.unpack("<IHB", raw[position : position + _HEADER])
-        part += raw[position + _HEADER : position + _HEADER + length]
+        data += raw[position + _HEADER : position + _HEADER + length]
         position += _HEADER + length
         if kind in (1, 4):  # a whole record, or the last part of one
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(part)
-            part = b""
+            record.ParseFromString(data)
+            data = b""
             yield record

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ds_trainer.checkpoint.loading.file_weights import FileWeights, open_weights
-from ds_trainer.parallel.places import Place
+from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils.errors import ConfigError
 from tests.checkpoint.loading.tiny_models import KINDS, make, on_meta
 
 
-def whole(weights: FileWeights, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def full_weight(weights: FileWeights, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     target = torch.full((shape.numel(),), 7, dtype=dtype)
-    weights.fill(name, Place.whole(shape), target)
+    weights.fill(name, ShardSlice.whole(shape), target)
     return target.view(shape)
 
 
@@ -30,7 +30,7 @@ def check_equal(weights: FileWeights, wanted: nn.Module) -> int:
     state = wanted.state_dict()
     for name, tensor in state.items():
         assert weights.has(name), name
-        assert torch.equal(whole(weights, name, tensor.shape, tensor.dtype), tensor), name
+        assert torch.equal(full_weight(weights, name, tensor.shape, tensor.dtype), tensor), name
     return len(state)
 
 
@@ -87,7 +87,7 @@ def test_bin_files(kind: str, sharded: bool, tmp_path: Path) -> None:
     check_equal(weights, wanted)
 
 
-def test_types_are_converted(tmp_path: Path) -> None:
+def test_dtypes_are_converted(tmp_path: Path) -> None:
     make("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path)
     weights, wanted = opened(tmp_path, "qwen3_moe", dtype=torch.float32)
     check_equal(weights, wanted)
@@ -96,28 +96,28 @@ def test_types_are_converted(tmp_path: Path) -> None:
     check_equal(weights, wanted)
 
 
-def test_a_head_on_a_base_model_and_a_base_model_out_of_a_head(tmp_path: Path) -> None:
+def test_base_model_and_head_model_load_from_each_other(tmp_path: Path) -> None:
     bert = make("bert")
     bert.bert.save_pretrained(tmp_path / "base")
     classifier = transformers.BertForSequenceClassification
     _, config = KINDS["bert"]()
     weights = open_weights(tmp_path / "base", on_meta(classifier, config))
-    _, said = classifier.from_pretrained(tmp_path / "base", output_loading_info=True)
-    assert sorted(weights.missing) == sorted(said["missing_keys"])
+    _, info = classifier.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert sorted(weights.missing) == sorted(info["missing_keys"])
     assert {name for name in weights.missing if "classifier" in name} == {"classifier.weight", "classifier.bias"}
     query = "bert.encoder.layer.1.attention.self.query.weight"
-    assert torch.equal(whole(weights, query, torch.Size((16, 16)), torch.float32), bert.state_dict()[query])
+    assert torch.equal(full_weight(weights, query, torch.Size((16, 16)), torch.float32), bert.state_dict()[query])
 
     bert.save_pretrained(tmp_path / "head")
     weights = open_weights(tmp_path / "head", on_meta(transformers.BertModel, config))
-    base, said = transformers.BertModel.from_pretrained(tmp_path / "head", output_loading_info=True)
-    assert sorted(weights.missing) == sorted(said["missing_keys"]) == ["pooler.dense.bias", "pooler.dense.weight"]
-    assert sorted(weights.unexpected) == sorted(said["unexpected_keys"])
+    base, info = transformers.BertModel.from_pretrained(tmp_path / "head", output_loading_info=True)
+    assert sorted(weights.missing) == sorted(info["missing_keys"]) == ["pooler.dense.bias", "pooler.dense.weight"]
+    assert sorted(weights.unexpected) == sorted(info["unexpected_keys"])
     query = query.removeprefix("bert.")
-    assert torch.equal(whole(weights, query, torch.Size((16, 16)), torch.float32), base.state_dict()[query])
+    assert torch.equal(full_weight(weights, query, torch.Size((16, 16)), torch.float32), base.state_dict()[query])
 
 
-def test_names_of_old_files(tmp_path: Path) -> None:
+def test_names_in_old_files_are_converted(tmp_path: Path) -> None:
     """TensorFlow's gamma and beta, torch's old weight norm, a key mapping of the user."""
     for kind, renamed in (
         ("bert", {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
@@ -147,7 +147,7 @@ def test_names_of_old_files(tmp_path: Path) -> None:
     check_equal(weights, wanted)
 
 
-def test_save_pretrained_writes_what_was_published(tmp_path: Path) -> None:
+def test_save_pretrained_writes_the_published_format(tmp_path: Path) -> None:
     """A model whose weights were read in parts remembers the conversion, as one of from_pretrained does."""
     make("mixtral").save_pretrained(tmp_path / "a")
     weights, wanted = opened(tmp_path / "a", "mixtral")
@@ -156,7 +156,7 @@ def test_save_pretrained_writes_what_was_published(tmp_path: Path) -> None:
     open_weights(tmp_path / "a", ours)
     ours.to_empty(device="cpu")
     for name, tensor in ours.state_dict().items():
-        weights.fill(name, Place.whole(tensor.shape), tensor.view(-1))
+        weights.fill(name, ShardSlice.whole(tensor.shape), tensor.view(-1))
     ours.save_pretrained(tmp_path / "b")
     wanted.save_pretrained(tmp_path / "c")
     b, c = load_file(tmp_path / "b/model.safetensors"), load_file(tmp_path / "c/model.safetensors")
@@ -165,13 +165,13 @@ def test_save_pretrained_writes_what_was_published(tmp_path: Path) -> None:
     assert all(torch.equal(b[key], c[key]) for key in b)
 
 
-def test_a_plain_module(tmp_path: Path) -> None:
+def test_weights_of_a_plain_module_are_read(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     weights = open_weights(tmp_path, nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).to("meta"))
     assert weights.missing == weights.unexpected == []
     assert check_equal(weights, model) == 7  # with the buffers, one of which is a scalar of int64
-    with pytest.raises(ConfigError, match="key_mapping is for models of transformers"):
+    with pytest.raises(ConfigError, match="key_mapping requires a transformers model"):
         open_weights(tmp_path, model, {"a": "b"})
 
 
@@ -190,29 +190,29 @@ class TestTiedWeights:
         return path
 
     @pytest.mark.parametrize("keep", [("embed",), ("head",), ("embed", "head")])
-    def test_whichever_name_the_file_has(self, keep: tuple[str, ...], tmp_path: Path) -> None:
+    def test_a_tied_weight_is_found_under_either_name(self, keep: tuple[str, ...], tmp_path: Path) -> None:
         names = {self.EMBED if one == "embed" else self.HEAD for one in keep}
         weights, wanted = opened(self.directory(tmp_path, "llama, tied", names), "llama, tied")
         assert weights.missing == weights.unexpected == []
         check_equal(weights, wanted)
 
-    def test_both_with_different_elements_are_refused(self, tmp_path: Path) -> None:
+    def test_tied_weights_with_different_elements_are_rejected(self, tmp_path: Path) -> None:
         _, config = KINDS["llama, tied"]()
         directory = self.directory(tmp_path, "llama, tied", {self.EMBED, self.HEAD}, change=True)
         weights = open_weights(directory, on_meta(transformers.LlamaForCausalLM, config))
-        place = Place.whole((40, 16))
-        weights.fill(self.EMBED, place.run(0, 40), torch.empty(40))  # alike here
+        shard_slice = ShardSlice.whole((40, 16))
+        weights.fill(self.EMBED, shard_slice.run(0, 40), torch.empty(40))  # alike here
         with pytest.raises(ConfigError, match=r"ties model.embed_tokens.weight and lm_head.weight.*different"):
-            weights.fill(self.EMBED, place, torch.empty(640))
+            weights.fill(self.EMBED, shard_slice, torch.empty(640))
 
-    def test_an_untied_model_whose_file_has_one(self, tmp_path: Path) -> None:
+    def test_an_untied_model_misses_the_weight_that_the_file_lacks(self, tmp_path: Path) -> None:
         _, config = KINDS["llama"]()
         directory = self.directory(tmp_path, "llama", {self.EMBED})
         weights = open_weights(directory, on_meta(transformers.LlamaForCausalLM, config))
         assert weights.missing == [self.HEAD]
         assert not weights.has(self.HEAD)
 
-    def test_neither_is_missing_once(self, tmp_path: Path) -> None:
+    def test_a_missing_tied_weight_is_reported_once(self, tmp_path: Path) -> None:
         _, config = KINDS["llama, tied"]()
         directory = self.directory(tmp_path, "llama, tied", set())
         weights = open_weights(directory, on_meta(transformers.LlamaForCausalLM, config))
@@ -234,7 +234,7 @@ class TestNegativeControls:
         assert weights.nearest(old) == f" Did you mean '{new}'?"
         assert weights.nearest(new) == f" Did you mean '{old}'?"
         with pytest.raises(ConfigError, match=rf"has no {old}. Did you mean '{new}'\?"):
-            weights.fill(old, Place.whole((24, 16)), torch.empty(24 * 16))
+            weights.fill(old, ShardSlice.whole((24, 16)), torch.empty(24 * 16))
 
     def test_a_missing_expert(self, tmp_path: Path) -> None:
         key = "model.layers.1.mlp.experts.7.down_proj.weight"
@@ -244,40 +244,40 @@ class TestNegativeControls:
             f"{name} is [11, 16, 8] in the files and [12, 16, 8] in the model"
         ]
 
-    def test_an_expert_of_another_shape(self, tmp_path: Path) -> None:
+    def test_an_expert_of_another_shape_is_rejected(self, tmp_path: Path) -> None:
         key = "model.layers.1.mlp.experts.7.down_proj.weight"
-        with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be made of model\.layers\.1"):
+        with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be converted from model\.layers\.1"):
             self.changed(tmp_path, lambda state: state.update({key: torch.zeros(3, 3)}), "qwen3_moe")
 
-    def test_another_shape(self, tmp_path: Path) -> None:
+    def test_a_weight_of_another_shape_is_a_mismatch(self, tmp_path: Path) -> None:
         weights = self.changed(tmp_path, lambda state: state.update({"lm_head.weight": torch.zeros(41, 16)}))
         assert weights.mismatched == [("lm_head.weight", (41, 16), (40, 16))]
         assert weights.missing == weights.unexpected == []
-        with pytest.raises(ConfigError, match=r"shape \[40, 16\] here, and \[41, 16\]"):
-            weights.fill("lm_head.weight", Place.whole((40, 16)), torch.empty(640))
+        with pytest.raises(ConfigError, match=r"shape \[40, 16\] in the model but \[41, 16\]"):
+            weights.fill("lm_head.weight", ShardSlice.whole((40, 16)), torch.empty(640))
 
-    def test_what_cannot_be_converted(self, tmp_path: Path) -> None:
+    def test_weights_that_cannot_be_converted_are_reported(self, tmp_path: Path) -> None:
         def change(state: dict[str, torch.Tensor]) -> None:
             state["lm_head.weight"] = state["lm_head.weight"].to(torch.float8_e4m3fn)
             state["model.norm.weight"] = torch.ones(16, dtype=torch.int8)
 
         weights = self.changed(tmp_path, change)
         for name, shape, kind in (("lm_head.weight", (40, 16), "F8_E4M3"), ("model.norm.weight", (16,), "I8")):
-            place = Place.whole(shape)
-            with pytest.raises(ConfigError, match=rf"type {kind}, and torch.bfloat16 is wanted"):
-                weights.fill(name, place, torch.empty(len(place), dtype=torch.bfloat16))
-        weights.fill("model.norm.weight", Place.whole((16,)), torch.empty(16, dtype=torch.int8))  # as it is: yes
+            shard_slice = ShardSlice.whole(shape)
+            with pytest.raises(ConfigError, match=rf"type {kind}, which cannot be read as torch.bfloat16"):
+                weights.fill(name, shard_slice, torch.empty(len(shard_slice), dtype=torch.bfloat16))
+        weights.fill("model.norm.weight", ShardSlice.whole((16,)), torch.empty(16, dtype=torch.int8))  # as it is: yes
 
 
-def test_a_directory_without_weights(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"has no weights: none of model.safetensors.* It has weights.safetensors"):
+    with pytest.raises(ConfigError, match=r"found none of model.safetensors.* It contains weights.safetensors"):
         open_weights(tmp_path, nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="There is no such directory"):
+    with pytest.raises(ConfigError, match="The directory does not exist"):
         open_weights(tmp_path / "absent", nn.Linear(1, 1))
 
 
-def test_headers_only(tmp_path: Path) -> None:
+def test_opening_reads_headers_only(tmp_path: Path) -> None:
     """Opening takes no elements: a file of holes, far larger than the memory, opens at once."""
     make("llama").save_pretrained(tmp_path)
     weights, _ = opened(tmp_path, "llama")
@@ -293,6 +293,6 @@ def test_headers_only(tmp_path: Path) -> None:
     model.big = nn.Parameter(torch.empty(1 << 20, 1 << 20, device="meta"))
     weights = open_weights(tmp_path, model)
     target = torch.ones(16)
-    weights.fill("big", Place.whole((1 << 20, 1 << 20)).run(1 << 39, (1 << 39) + 16), target)
+    weights.fill("big", ShardSlice.whole((1 << 20, 1 << 20)).run(1 << 39, (1 << 39) + 16), target)
     assert target.sum() == 0
     assert weights.bytes_read == 32

@@ -15,7 +15,7 @@ import torch
 from ds_trainer.checkpoint.loading import range_reader
 from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
-from ds_trainer.checkpoint.weights.geometry import View, contiguous_strides
+from ds_trainer.checkpoint.weights.strided_views import StridedView, contiguous_strides
 from ds_trainer.utils.errors import ConfigError
 
 PREFIX = 100  # bytes before the elements
@@ -27,13 +27,13 @@ def stored(path: Path, tensor: torch.Tensor) -> StoredTensor:
     return StoredTensor(path, tensor.dtype, str(tensor.dtype), shape, contiguous_strides(shape), PREFIX)
 
 
-def flat(size: int, offset: int = 0) -> View:
-    return View((size,), (1,), offset)
+def flat(size: int, offset: int = 0) -> StridedView:
+    return StridedView((size,), (1,), offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 1000, 300_001])
-def test_a_run(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_run_is_read(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Straight into the target, or converted through the buffer; 300,001 elements are many chunks."""
     tensor = torch.randn(300_100)
     source = stored(tmp_path / "file", tensor)
@@ -46,15 +46,15 @@ def test_a_run(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     assert reader.seconds > 0
 
 
-def test_columns(tmp_path: Path) -> None:
+def test_columns_are_read(tmp_path: Path) -> None:
     """Long rows are read alone; small gaps are read along, and bounded."""
     tensor = torch.randn(64, 3000)
     source = stored(tmp_path / "file", tensor)
     for width, start, along in ((1200, 1800, False), (2000, 0, True), (2990, 10, True), (3, 5, False)):
         reader = RangeReader(64 * 1024)
         target = torch.zeros(64 * width)
-        wanted = View((64, width), (3000, 1), start)
-        reader.read([(source, wanted, View((64, width), (width, 1)))], target)
+        wanted = StridedView((64, width), (3000, 1), start)
+        reader.read([(source, wanted, StridedView((64, width), (width, 1)))], target)
         assert torch.equal(target.view(64, width), tensor[:, start : start + width])
         assert reader.bytes_read >= 4 * 64 * width
         if not along:
@@ -67,12 +67,12 @@ def test_a_transposed_tensor_larger_than_the_buffer(tmp_path: Path) -> None:
     source = stored(tmp_path / "file", tensor)
     reader = RangeReader(16 * 1024)
     target = torch.zeros(tensor.numel(), dtype=torch.bfloat16)
-    reader.read([(source, View((5, 90, 70), (6300, 1, 90)), View((5, 90, 70), (6300, 70, 1)))], target)
+    reader.read([(source, StridedView((5, 90, 70), (6300, 1, 90)), StridedView((5, 90, 70), (6300, 70, 1)))], target)
     assert torch.equal(target.view(5, 90, 70), tensor.transpose(1, 2).to(torch.bfloat16))
     assert reader.bytes_read == tensor.nbytes
 
 
-def test_memory_is_the_buffer(tmp_path: Path) -> None:
+def test_reading_takes_only_the_memory_of_the_buffer(tmp_path: Path) -> None:
     """256 MiB are converted: nothing but the target and 8 MiB come on top."""
     path, size = tmp_path / "file", 64 * 2**20
     with path.open("wb") as stream:
@@ -86,8 +86,8 @@ def test_memory_is_the_buffer(tmp_path: Path) -> None:
     before = psutil.Process().memory_info().rss
     peak = _peak_while(lambda: reader.read([(source, flat(size), flat(size))], target))
     assert peak - before < 4 * 2**20
-    held = sum(buffer.numel() for buffer in _buffers(reader))
-    assert held <= 8 * 2**20
+    buffer_bytes = sum(buffer.numel() for buffer in _buffers(reader))
+    assert buffer_bytes <= 8 * 2**20
 
 
 def _buffers(reader: RangeReader) -> list[torch.Tensor]:
@@ -96,13 +96,13 @@ def _buffers(reader: RangeReader) -> list[torch.Tensor]:
 
 
 def _peak_while(work: object) -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is reset
     work()  # type: ignore[operator]
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_is_detected(tmp_path: Path) -> None:
     tensor = torch.randn(100_000)
     source = stored(tmp_path / "file", tensor)
     reader = RangeReader(16 * 1024)
@@ -117,7 +117,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         assert torch.equal(target, tensor.to(dtype))
 
 
-def test_few_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(range_reader, "_OPEN_FILES", 3)
     tensors = [torch.randn(10) for _ in range(8)]
     files = [stored(tmp_path / str(number), tensor) for number, tensor in enumerate(tensors)]
@@ -135,12 +135,12 @@ def test_few_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             os.fstat(descriptor)
 
 
-def test_the_buffer_has_a_least_size() -> None:
-    with pytest.raises(ConfigError, match="a buffer of 100 bytes is too small"):
+def test_the_buffer_has_a_minimum_size() -> None:
+    with pytest.raises(ConfigError, match="buffer_bytes=100 is too small"):
         RangeReader(100)
 
 
-def test_nothing_is_wanted() -> None:
+def test_reading_nothing_works() -> None:
     reader = RangeReader()
     reader.read([], torch.empty(0))
     assert reader.bytes_read == 0
@@ -156,8 +156,8 @@ abc.kept = reader  # a module that is taken apart after os
 """
 
 
-def test_nothing_is_said_when_the_interpreter_ends(tmp_path: Path) -> None:
+def test_no_warning_when_the_interpreter_exits(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
-    words = [sys.executable, "-W", "error", "-c", AT_EXIT, str(tmp_path / "file")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    argv = [sys.executable, "-W", "error", "-c", AT_EXIT, str(tmp_path / "file")]
+    completed = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert (completed.returncode, completed.stderr) == (0, "")

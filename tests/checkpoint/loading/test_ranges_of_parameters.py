@@ -1,4 +1,4 @@
-"""Any elements of a parameter, as ZeRO and tensor parallelism cut it, and no byte of the files that is not wanted."""
+"""Any shard or partition of a parameter is read, and no byte of the files that is not needed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, Interleave, Split, Transpose, WeightConverter
 
 from ds_trainer.checkpoint.loading.file_weights import FileWeights, open_weights
-from ds_trainer.checkpoint.loading.name_mapping import Computed, map_names
+from ds_trainer.checkpoint.loading.name_mapping import WeightConversion, map_names
 from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import stored_tensors
-from ds_trainer.parallel.places import Place, copy_common
+from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from tests.checkpoint.loading.tiny_models import KINDS, make, on_meta
 
 SMALLEST = 4 * 4096  # buffer: four chunks
@@ -102,42 +102,42 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
 
 
 @st.composite
-def places(draw: st.DrawFn, shape: tuple[int, ...]) -> Place:
+def shard_slices(draw: st.DrawFn, shape: tuple[int, ...]) -> ShardSlice:
     """A run of the whole, of a slice, or of a slice of several bands."""
-    whole = Place.whole(shape)
+    full = ShardSlice.whole(shape)
     if not shape or draw(st.booleans()):
-        sliced = whole
+        sliced = full
     else:
         dim = draw(st.integers(0, len(shape) - 1))
         size = shape[dim]
-        cuts = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=4)))
-        bands = tuple((a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=False))
+        boundaries = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=4)))
+        bands = tuple((a, b - a) for a, b in zip(boundaries[::2], boundaries[1::2], strict=False))
         if draw(st.booleans()):
             bands = bands[::-1]
-        sliced = Place(shape, 0, 0, dim, bands)
-    ends = [draw(st.integers(0, sliced.slice_numel)) for _ in range(2)]
-    return sliced.run(min(ends), max(ends))
+        sliced = ShardSlice(shape, 0, 0, dim, bands)
+    bounds = [draw(st.integers(0, sliced.slice_numel)) for _ in range(2)]
+    return sliced.run(min(bounds), max(bounds))
 
 
-def part_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+def elements_of(tensor: torch.Tensor, shard_slice: ShardSlice) -> torch.Tensor:
     """The oracle: the same elements of the whole tensor."""
-    target = torch.empty(len(place), dtype=tensor.dtype)
-    copy_common(target, place, tensor.reshape(-1), Place.whole(tensor.shape))
+    target = torch.empty(len(shard_slice), dtype=tensor.dtype)
+    copy_common(target, shard_slice, tensor.reshape(-1), ShardSlice.whole(tensor.shape))
     return target
 
 
-def test_what_is_symbolic_and_what_is_computed(cases: dict[str, Case]) -> None:
+def test_only_interleaved_weights_are_computed(cases: dict[str, Case]) -> None:
     """Only the interleaved weights have to be computed."""
-    computed = {name for name, one in cases["fused"].weights._tensors.items() if isinstance(one, Computed)}
+    computed = {name for name, one in cases["fused"].weights._tensors.items() if isinstance(one, WeightConversion)}
     assert computed == {f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)}
     others = [case.weights for kind, case in cases.items() if kind != "fused"]
-    assert not any(isinstance(one, Computed) for weights in others for one in weights._tensors.values())
+    assert not any(isinstance(one, WeightConversion) for weights in others for one in weights._tensors.values())
     forced = cases["qwen3_moe"].computed._tensors
-    assert isinstance(forced["model.layers.1.mlp.experts.gate_up_proj"], Computed)
+    assert isinstance(forced["model.layers.1.mlp.experts.gate_up_proj"], WeightConversion)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gpt2", "wav2vec2", "fused", "bin"])
-def test_any_place(kind: str, cases: dict[str, Case]) -> None:
+def test_any_slice_is_read_exactly(kind: str, cases: dict[str, Case]) -> None:
     case = cases[kind]
 
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
@@ -145,13 +145,13 @@ def test_any_place(kind: str, cases: dict[str, Case]) -> None:
     def check(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(case.state)))
         tensor = case.state[name]
-        place = data.draw(places(tuple(tensor.shape)))
+        shard_slice = data.draw(shard_slices(tuple(tensor.shape)))
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-        wanted = part_of(tensor, place).to(dtype)
+        wanted = elements_of(tensor, shard_slice).to(dtype)
         for weights in (case.weights, case.computed):
-            target = torch.full((len(place) + 2,), 7, dtype=dtype)
-            weights.fill(name, place, target[1:-1])
-            assert torch.equal(target[1:-1], wanted), (name, place)
+            target = torch.full((len(shard_slice) + 2,), 7, dtype=dtype)
+            weights.fill(name, shard_slice, target[1:-1])
+            assert torch.equal(target[1:-1], wanted), (name, shard_slice)
             assert target[0] == target[-1] == 7
 
     check()
@@ -160,51 +160,51 @@ def test_any_place(kind: str, cases: dict[str, Case]) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "fused", "bin"])
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_ranks_read_every_byte_once(kind: str, world: int, cases: dict[str, Case]) -> None:
-    """Ranges of all ranks, as ZeRO-3 cuts them: together as many bytes as the tensors have (these small gaps apart)."""
+    """Ranges of all ranks, sharded by ZeRO-3: together as many bytes as the tensors have (small gaps aside)."""
     case = cases[kind]
     for name, tensor in case.state.items():
-        if isinstance(case.weights._tensors[name], Computed):
+        if isinstance(case.weights._tensors[name], WeightConversion):
             continue
         before = case.weights.bytes_read
-        place = Place.whole(tensor.shape)
+        shard_slice = ShardSlice.whole(tensor.shape)
         for rank in range(world):
-            share = place.share(rank, world)
-            case.weights.fill(name, share, torch.empty(len(share), dtype=tensor.dtype))
+            shard = shard_slice.part(rank, world)
+            case.weights.fill(name, shard, torch.empty(len(shard), dtype=tensor.dtype))
         read = case.weights.bytes_read - before
         transposed = kind == "bin" or name.endswith("o_proj.weight")
         assert read >= tensor.nbytes if transposed and world > 1 else read == tensor.nbytes, name
 
 
-def test_the_experts_of_a_rank(cases: dict[str, Case]) -> None:
-    """Tensor parallelism cuts each expert's rows: of an expert only these bytes are read."""
+def test_only_the_expert_rows_of_a_rank_are_read(cases: dict[str, Case]) -> None:
+    """Tensor parallelism partitions the rows of each expert: only these bytes are read."""
     case = cases["mixtral"]
     name = "model.layers.0.mlp.experts.gate_up_proj"
     shape = tuple(case.state[name].shape)
     half = shape[1] // 4
-    place = Place(shape, 0, shape[0] * 2 * half * shape[2], 1, ((0, half), (2 * half, half)))
+    shard_slice = ShardSlice(shape, 0, shape[0] * 2 * half * shape[2], 1, ((0, half), (2 * half, half)))
     before = case.weights.bytes_read
-    target = torch.empty(len(place))
-    case.weights.fill(name, place, target)
-    assert torch.equal(target, part_of(case.state[name], place))
-    assert case.weights.bytes_read - before == len(place) * 4 == math.prod(shape) * 4 // 2
+    target = torch.empty(len(shard_slice))
+    case.weights.fill(name, shard_slice, target)
+    assert torch.equal(target, elements_of(case.state[name], shard_slice))
+    assert case.weights.bytes_read - before == len(shard_slice) * 4 == math.prod(shape) * 4 // 2
 
 
-def test_one_computed_parameter_is_kept(cases: dict[str, Case]) -> None:
+def test_one_computed_parameter_is_cached(cases: dict[str, Case]) -> None:
     case = cases["fused"]
     first, second = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
-    place = Place.whole(case.state[first].shape)
+    shard_slice = ShardSlice.whole(case.state[first].shape)
     read = []
     for name in (first, first, second, first):
         before = case.weights.bytes_read
         for rank in range(4):
-            case.weights.fill(name, place.share(rank, 4), torch.empty(len(place) // 4))
+            case.weights.fill(name, shard_slice.part(rank, 4), torch.empty(len(shard_slice) // 4))
         read.append(case.weights.bytes_read - before)
     size = case.state[first].nbytes
     assert read[1:] == [0, size, size]
     assert read[0] in (0, size)
 
 
-def test_open_weights_reads_symbolically(tmp_path: Path) -> None:
+def test_open_weights_traces_elements(tmp_path: Path) -> None:
     make("mixtral").save_pretrained(tmp_path)
     weights = open_weights(tmp_path, on_meta(*KINDS["mixtral"]()))
-    assert not any(isinstance(one, Computed) for one in weights._tensors.values())
+    assert not any(isinstance(one, WeightConversion) for one in weights._tensors.values())

@@ -37,16 +37,16 @@ def test_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["a"].update(shape=[2, 4]), r"gives a 24 bytes, and \[2, 4\] of F32 are 32"),
-        (lambda h: h["b"].update(dtype="BF16"), r"gives b 16 bytes, and \[4\] of BF16 are 8"),
-        (lambda h: h["b"].update(data_offsets=[20, 36], shape=[4]), r"has \d+ bytes, and its header says"),
-        (lambda h: h["a"].update(data_offsets=[8, 32]), r"begins at byte \d+, not at \d+"),
-        (lambda h: h["a"].update(data_offsets=[-24, 0]), r"a begins at byte \d+, not at \d+"),
-        (lambda h: h.pop("a"), r"b begins at byte \d+, not at \d+"),
-        (lambda h: h.pop("b"), r"has \d+ bytes, and its header says"),
+        (lambda h: h["a"].update(shape=[2, 4]), r"assigns 24 bytes to a, but \[2, 4\] of F32 takes 32"),
+        (lambda h: h["b"].update(dtype="BF16"), r"assigns 16 bytes to b, but \[4\] of BF16 takes 8"),
+        (lambda h: h["b"].update(data_offsets=[20, 36], shape=[4]), r"has \d+ bytes, but its header requires"),
+        (lambda h: h["a"].update(data_offsets=[8, 32]), r"at byte \d+ instead of \d+"),
+        (lambda h: h["a"].update(data_offsets=[-24, 0]), r"a at byte \d+ instead of \d+"),
+        (lambda h: h.pop("a"), r"b at byte \d+ instead of \d+"),
+        (lambda h: h.pop("b"), r"has \d+ bytes, but its header requires"),
     ],
 )
-def test_a_header_that_lies(change: Any, message: str, tmp_path: Path) -> None:
+def test_a_wrong_header_is_rejected(change: Any, message: str, tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", change)
     with pytest.raises(ConfigError, match=message):
         stored_tensors(tmp_path)
@@ -63,7 +63,7 @@ def test_a_truncated_file(name: str, tmp_path: Path) -> None:
         stored_tensors(tmp_path)
 
 
-def test_an_old_or_a_dangerous_bin_file(tmp_path: Path) -> None:
+def test_old_and_unsafe_bin_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(ConfigError, match=r"torch before 1.6.*save_pretrained"):
@@ -72,18 +72,18 @@ def test_an_old_or_a_dangerous_bin_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="more than tensors and plain values"):
         stored_tensors(tmp_path)
     torch.save([torch.ones(3)], path)
-    with pytest.raises(ConfigError, match="holds list instead of tensors by name"):
+    with pytest.raises(ConfigError, match="contains a list instead of a dictionary of tensors"):
         stored_tensors(tmp_path)
 
 
-def test_an_index(tmp_path: Path) -> None:
+def test_an_index_is_read_and_checked(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"names 1 of 2 file\(s\) that are not there: y.safetensors"):
+    with pytest.raises(ConfigError, match=r"lists 2 files, 1 of which are missing: y.safetensors"):
         stored_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "aa": "x.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"says that x\.safetensors has aa, which it has not"):
+    with pytest.raises(ConfigError, match=r"lists aa in x\.safetensors, but that file does not contain it"):
         stored_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {}}))
     with pytest.raises(ConfigError, match="no weight_map"):
@@ -92,13 +92,13 @@ def test_an_index(tmp_path: Path) -> None:
     assert list(stored_tensors(tmp_path)) == ["a"]
 
 
-def test_the_order_of_the_formats(tmp_path: Path) -> None:
+def test_safetensors_is_preferred_to_bin(tmp_path: Path) -> None:
     torch.save({"bin": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     assert list(stored_tensors(tmp_path)) == ["bin"]
     save_file({"safe": torch.ones(2)}, tmp_path / "model.safetensors")
     assert list(stored_tensors(tmp_path)) == ["safe"]
 
 
-def test_a_type_that_torch_does_not_have(tmp_path: Path) -> None:
+def test_a_dtype_that_torch_does_not_have_is_none(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", lambda header: header["a"].update(dtype="F4", shape=[48]))
     assert stored_tensors(tmp_path)["a"].dtype is None

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_trainer.checkpoint.loading.verification import Verification, verify_weights
-from ds_trainer.engine.state.units import units_of
+from ds_trainer.engine.state.flat_partitions import flat_partitions
 from ds_trainer.engine.training_engine import TrainingEngine
 from tests.checkpoint.loading.engines import MODELS, engine_over, loaded, saved
 from tests.support.models import tiny_llama
@@ -69,18 +69,18 @@ def check(found: list[list[Verification]], layouts: list[dict[str, Any]], tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_is_found_as_it_is_in_the_files(name: str, files: dict[str, Path], tmp_path: Path) -> None:
+def test_every_tensor_is_verified_against_the_files(name: str, files: dict[str, Path], tmp_path: Path) -> None:
     job = partial(all_layouts, files[name], str(tmp_path), LAYOUTS[name])
     check(pool(2).run(job), LAYOUTS[name], len(list(loaded(files[name]).parameters())))
 
 
-def test_tensor_and_data_parallel_together(files: dict[str, Path], tmp_path: Path) -> None:
+def test_tensor_and_data_parallel_weights_are_verified(files: dict[str, Path], tmp_path: Path) -> None:
     layouts = [{"zero_stage": stage, "tensor_parallel_size": 2} for stage in (1, 3)]
     found = pool(4).run(partial(all_layouts, files["llama"], str(tmp_path), layouts))
     check(found, layouts, len(list(loaded(files["llama"]).parameters())))
 
 
-def test_rounding_on_the_way_is_no_difference(files: dict[str, Path], tmp_path: Path) -> None:
+def test_rounding_to_another_dtype_is_not_a_difference(files: dict[str, Path], tmp_path: Path) -> None:
     half = saved("llama", tmp_path / "half", dtype=torch.bfloat16)
     jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]] = [
         (half, {"dtype": torch.float32}, {"zero_stage": 1}),
@@ -111,7 +111,7 @@ def with_keys(path: Path, to: Path, change: Any) -> Path:
 
 
 def exchange(first: str, second: str) -> Any:
-    """Makes two tensors change places."""
+    """Exchanges two tensors."""
     return lambda tensors: tensors.update({first: tensors[second], second: tensors[first]})
 
 
@@ -119,17 +119,17 @@ def roll(flat: torch.Tensor) -> None:
     flat.copy_(flat.roll(len(flat) // 2))
 
 
-def spoil_a_shard(engine: TrainingEngine, name: str) -> None:
+def corrupt_a_shard(engine: TrainingEngine, name: str) -> None:
     """Exchange the halves of what rank 1 holds of one weight; every other rank has it right."""
     if torch.distributed.get_rank() == 1:
         parameter: Any = engine.deepspeed.module.get_parameter(name)
         roll(getattr(parameter, "ds_tensor", parameter).data.view(-1))
 
 
-def spoil_a_master(engine: TrainingEngine) -> None:
+def corrupt_a_master(engine: TrainingEngine) -> None:
     """The same with what rank 1 steps; what it computes with stays right."""
     if torch.distributed.get_rank() == 1:
-        roll(units_of(engine.deepspeed, 0)[0].tensor.data.view(-1))
+        roll(flat_partitions(engine.deepspeed, 0)[0].tensor.data.view(-1))
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -139,7 +139,7 @@ DOWN = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
 EXPERT = "model.layers.1.mlp.experts.{}.gate_proj.weight"
 
 
-def noticed(files: dict[str, Path], changed: Path, output_dir: str, stage: int) -> dict[str, Verification]:
+def detected_faults(files: dict[str, Path], changed: Path, output_dir: str, stage: int) -> dict[str, Verification]:
     found = {}
     with engine_over(loaded(files["llama"]), output_dir, zero_stage=stage) as engine:
         for case in ("renamed", "layers", "initial", "shape"):
@@ -147,10 +147,10 @@ def noticed(files: dict[str, Path], changed: Path, output_dir: str, stage: int) 
         found["new"] = verified(engine, changed / "renamed", allowed_new=["model.layers.1.mlp.up_proj"])
         found["all new"] = verified(engine, changed / "shape", allowed_new=True)
         if stage:
-            spoil_a_master(engine)
+            corrupt_a_master(engine)
             found["master"] = verified(engine, files["llama"])
     with engine_over(loaded(files["llama"]), output_dir, zero_stage=stage) as engine:
-        spoil_a_shard(engine, UP)
+        corrupt_a_shard(engine, UP)
         found["shard"] = verified(engine, files["llama"])
     with engine_over(loaded(files["qwen3_moe"]), output_dir, zero_stage=stage) as engine:
         found["experts"] = verified(engine, changed / "experts")
@@ -173,15 +173,17 @@ def changed(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_wrong_is_noticed_and_named(stage: int, files: dict[str, Path], changed: Path, tmp_path: Path) -> None:
-    ranks = pool(2).run(noticed, files, changed, str(tmp_path), stage)
+def test_wrong_weights_are_detected_and_named(
+    stage: int, files: dict[str, Path], changed: Path, tmp_path: Path
+) -> None:
+    ranks = pool(2).run(detected_faults, files, changed, str(tmp_path), stage)
     for found in ranks:
         assert found["shard"].different == {UP: 1}
         assert stage == 0 or (found["master"].masters and set(found["master"].different.values()) == {1})
         assert sorted(found["layers"].different) == DOWN
         stacked = "model.layers.1.mlp.experts.gate_up_proj"
         assert found["experts"].different.keys() == {stacked}
-        assert stacked in (*found["lost"].missing, *found["lost"].misshapen)
+        assert stacked in (*found["lost"].missing, *found["lost"].shape_mismatches)
         assert len(found["initial"].different) == found["initial"].tensors
         renamed = found["renamed"]
         assert (renamed.missing, renamed.unexpected) == ((UP,), (UP.replace("up", "upp"),))
@@ -189,7 +191,7 @@ def test_what_is_wrong_is_noticed_and_named(stage: int, files: dict[str, Path], 
         (problem,) = renamed.problems()
         assert UP in problem and UP.replace("up", "upp") in problem and "allow_new_weights" in problem
         assert found["new"].good and found["new"].new == (UP,)
-        assert found["shape"].misshapen["lm_head.weight"] == ((61, 32), (64, 32))
+        assert found["shape"].shape_mismatches["lm_head.weight"] == ((61, 32), (64, 32))
         assert found["all new"].good
         for case in ("shard", "layers", "experts", "initial", "renamed", "shape", "lost"):
             assert not found[case].good
@@ -198,16 +200,16 @@ def test_what_is_wrong_is_noticed_and_named(stage: int, files: dict[str, Path], 
     }
 
 
-def slices_of_another_rank(path: Path, output_dir: str) -> Verification:
+def partitions_of_another_rank(path: Path, output_dir: str) -> Verification:
     with engine_over(loaded(path), output_dir, tensor_parallel_size=2) as engine:
-        place = engine.groups.place
-        engine.groups = replace(engine.groups, place=place._replace(tp=1 - place.tp))
+        coordinates = engine.groups.coordinates
+        engine.groups = replace(engine.groups, coordinates=coordinates._replace(tp=1 - coordinates.tp))
         return verified(engine, path)
 
 
-def test_the_slice_of_another_rank_is_noticed(tmp_path: Path) -> None:
+def test_the_partition_of_another_rank_is_detected(tmp_path: Path) -> None:
     tiny_llama(vocab_size=64).save_pretrained(tmp_path / "model")
-    for found in pool(2).run(slices_of_another_rank, tmp_path / "model", str(tmp_path)):
+    for found in pool(2).run(partitions_of_another_rank, tmp_path / "model", str(tmp_path)):
         assert UP in found.different and "model.norm.weight" not in found.different
 
 
@@ -218,7 +220,7 @@ def adapted(path: Path) -> Any:
     return get_peft_model(loaded(path), config)
 
 
-def test_of_a_model_with_adapters_the_base_is_compared(files: dict[str, Path], changed: Path) -> None:
+def test_the_base_of_a_model_with_adapters_is_verified(files: dict[str, Path], changed: Path) -> None:
     model = adapted(files["llama"])
     found = verify_weights(model, files["llama"])
     assert found.good and (found.verified, found.new, found.unexpected) == (21, (), ())
@@ -229,7 +231,7 @@ def test_of_a_model_with_adapters_the_base_is_compared(files: dict[str, Path], c
     assert verify_weights(model, files["llama"]).different == {UP: 0}
 
 
-def test_bin_files_and_a_base_model_within_another_are_read(files: dict[str, Path], tmp_path: Path) -> None:
+def test_bin_files_and_nested_base_models_are_verified(files: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "bin"
     shutil.copytree(files["llama"], path)
     tensors = load_file(path / "model.safetensors")

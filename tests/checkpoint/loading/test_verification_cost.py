@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ds_trainer.checkpoint.loading.expected_weights import ExpectedWeights
-from ds_trainer.checkpoint.loading.held_weights import Held, sampled_positions, tensors_of, whole_indices
+from ds_trainer.checkpoint.loading.local_weights import LocalShard, model_tensors, sampled_positions, whole_indices
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
 from ds_trainer.engine.loading.empty_model import empty_model
-from ds_trainer.parallel.places import Place
+from ds_trainer.parallel.shard_slices import ShardSlice
 
 
 def model_of_8b() -> Any:
@@ -47,20 +47,22 @@ def file_of_holes(model: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 64])
-def test_thousands_of_small_reads_for_8b(ranks: int, tmp_path: Path) -> None:
+def test_verifying_8b_takes_thousands_of_small_reads(ranks: int, tmp_path: Path) -> None:
     model = model_of_8b()
     file_of_holes(model, tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_size > 16e9
-    files, tensors = SampledFiles(tmp_path), tensors_of(model)
+    files, tensors = SampledFiles(tmp_path), model_tensors(model)
     assert len(tensors) == 291
     expected = ExpectedWeights(model, {name: entry.shape for entry in tensors for name in entry.names}, files)
     looked_at = 0
     for entry in tensors:
         size = math.prod(entry.shape)
-        shard = Place.whole(entry.shape).run(size // ranks * (ranks // 2), size // ranks * (ranks // 2 + 1))
-        at = sampled_positions(Held(entry, shard, "weight", entry.tensor), len(expected.sources(entry.names[0])), 0)
+        shard = ShardSlice.whole(entry.shape).run(size // ranks * (ranks // 2), size // ranks * (ranks // 2 + 1))
+        at = sampled_positions(
+            LocalShard(entry, shard, "weight", entry.tensor), len(expected.sources(entry.names[0])), 0
+        )
         looked_at += len(at)
-        assert not expected.at(entry.names[0], whole_indices(shard, at)).any()
+        assert not expected.elements(entry.names[0], whole_indices(shard, at)).any()
     assert not expected.unexpected and not expected.failed
     assert 291 * 64 <= looked_at <= 291 * 6 * 64
     assert files.reads <= 291 * 6 * 2  # a run may lie across two pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.config.environment import Environment
-from ds_trainer.engine.loading.tensors import set_data
-from ds_trainer.engine.loading.weight_source import attached_weights
+from ds_trainer.engine.loading.parameter_data import set_data
+from ds_trainer.engine.loading.weight_source import attached_weight_source
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.loading import on_meta
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory
 from tests.support.pool import pool
-from tests.support.runs import trajectory_of, whole_weights
+from tests.support.runs import compatibility_of, whole_weights
 from tests.support.scalar_models import Scalars
 
 
@@ -56,7 +57,7 @@ def arguments(directory: str, **more: Any) -> TrainingArguments:
 def trained(directory: str, model: nn.Module, **more: Any) -> Trajectory:
     trainer = Trainer(model, arguments(directory, **more), train_dataset=RaggedTokens(32))
     trainer.train()
-    found = trajectory_of(trainer)
+    found = compatibility_of(trainer)
     trainer.engine.close()
     return found
 
@@ -80,7 +81,7 @@ def pairs_of_runs(directory: str) -> dict[str, Any]:
     }
 
 
-def test_every_optimizer_is_built_over_a_model_on_meta(tmp_path: Path) -> None:
+def test_every_optimizer_can_be_built_for_a_model_on_the_meta_device(tmp_path: Path) -> None:
     for rank in pool(2).run(pairs_of_runs, str(tmp_path), timeout=600):
         for handed_in, on_meta_ in rank.values():
             assert_equal(on_meta_, handed_in, tolerance=1e-6)
@@ -96,9 +97,9 @@ def evaluated_then_trained(directory: str, **more: Any) -> tuple[float, float, d
     trainer.engine.close()
     if "tensor_parallel_size" in more:
         return before, before, weights  # a second Trainer does not take slices
-    again = Trainer(trainer.model, arguments(directory, learning_rate=0.0, optim="sgd", **more),
+    second = Trainer(trainer.model, arguments(directory, learning_rate=0.0, optim="sgd", **more),
                     train_dataset=RaggedTokens(16))  # fmt: skip
-    after = again.evaluate(RaggedTokens(16))["eval_loss"]
+    after = second.evaluate(RaggedTokens(16))["eval_loss"]
     return before, after, weights
 
 
@@ -112,7 +113,7 @@ def engines_in_turn(directory: str) -> dict[str, Any]:
     }
 
 
-def test_evaluation_comes_first_and_the_next_engine_takes_the_model_as_it_is(tmp_path: Path) -> None:
+def test_evaluation_before_training_leaves_the_model_for_the_next_engine(tmp_path: Path) -> None:
     wanted = dict(tiny_llama().named_parameters())
     for rank in pool(2).run(engines_in_turn, str(tmp_path), timeout=600):
         for name, (before, after, weights) in rank.items():
@@ -134,7 +135,7 @@ def scalars_and_buffers(directory: str, stage: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_numbers_and_buffers_come_from_the_source(tmp_path: Path) -> None:
+def test_scalars_and_buffers_are_filled_from_the_weight_source(tmp_path: Path) -> None:
     wanted = {**dict(Scalars().named_parameters()), "offset": torch.tensor(0.25)}
     for stage in (1, 3):
         for found in pool(2).run(scalars_and_buffers, str(tmp_path), stage):
@@ -144,10 +145,10 @@ def test_numbers_and_buffers_come_from_the_source(tmp_path: Path) -> None:
 
 
 def refusals(directory: str) -> list[str]:
-    said = []
+    messages = []
     for stage, name in ((3, None), (1, None), (3, "lm_head.weight"), (0, "buffer")):
         model = on_meta(tiny_llama())
-        source: Any = attached_weights(model)
+        source: Any = attached_weight_source(model)
         if name == "buffer":
             model.model.register_buffer("lost", torch.empty(3, device="meta"))  # type: ignore[operator, union-attr]
         elif name is None:
@@ -156,11 +157,11 @@ def refusals(directory: str) -> list[str]:
             del source.tensors[name]
         with pytest.raises(ConfigError) as caught:
             trained(directory, model, zero_stage=stage)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_a_model_of_which_something_is_unknown_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_unknown_weights_is_rejected(tmp_path: Path) -> None:
     for everything, below, one, buffer in pool(2).run(refusals, str(tmp_path)):
         for text in (everything, below):
             assert "21 parameters of LlamaForCausalLM are on the meta device" in text
@@ -172,7 +173,8 @@ def test_a_model_of_which_something_is_unknown_is_refused(tmp_path: Path) -> Non
         assert "model.lost" in buffer
 
 
-def on_disk(directory: str) -> list[Trajectory]:
+def on_disk(extensions: str, directory: str) -> list[Trajectory]:
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     nvme = {"device": "nvme", "nvme_path": f"{directory}/nvme", "buffer_count": 8, "buffer_size": 100_000}
     Path(directory, "nvme").mkdir(exist_ok=True)
     config = {"zero_optimization": {"offload_param": nvme, "stage3_param_persistence_threshold": 0}}
@@ -185,7 +187,7 @@ def on_disk(directory: str) -> list[Trajectory]:
 
 @pytest.mark.jit
 @pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed")
-def test_weights_on_a_disk(tmp_path: Path) -> None:
-    for in_memory, handed_in, lazily in pool(2).run(on_disk, str(tmp_path), timeout=900):
+def test_weights_offloaded_to_disk_train_alike(extensions: str, tmp_path: Path) -> None:
+    for in_memory, handed_in, lazily in pool(2).run(on_disk, extensions, str(tmp_path), timeout=900):
         assert_equal(handed_in, in_memory)
         assert_equal(lazily, in_memory)

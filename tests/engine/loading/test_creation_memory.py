@@ -53,7 +53,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def without(patch: str | None) -> Iterator[None]:
-    """DeepSpeed's own code in the place of one patch."""
+    """Restore DeepSpeed's own code instead of one patch."""
     replace = creation_memory._replace
 
     def kept(undo: Any, owner: Any, name: str, by: Any) -> None:
@@ -76,9 +76,9 @@ def patched() -> list[Any]:
 
 def creation(directory: str, patch: str | None, **arguments: Any) -> tuple[Counter[str], list[str]]:
     """What one engine's creation does, and its warnings."""
-    model, said, before = tiny_llama(), [], patched()
+    model, messages, before = tiny_llama(), [], patched()
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     creation_memory.logger.addHandler(handler)
     operations = Operations(sum(parameter.numel() for parameter in model.parameters()) // 3)  # of a half
     give_back = creation_memory.return_freed_memory
@@ -95,7 +95,7 @@ def creation(directory: str, patch: str | None, **arguments: Any) -> tuple[Count
     finally:
         creation_memory.return_freed_memory = give_back
         creation_memory.logger.removeHandler(handler)
-    return operations.counted, said
+    return operations.counted, messages
 
 
 def creations(directory: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def created(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Counter
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_this_deepspeed_makes_engines_as_it_is_expected_to(way: str, created: Any) -> None:
+def test_this_deepspeed_version_creates_engines_as_expected(way: str, created: Any) -> None:
     assert created[way][1] == []
 
 
@@ -126,27 +126,27 @@ def test_this_deepspeed_makes_engines_as_it_is_expected_to(way: str, created: An
         ("create_reduce_and_remove_grad_hooks", "gathered"),
     ],
 )
-def test_an_operation_is_spared(patch: str, operation: str, created: Any) -> None:
+def test_the_patch_avoids_an_operation(patch: str, operation: str, created: Any) -> None:
     assert created["bf16"][0][operation] == 0
     assert created[patch][0][operation] > 0
     assert (
         len(created[patch][1]) == 1
-        and f"than 0.19.8, for which its memory is bounded: {patch} (" in created[patch][1][0]
+        and f"from 0.19.8, whose memory use is bounded here: {patch} (" in created[patch][1][0]
     )
 
 
-def test_freed_shards_go_back_to_the_system(created: Any) -> None:
+def test_memory_of_freed_shards_is_returned_to_the_system(created: Any) -> None:
     assert created["bf16"][0]["memory went back"] == 2
     assert created["defragment"][0]["memory went back"] == 1
     assert "defragment (freed shards stay in host memory)" in created["defragment"][1][0]
 
 
-def test_adagrad_gets_its_states(created: Any) -> None:
+def test_adagrad_states_are_created(created: Any) -> None:
     assert created["Adagrad"][0]["zeros"] > 0
 
 
-def test_code_that_has_moved_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Names that are gone, and names that nobody calls."""
+def test_changed_deepspeed_code_is_detected(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Names that were removed, and names that are not called."""
     from types import SimpleNamespace
 
     from deepspeed.runtime.zero import stage3
@@ -164,11 +164,11 @@ def test_code_that_has_moved_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog:
     with creation_memory.bounded_creation() as spared:
         assert not hasattr(stage3, "defragment")
     creation_memory.check_creation(Moved(), spared)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert all(name in said for name in PATCHES)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert all(name in message for name in PATCHES)
 
 
-def test_nothing_stays_patched_after_an_error() -> None:
+def test_patches_are_removed_after_an_error() -> None:
     before = patched()
     with pytest.raises(RuntimeError, match="on purpose"), creation_memory.bounded_creation():
         assert not any(now is then for now, then in zip(patched(), before, strict=True))

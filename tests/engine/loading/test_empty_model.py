@@ -12,17 +12,17 @@ from torch import nn
 
 from ds_trainer.engine.loading import large_tensors
 from ds_trainer.engine.loading.empty_model import empty_model
-from ds_trainer.engine.loading.fresh_weights import FreshWeights
-from ds_trainer.parallel.places import Place
+from ds_trainer.engine.loading.new_weights import NewWeights
+from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils.errors import ConfigError
-from tests.support.fresh_models import IN_CONSTRUCTOR, PLAIN, TRANSFORMERS
+from tests.support.new_models import IN_CONSTRUCTOR, PLAIN, TRANSFORMERS
 
 MODELS = {**TRANSFORMERS, **PLAIN, **IN_CONSTRUCTOR}
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_names_shapes_types_ties_and_buffers_are_those_of_the_model(name: str, recorded: bool) -> None:
+def test_an_empty_model_has_the_names_shapes_dtypes_ties_and_buffers_of_the_real_one(name: str, recorded: bool) -> None:
     real, empty = MODELS[name](), empty_model(MODELS[name], recorded)
     described = [
         [
@@ -37,11 +37,11 @@ def test_names_shapes_types_ties_and_buffers_are_those_of_the_model(name: str, r
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert [key for key, _ in empty.named_buffers()] == [key for key, _ in real.named_buffers()]
     assert list(empty.state_dict()) == list(real.state_dict())
-    for (key, mine), (_, theirs) in zip(empty.named_buffers(), real.named_buffers(), strict=True):
-        assert torch.equal(mine, theirs), key
+    for (key, ours), (_, reference) in zip(empty.named_buffers(), real.named_buffers(), strict=True):
+        assert torch.equal(ours, reference), key
 
 
-def test_no_random_numbers_and_no_memory() -> None:
+def test_an_empty_model_draws_no_random_numbers_and_takes_no_memory() -> None:
     """Ten weights of 4 GB each: none is taken, none is drawn."""
     torch.manual_seed(3)
     before, peak = torch.get_rng_state(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,7 +51,7 @@ def test_no_random_numbers_and_no_memory() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) > 10 * 2**30
 
 
-def test_a_weight_larger_than_the_memory_of_this_host() -> None:
+def test_a_weight_larger_than_host_memory_can_be_created_empty() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -62,7 +62,7 @@ def test_a_weight_larger_than_the_memory_of_this_host() -> None:
 
     model = empty_model(Experts)
     found = torch.empty(100)
-    FreshWeights(model, 1).fill("weight", Place.whole((2**10, 2**16, 2**16)).run(2**42 - 100, 2**42), found)
+    NewWeights(model, 1).fill("weight", ShardSlice.whole((2**10, 2**16, 2**16)).run(2**42 - 100, 2**42), found)
     assert 0.05 < found.std() < 0.15
 
 
@@ -90,14 +90,14 @@ LARGE: dict[str, Callable[[int, int], torch.Tensor]] = {
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("kind", LARGE)
-def test_no_memory_before_a_parameter_is_registered_either(kind: str, recorded: bool) -> None:
+def test_a_large_tensor_takes_no_memory_before_it_is_registered_as_a_parameter(kind: str, recorded: bool) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = empty_model(lambda: Large(LARGE[kind]), recorded)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100_000
     assert model.weight.shape == (2**19, 2**18) and model.weight.is_meta and model.tied is model.weight
 
 
-def test_a_large_buffer_has_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_buffer_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     class Masks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -141,7 +141,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("kind", READS)
-def test_a_constructor_that_reads_numbers_of_a_parameter_is_refused(kind: str, recorded: bool) -> None:
+def test_a_constructor_that_reads_parameter_values_is_rejected(kind: str, recorded: bool) -> None:
     with pytest.raises(
         ConfigError, match=r"constructor of Norm \(test_empty_model.py, line \d+\) reads .*pass the model"
     ):
@@ -149,17 +149,17 @@ def test_a_constructor_that_reads_numbers_of_a_parameter_is_refused(kind: str, r
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_a_tensor_that_a_constructor_computes_from_a_parameter_is_refused() -> None:
+def test_a_tensor_computed_from_a_parameter_in_a_constructor_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"computes Norm.scale from parameters.*pass the model"):
         empty_model(lambda: Norm(lambda module: setattr(module, "scale", module.weight.detach().norm())))
 
 
-def test_other_errors_of_a_constructor_stay_what_they_are() -> None:
+def test_other_errors_in_a_constructor_are_not_changed() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         empty_model(lambda: Norm(lambda module: torch.ones(2, 2) @ torch.ones(3, 3)))
 
 
-def test_attributes_of_parameters_stay() -> None:
+def test_parameter_attributes_are_kept() -> None:
     class Marked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_attributes_of_parameters_stay() -> None:
     assert not model.first.requires_grad
 
 
-def test_the_constructor_of_modules_is_put_back() -> None:
+def test_the_module_constructor_is_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), torch.no_grad():
         empty_model(_fails)
     assert not nn.Linear(2, 2).weight.is_meta

@@ -66,7 +66,7 @@ def what_transformers_believes(directory: str, output_dir: str, stage: int) -> d
     return {**found, **loads.found}
 
 
-def test_transformers_knows_of_zero_3_while_a_model_is_sharded(tmp_path: Path) -> None:
+def test_transformers_sees_zero_3_only_while_a_model_is_sharded(tmp_path: Path) -> None:
     saved = tiny_llama(seed=5)
     saved.save_pretrained(tmp_path / "model")
     job = partial(what_transformers_believes, str(tmp_path / "model"), str(tmp_path / "out"))
@@ -117,7 +117,7 @@ def memory_of_a_script(directory: str, output_dir: str) -> dict[str, Any]:
     return found
 
 
-def test_a_memory_mapped_model_costs_a_rank_its_shard(tmp_path: Path) -> None:
+def test_a_memory_mapped_model_takes_the_memory_of_one_shard(tmp_path: Path) -> None:
     """Two ranks, a model of about 200 MB: loaded it is mapped, sharded it is half of it in each rank."""
     tiny_llama(**WIDE).save_pretrained(tmp_path / "model")
     for found in pool(2).run(memory_of_a_script, str(tmp_path / "model"), str(tmp_path / "out"), timeout=600):

@@ -1,4 +1,4 @@
-"""An engine's state goes into pieces and out again, for everything that DeepSpeed does to its optimizers.
+"""The state of an engine is saved to shards and restored, for every optimizer wrapper of DeepSpeed.
 
 Each case is trained for four steps with a checkpoint after two. Resumed in the same way it must give the same numbers
 to the last bit; resumed in another way, to rounding.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ds_trainer import Trainer, TrainingArguments
 from tests.support.models import VOCABULARY, RaggedTokens, tiny_llama
 from tests.support.pool import pool
-from tests.support.runs import trajectory_of
+from tests.support.runs import compatibility_of
 from tests.support.tensor_models import FAMILIES, GPT_LIKE, Mixer, of_family
 
 
@@ -54,7 +54,7 @@ def small_llama() -> nn.Module:
     return tiny_llama(initializer_range=0.06)
 
 
-FUSED_CUT = {
+FUSED_PARTITION = {
     "tensor_parallel": {
         "partition_config": {
             "use_default_specs": False,
@@ -78,17 +78,17 @@ def transposed_layers() -> nn.Module:
     return of_family("GPT2", "GPT2LMHeadModel", initializer_range=0.06, **GPT_LIKE)
 
 
-class Way(NamedTuple):
-    """How a run is laid out."""
+class Setup(NamedTuple):
+    """World size and arguments of a run."""
 
     world: int
     arguments: dict[str, Any]
     deepspeed: dict[str, Any] = {}  # noqa: RUF012  never changed
 
 
-def arguments_of(output_dir: str, way: Way, **changes: Any) -> TrainingArguments:
-    sizes = [way.arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "context", "sequence")]
-    replicas = way.world // (sizes[0] * sizes[1] * sizes[2])
+def arguments_of(output_dir: str, setup: Setup, **changes: Any) -> TrainingArguments:
+    sizes = [setup.arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "context", "sequence")]
+    replicas = setup.world // (sizes[0] * sizes[1] * sizes[2])
     values: dict[str, Any] = dict(
         learning_rate=1e-2,
         weight_decay=0.1,
@@ -99,29 +99,29 @@ def arguments_of(output_dir: str, way: Way, **changes: Any) -> TrainingArguments
         use_cpu=True,
         max_steps=4,
         per_device_train_batch_size=8 // replicas,
-        deepspeed=dict(way.deepspeed) or None,
+        deepspeed=dict(setup.deepspeed) or None,
     )
-    return TrainingArguments(output_dir, **{**values, **way.arguments, **changes})
+    return TrainingArguments(output_dir, **{**values, **setup.arguments, **changes})
 
 
-def unbroken(make_model: Callable[[], nn.Module], output_dir: str, way: Way) -> Any:
-    args = arguments_of(output_dir, way, save_strategy="steps", save_steps=2)
+def unbroken(make_model: Callable[[], nn.Module], output_dir: str, setup: Setup) -> Any:
+    args = arguments_of(output_dir, setup, save_strategy="steps", save_steps=2)
     return _trained(make_model(), args)
 
 
-def resumed(make_model: Callable[[], nn.Module], output_dir: str, way: Way, checkpoint: str) -> Any:
+def resumed(make_model: Callable[[], nn.Module], output_dir: str, setup: Setup, checkpoint: str) -> Any:
     model = make_model()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.add_(0.05)  # what is not put back stays wrong
-    return _trained(model, arguments_of(output_dir, way), checkpoint)
+    return _trained(model, arguments_of(output_dir, setup), checkpoint)
 
 
 def _trained(model: nn.Module, args: TrainingArguments, checkpoint: str | None = None) -> Any:
     job = Trainer(model, args, train_dataset=RaggedTokens(64))
     job.train(resume_from_checkpoint=checkpoint)
-    found = trajectory_of(job)
+    found = compatibility_of(job)
     buffers = {name: buffer.clone() for name, buffer in job.model.named_buffers()}
     job.engine.close()
     return found, buffers
@@ -129,59 +129,59 @@ def _trained(model: nn.Module, args: TrainingArguments, checkpoint: str | None =
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
 BF16 = {"bf16": True}
-CASES: dict[str, tuple[Callable[[], nn.Module], Way]] = {
-    "oddities, stage 0": (Oddities, Way(2, {"zero_stage": 0})),
-    "oddities, stage 1": (Oddities, Way(2, ZERO_1)),
-    "oddities, stage 3": (Oddities, Way(2, ZERO_3)),
-    "bf16, stage 0": (small_llama, Way(2, {**BF16, "zero_stage": 0})),
+CASES: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
+    "oddities, stage 0": (Oddities, Setup(2, {"zero_stage": 0})),
+    "oddities, stage 1": (Oddities, Setup(2, ZERO_1)),
+    "oddities, stage 3": (Oddities, Setup(2, ZERO_3)),
+    "bf16, stage 0": (small_llama, Setup(2, {**BF16, "zero_stage": 0})),
     "bf16, stage 0, sums in float32": (
         small_llama,
-        Way(2, {**BF16, "zero_stage": 0, "grad_accum_dtype": "fp32", "gradient_accumulation_steps": 2}),
+        Setup(2, {**BF16, "zero_stage": 0, "grad_accum_dtype": "fp32", "gradient_accumulation_steps": 2}),
     ),
-    "bf16, stage 1": (small_llama, Way(2, {**BF16, **ZERO_1})),
+    "bf16, stage 1": (small_llama, Setup(2, {**BF16, **ZERO_1})),
     "bf16, stage 1, sums in float32": (
         small_llama,
-        Way(2, {**BF16, **ZERO_1}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        Setup(2, {**BF16, **ZERO_1}, {"data_types": {"grad_accum_dtype": "fp32"}}),
     ),
-    "bf16, stage 3": (small_llama, Way(2, {**BF16, **ZERO_3})),
-    "round robin": (small_llama, Way(2, ZERO_2, {"zero_optimization": {"round_robin_gradients": True}})),
-    "sub-groups": (small_llama, Way(2, ZERO_3, {"zero_optimization": {"sub_group_size": 2000}})),
-    "few gathered": (small_llama, Way(2, ZERO_3, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})),
-    "offloaded optimizer": (small_llama, Way(2, {**ZERO_2, "offload_optimizer": "cpu"})),
-    "offloaded parameters": (small_llama, Way(2, {**ZERO_3, "offload_optimizer": "cpu", "offload_param": "cpu"})),
-    "fused weights, tp 2, stage 1": (Mixer, Way(2, {**ZERO_1, "tensor_parallel_size": 2}, FUSED_CUT)),
-    "fused weights, tp 2, stage 3": (Mixer, Way(2, {**ZERO_3, "tensor_parallel_size": 2}, FUSED_CUT)),
-    "uneven slices, tp 2": (FAMILIES["opt with 3 heads"], Way(2, {**ZERO_1, "tensor_parallel_size": 2})),
-    "embeddings cut by width, tp 2": (FAMILIES["t5"], Way(2, {**ZERO_1, "tensor_parallel_size": 2})),
-    "transposed layers, stage 3": (transposed_layers, Way(2, ZERO_3)),
-    "idle ranks of tp 4": (small_llama, Way(4, {**ZERO_1, "tensor_parallel_size": 4})),
+    "bf16, stage 3": (small_llama, Setup(2, {**BF16, **ZERO_3})),
+    "round robin": (small_llama, Setup(2, ZERO_2, {"zero_optimization": {"round_robin_gradients": True}})),
+    "sub-groups": (small_llama, Setup(2, ZERO_3, {"zero_optimization": {"sub_group_size": 2000}})),
+    "few gathered": (small_llama, Setup(2, ZERO_3, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})),
+    "offloaded optimizer": (small_llama, Setup(2, {**ZERO_2, "offload_optimizer": "cpu"})),
+    "offloaded parameters": (small_llama, Setup(2, {**ZERO_3, "offload_optimizer": "cpu", "offload_param": "cpu"})),
+    "fused weights, tp 2, stage 1": (Mixer, Setup(2, {**ZERO_1, "tensor_parallel_size": 2}, FUSED_PARTITION)),
+    "fused weights, tp 2, stage 3": (Mixer, Setup(2, {**ZERO_3, "tensor_parallel_size": 2}, FUSED_PARTITION)),
+    "uneven slices, tp 2": (FAMILIES["opt with 3 heads"], Setup(2, {**ZERO_1, "tensor_parallel_size": 2})),
+    "embeddings cut by width, tp 2": (FAMILIES["t5"], Setup(2, {**ZERO_1, "tensor_parallel_size": 2})),
+    "transposed layers, stage 3": (transposed_layers, Setup(2, ZERO_3)),
+    "idle ranks of tp 4": (small_llama, Setup(4, {**ZERO_1, "tensor_parallel_size": 4})),
 }
-ELSEWHERE = [Way(1, {"zero_stage": 0}), Way(2, ZERO_3), Way(2, ZERO_1)]
+ELSEWHERE = [Setup(1, {"zero_stage": 0}), Setup(2, ZERO_3), Setup(2, ZERO_1)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_wrapper(name: str, tmp_path: Path) -> None:
-    make_model, way = CASES[name]
+def test_state_of_every_optimizer_wrapper_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+    make_model, setup = CASES[name]
     checkpoint = str(tmp_path / "unbroken/checkpoint-2")
-    wanted = pool(way.world).run(partial(unbroken, make_model, str(tmp_path / "unbroken"), way))
-    found = pool(way.world).run(partial(resumed, make_model, str(tmp_path / "resumed"), way, checkpoint))
-    for (theirs, their_buffers), (ours, our_buffers) in zip(wanted, found, strict=True):
-        assert ours.losses == theirs.losses
-        assert ours.grad_norms == theirs.grad_norms
-        for weight, value in theirs.weights.items():
+    wanted = pool(setup.world).run(partial(unbroken, make_model, str(tmp_path / "unbroken"), setup))
+    found = pool(setup.world).run(partial(resumed, make_model, str(tmp_path / "resumed"), setup, checkpoint))
+    for (reference, reference_buffers), (ours, our_buffers) in zip(wanted, found, strict=True):
+        assert ours.losses == reference.losses
+        assert ours.grad_norms == reference.grad_norms
+        for weight, value in reference.weights.items():
             assert torch.equal(ours.weights[weight], value), weight
-        for buffer, value in their_buffers.items():
+        for buffer, value in reference_buffers.items():
             assert torch.equal(our_buffers[buffer], value), buffer
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("bf16", "oddities"))])
-def test_from_every_wrapper_to_another(name: str, tmp_path: Path) -> None:
-    make_model, way = CASES[name]
+def test_state_moves_from_every_optimizer_wrapper_to_another(name: str, tmp_path: Path) -> None:
+    make_model, setup = CASES[name]
     checkpoint = str(tmp_path / "unbroken/checkpoint-2")
-    wanted, _ = pool(way.world).run(partial(unbroken, make_model, str(tmp_path / "unbroken"), way))[0]
+    wanted, _ = pool(setup.world).run(partial(unbroken, make_model, str(tmp_path / "unbroken"), setup))[0]
     for index, other in enumerate(ELSEWHERE):
         found, _ = pool(other.world).run(partial(resumed, make_model, str(tmp_path / f"{index}"), other, checkpoint))[0]
         assert found.losses == pytest.approx(wanted.losses, abs=1e-6)
         for weight, value in wanted.weights.items():
-            # Adam makes steps of gradients that are nothing but rounding; a wrong place is off by 0.01 and more.
+            # Adam makes steps of gradients that are nothing but rounding; a wrong position is off by 0.01 or more.
             assert (found.weights[weight] - value).abs().max() < 1e-4, weight

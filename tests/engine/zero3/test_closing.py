@@ -33,5 +33,5 @@ def live_after(output_dir: str, stage: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_nothing_of_a_closed_engine_stays(stage: int, tmp_path: Path) -> None:
+def test_a_closed_engine_frees_its_memory(stage: int, tmp_path: Path) -> None:
     assert pool(2).run(partial(live_after, str(tmp_path), stage)) == [[False] * 3] * 2

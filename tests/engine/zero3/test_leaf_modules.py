@@ -86,12 +86,12 @@ STACKED = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_models_have_no_blocks(name: str) -> None:
+def test_dense_models_have_no_moe_blocks(name: str) -> None:
     assert moe_blocks(DENSE[name]()) == {}
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_stacked_experts_need_no_leaf(name: str) -> None:
+def test_stacked_experts_need_no_leaf_module(name: str) -> None:
     """And indeed no expert is a module of its own."""
     model = STACKED[name]()
     assert moe_blocks(model) == {}
@@ -159,21 +159,21 @@ def _with_blocks(name: str, block: Callable[[], nn.Module], attribute: str) -> n
         (ByName, "feed_forward"),
     ],
 )
-def test_experts_that_are_modules(block: Callable[[], nn.Module], attribute: str) -> None:
+def test_blocks_with_expert_modules_are_found(block: Callable[[], nn.Module], attribute: str) -> None:
     found = moe_blocks(_with_blocks("Llama", block, attribute))
     assert list(found) == [f"model.layers.{layer}.{attribute}" for layer in range(2)]
 
 
-def test_inside_a_larger_model() -> None:
+def test_blocks_inside_a_larger_model_are_found() -> None:
     model = nn.ModuleDict({"vision": TwoTowers(), "language_model": MixtureModel()})
     assert list(moe_blocks(model)) == [f"language_model.layers.{layer}.mixture" for layer in range(2)]
 
 
-def test_never_the_whole_model() -> None:
+def test_the_whole_model_is_never_a_leaf_module() -> None:
     assert moe_blocks(MixtureBlock(16, 4)) == {}
 
 
-def test_layers_of_a_tower_beside_a_head_with_as_many_rows() -> None:
+def test_layers_are_not_confused_with_a_head_of_as_many_rows() -> None:
     """A norm in each of them: they are layers."""
     tower = nn.Module()
     tower.layers, tower.head = nn.ModuleList(Block(16) for _ in range(4)), nn.Linear(16, 4)

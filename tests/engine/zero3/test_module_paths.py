@@ -9,24 +9,24 @@ from ds_trainer.engine.zero3.module_paths import ModulePaths
 
 
 def walk(paths: ModulePaths, events: str, kind: str = "training") -> list[int]:
-    """One pass; the places of it that were not known."""
+    """One pass; returns the events that needed an agreement."""
     paths.begin(kind)
-    asked = []
+    queries = []
     for event in events:
         if not paths.follow(ord(event)):
-            asked.append(paths.place)
+            queries.append(paths.depth)
             paths.take(ord(event))
-    return asked
+    return queries
 
 
-def test_a_known_way_is_followed() -> None:
+def test_a_known_module_path_needs_no_agreement() -> None:
     paths = ModulePaths()
     assert walk(paths, "abc") == [0, 1, 2]
     assert walk(paths, "abc") == []
-    assert paths.place == 3
+    assert paths.depth == 3
 
 
-def test_where_ways_part_everybody_is_asked_each_time() -> None:
+def test_at_a_branch_of_the_module_paths_ranks_agree_each_time() -> None:
     paths = ModulePaths()
     walk(paths, "abcx")
     assert walk(paths, "abdx") == [2, 3]
@@ -34,14 +34,14 @@ def test_where_ways_part_everybody_is_asked_each_time() -> None:
     assert walk(paths, "abcx") == [2]
 
 
-def test_evaluations_have_a_tree_of_their_own() -> None:
+def test_evaluation_has_its_own_tree_of_module_paths() -> None:
     paths = ModulePaths()
     walk(paths, "abc")
     assert walk(paths, "ab", "evaluation") == [0, 1]
     assert walk(paths, "abc") == []
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stored_module_paths_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_paths, "LONGEST", 5)
     paths = ModulePaths()
     walk(paths, "abc")

@@ -1,4 +1,4 @@
-"""Locks of operators: held, left behind, and such that nobody can say."""
+"""Locks of operators: held, left behind, and undecidable ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.monitor.doctor import jit_locks
 from ds_trainer.monitor.doctor.findings import Level
 from ds_trainer.monitor.doctor.jit_locks import extensions_directory, find_locks, lock_findings, remove_certain
-from ds_trainer.monitor.doctor.start import check_machine
+from ds_trainer.monitor.doctor.startup_checks import check_machine
 
 COMPILES = """
 import sys, time
@@ -47,7 +49,7 @@ def all_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_locks, "on_network", lambda path: False)
 
 
-def test_a_compiler_is_waited_for_until_it_is_killed(tmp_path: Path, all_seen: None) -> None:
+def test_a_lock_is_stale_once_its_compiler_is_killed(tmp_path: Path, all_seen: None) -> None:
     """torch's own lock, held by a process and then left behind by it."""
     path = tmp_path / "fused_adam" / "lock"
     path.parent.mkdir()
@@ -56,15 +58,15 @@ def test_a_compiler_is_waited_for_until_it_is_killed(tmp_path: Path, all_seen: N
         assert compiler.stdout is not None
         assert compiler.stdout.readline() == "locked\n"
         age(path, minutes=90)
-        (held,) = find_locks(tmp_path)
-        assert held.held_by == (compiler.pid,)
-        assert not held.stale
+        (active,) = find_locks(tmp_path)
+        assert active.held_by == (compiler.pid,)
+        assert not active.stale
         assert remove_certain(tmp_path) == ([], [])
         assert [finding.level for finding in lock_findings(tmp_path)] == [Level.OK]
         compiler.kill()
         compiler.wait()
-    (left,) = find_locks(tmp_path)
-    assert left.stale
+    (stale,) = find_locks(tmp_path)
+    assert stale.stale
     (finding,) = lock_findings(tmp_path)
     assert finding.level == Level.FAIL
     assert finding.remedy == f"rm {path}"
@@ -74,7 +76,7 @@ def test_a_compiler_is_waited_for_until_it_is_killed(tmp_path: Path, all_seen: N
     assert [finding.level for finding in lock_findings(tmp_path)] == [Level.OK]
 
 
-def test_a_young_lock_may_be_another_machines(tmp_path: Path, all_seen: None) -> None:
+def test_a_young_lock_may_belong_to_another_machine(tmp_path: Path, all_seen: None) -> None:
     path = lock(tmp_path)
     (finding,) = lock_findings(tmp_path)
     assert finding.level == Level.WARN
@@ -82,7 +84,7 @@ def test_a_young_lock_may_be_another_machines(tmp_path: Path, all_seen: None) ->
     assert path.exists()
 
 
-def test_what_other_machines_may_hold_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_another_machine_may_hold_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_locks, "sees_whole_machine", lambda: True)
     monkeypatch.setattr(jit_locks, "on_network", lambda path: True)
     path = lock(tmp_path, minutes=5)
@@ -93,24 +95,24 @@ def test_what_other_machines_may_hold_is_never_removed(tmp_path: Path, monkeypat
     assert path.exists()
 
 
-def test_work_in_the_directory_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_writes_show_that_a_compiler_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_locks, "on_network", lambda path: True)
     path = lock(tmp_path, minutes=300)
     (path.parent / "half.o").touch()
     assert [finding.level for finding in lock_findings(tmp_path)] == [Level.WARN]
 
 
-def test_a_lock_from_before_the_start_of_the_machine_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_from_before_the_last_boot_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_locks, "sees_whole_machine", lambda: False)
     monkeypatch.setattr(jit_locks, "on_network", lambda path: False)
     path = lock(tmp_path, minutes=10)
-    monkeypatch.setattr(jit_locks, "started_at", lambda: time.time() - 3600)
+    monkeypatch.setattr(psutil, "boot_time", lambda: time.time() - 3600)
     assert not find_locks(tmp_path)[0].certain
-    monkeypatch.setattr(jit_locks, "started_at", lambda: time.time() - 60)
+    monkeypatch.setattr(psutil, "boot_time", lambda: time.time() - 60)
     assert [one.path for one in remove_certain(tmp_path)[0]] == [path]
 
 
-def test_a_start_removes_a_stale_lock_and_says_so(
+def test_startup_removes_a_stale_lock_and_logs_it(
     tmp_path: Path, all_seen: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ds_trainer"), "propagate", True)
@@ -121,18 +123,22 @@ def test_a_start_removes_a_stale_lock_and_says_so(
     assert f"Removed {path}" in caplog.text
 
 
-def test_kinds_of_file_systems(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        f"/dev/vda / ext4 rw 0 0\nserver:/home {tmp_path}/a\\040b nfs4 rw 0 0\nx {tmp_path} tmpfs rw 0 0\n"
-    )
+def test_network_file_systems_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a b").mkdir()
-    assert jit_locks.on_network(tmp_path / "a b" / "lock", mounts)
-    assert not jit_locks.on_network(tmp_path / "lock", mounts)
-    assert jit_locks.on_network(tmp_path / "lock", tmp_path / "none")
+    mounts = [("/", "ext4"), (f"{tmp_path}/a b", "ext4"), (f"{tmp_path}/a b", "nfs4"), (str(tmp_path), "tmpfs")]
+    found = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found if all else [])
+    assert jit_locks.on_network(tmp_path / "a b" / "lock")  # the last mount at a place hides the others
+    assert not jit_locks.on_network(tmp_path / "lock")
+    found.clear()
+    assert jit_locks.on_network(tmp_path / "lock")
 
 
-def test_the_directory_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_system_of_this_machine() -> None:
+    assert not jit_locks.on_network(Path("/proc/self/lock"))
+
+
+def test_the_directory_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch.utils.cpp_extension import get_default_build_root
 
     assert extensions_directory({"TORCH_EXTENSIONS_DIR": "/a"}) == Path("/a")

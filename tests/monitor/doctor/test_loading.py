@@ -27,38 +27,40 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_is_read_or_a_sample_of_every_file(directory: Path) -> None:
+def test_all_bytes_or_a_sample_of_every_file_are_read(directory: Path) -> None:
     rate = measure_rate(directory)
     assert rate.read_bytes == rate.file_bytes == 8_000_000
     assert (rate.tensors, rate.files) == (8, 2)
     assert rate.bytes_per_second == rate.read_bytes / rate.seconds > 0
     assert measure_rate(directory, 1_000_000).read_bytes == 1_000_000
-    assert measure_rate(directory, seconds=0).read_bytes == 1_000_000  # it stops after the first piece
+    assert measure_rate(directory, seconds=0).read_bytes == 1_000_000  # it stops after the first read
 
 
-def test_the_times_of_ranks() -> None:
+def test_estimated_load_times_depend_on_ranks_and_disks() -> None:
     """160 GB at 2 GB/s: 80 seconds, by however many ranks that share a disk; an eighth where 8 nodes have one each."""
     found = _times(Rate(10 * 10**9, 5.0, 160 * 10**9, 1, 1, False), (1, 8, 64))
-    assert [finding.name for finding in found] == ["load by 1 rank", "load by 8 ranks", "load by 64 ranks"]
-    assert found[0].said.startswith("1 min 20 s (every byte is read once")
-    assert found[1].said.startswith("1 min 20 s")
-    assert found[2].said == "10.0 s where each of 8 nodes gets this rate, 1 min 20 s where they share it"
+    assert [finding.name for finding in found] == ["load on 1 rank", "load on 8 ranks", "load on 64 ranks"]
+    assert found[0].message.startswith("1 min 20 s (the ranks read every byte once")
+    assert found[1].message.startswith("1 min 20 s")
+    assert found[2].message == "10.0 s if each of 8 nodes reads at this speed, 1 min 20 s if they share it"
 
 
-def test_a_system_that_cannot_forget(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_cannot_drop_its_cache_is_handled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading_findings(directory)[0].level == Level.OK
     monkeypatch.delattr("os.posix_fadvise")
     found = loading_findings(directory)[0]
     assert found.level == Level.WARN
-    assert "may have come from memory" in found.remedy
+    assert "may have been in memory" in found.remedy
 
 
-def test_the_command(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_load_command(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["doctor", "--load", str(directory), "--load-bytes", "2MB", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     names = [finding["name"] for finding in answer["findings"]]
-    assert names == ["rate of reading", "load by 1 rank", "load by 8 ranks", "load by 64 ranks"]
-    assert "GB/s (0.002 GB of" in answer["findings"][0]["said"]
+    assert names == ["read speed", "load on 1 rank", "load on 8 ranks", "load on 64 ranks"]
+    assert "GB/s (0.002 GB of" in answer["findings"][0]["message"]
     assert main(["doctor", "--load", str(directory)]) == 0
     assert "8 tensors in 2 files, 0.008 GB" in capsys.readouterr().out
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -69,20 +71,22 @@ def test_the_command(directory: Path, capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
-        (["--load-bytes", "1GB"], "say with --load DIR"),
-        (["--load", "DIR", "--load-bytes", "much"], "'much' is no size"),
-        (["--load", "DIR", "--bf16", "true"], "takes no recipe and no arguments"),
-        (["--load", "absent"], "There is no such directory"),
+        (["--load-bytes", "1GB"], "needs --load DIR"),
+        (["--load", "DIR", "--load-bytes", "much"], "'much' is not a size"),
+        (["--load", "DIR", "--bf16", "true"], "takes no recipe and no training arguments"),
+        (["--load", "absent"], "The directory does not exist"),
     ],
 )
-def test_wrong_use(words: list[str], message: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *(str(directory) if word == "DIR" else word for word in words)]) == 2
+def test_wrong_arguments_are_rejected(
+    argv: list[str], message: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *(str(directory) if argument == "DIR" else argument for argument in argv)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_empty_weights(tmp_path: Path) -> None:
+def test_empty_weights_are_handled(tmp_path: Path) -> None:
     save_file({"a": torch.empty(0)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="its tensors are empty"):
         measure_rate(tmp_path)

@@ -32,32 +32,32 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int, inodes: int = 10**6) -> Non
 
 
 @pytest.mark.parametrize(
-    ("free", "inodes", "level", "said"),
+    ("free", "inodes", "level", "message"),
     [
         (4 * GIB, 10**6, Level.OK, "4.0 GiB of 10.0 GiB free"),
         (GIB // 4, 10**6, Level.WARN, "256 MiB of 10.0 GiB free"),
         (4096, 10**6, Level.FAIL, "4.0 KiB of 10.0 GiB free"),
-        (4 * GIB, 12, Level.WARN, "but 12 inodes"),
+        (4 * GIB, 12, Level.WARN, "but only 12 inodes"),
     ],
 )
-def test_room_on_a_disk(
-    free: int, inodes: int, level: Level, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_free_disk_space_is_checked(
+    free: int, inodes: int, level: Level, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk(monkeypatch, free, inodes)
     (finding,) = disk_findings({"output_dir": tmp_path / "not" / "there"}, {})
     assert finding.level == level
-    assert said in finding.said
+    assert message in finding.message
     assert (finding.remedy == "") == (level == Level.OK)
 
 
-def test_a_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk(monkeypatch, 4 * GIB)
     (finding,) = disk_findings({"output_dir": tmp_path}, {"output_dir": 6 * GIB})
     assert finding.level == Level.WARN
-    assert "At least 6.0 GiB are wanted" in finding.remedy
+    assert "At least 6.0 GiB are needed" in finding.remedy
 
 
-def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk(monkeypatch, GIB)
     assert [finding.level for finding in shared_memory_findings(tmp_path)] == [Level.OK]
     disk(monkeypatch, 60 * 2**20)
@@ -66,7 +66,7 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "--shm-size" in finding.remedy
 
 
-def test_buffers_of_dead_runs_are_told_from_those_in_use(tmp_path: Path) -> None:
+def test_buffers_of_dead_runs_are_distinguished_from_those_in_use(tmp_path: Path) -> None:
     dead, used = (tmp_path / f"deepspeed_allreduce_buffer_0_127.0.0.1_29500_{rank}" for rank in range(2))
     for path in (dead, used):
         path.write_bytes(b"x" * 4096)
@@ -74,10 +74,10 @@ def test_buffers_of_dead_runs_are_told_from_those_in_use(tmp_path: Path) -> None
         assert left_buffers(tmp_path) == [dead]
     assert sorted(left_buffers(tmp_path)) == [dead, used]
     finding = shared_memory_findings(tmp_path)[-1]
-    assert "2 buffers of dead runs of DeepSpeed, 8.0 KiB" in finding.said
+    assert "2 buffers of DeepSpeed runs that have ended, 8.0 KiB" in finding.message
 
 
-def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resource_limits_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_NOFILE: 65536, resource.RLIMIT_NPROC: 65536, resource.RLIMIT_STACK: 2**23}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, 65536), -1))
     assert {finding.level for finding in limit_findings(fast_network=False)} == {Level.OK}
@@ -85,7 +85,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad == ["limit of locked memory"]
     limits[resource.RLIMIT_NOFILE] = 256
     worst = next(finding for finding in limit_findings(fast_network=False) if finding.level == Level.FAIL)
-    assert (worst.name, worst.said) == ("limit of open files", "256, but rank 0 of 1 may come to 1026")
+    assert (worst.name, worst.message) == ("limit of open files", "256, but rank 0 of 1 may come to 1026")
     assert "ulimit -n" in worst.remedy
 
 
@@ -99,7 +99,9 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, 1, None, Level.OK, ""),
     ],
 )
-def test_cores_and_threads(cores: int, ranks: int, threads: str | None, level: Level, remedy: str) -> None:
+def test_threads_are_compared_with_cores(
+    cores: int, ranks: int, threads: str | None, level: Level, remedy: str
+) -> None:
     (finding,) = core_findings([frozenset(range(cores))] * ranks, threads)
     assert finding.level == level
     assert remedy in finding.remedy
@@ -116,7 +118,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "rank", "world", "level", "said"),
+    ("soft", "rank", "world", "level", "message"),
     [
         (65536, 0, 4096, Level.OK, "65536"),
         (8192, 0, 4096, Level.WARN, "8192, but rank 0 of 4096 may come to 9216"),
@@ -125,21 +127,21 @@ def test_sizes() -> None:
     ],
 )
 def test_open_files_are_compared_with_what_rank_0_needs(
-    soft: int, rank: int, world: int, level: Level, said: str, monkeypatch: pytest.MonkeyPatch
+    soft: int, rank: int, world: int, level: Level, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
     found = next(one for one in limit_findings(False, rank, world) if one.name == "limit of open files")
-    assert (found.level, found.said) == (level, said)
+    assert (found.level, found.message) == (level, message)
 
 
 def test_the_agent_of_torchrun_keeps_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the store in place of rank 0, and nobody raises its limit."""
+    """It holds the store instead of rank 0, and its limit is not raised."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(open_files, "_inherited", 1024)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     found = next(one for one in limit_findings(False, 0, 1024) if one.name == "limit of open files")
     assert found.level == Level.FAIL
-    assert found.said.startswith("1024, but torchrun's agent holds 2048 connections of 1024 ranks")
+    assert found.message.startswith("1024, but torchrun's agent holds 2048 connections of 1024 ranks")
     assert limit_findings(False, 1, 1024)[0].level == Level.OK
 
 

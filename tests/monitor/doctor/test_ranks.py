@@ -9,33 +9,33 @@ import pytest
 
 from ds_trainer.monitor.doctor import clocks, network
 from ds_trainer.monitor.doctor.clocks import Skew, clock_finding, measure_skews
-from ds_trainer.monitor.doctor.findings import Level, Place
+from ds_trainer.monitor.doctor.findings import Level, RankHost
 from ds_trainer.monitor.doctor.network import interface_findings, name_findings, reach_finding
 from ds_trainer.monitor.doctor.versions import code_digest, differences, version_findings
 from ds_trainer.utils import distributed
 from ds_trainer.utils.ranks import RankInfo, free_port
 from tests.support.pool import pool
 
-SAID = [
-    (Place(0, "a"), {"torch": "2.13", "kernel": "6.1"}),
-    (Place(1, "a"), {"torch": "2.13", "kernel": "6.1"}),
-    (Place(2, "b"), {"torch": "2.12", "kernel": "6.1", "peft": "0.2"}),
+REPORTS = [
+    (RankHost(0, "a"), {"torch": "2.13", "kernel": "6.1"}),
+    (RankHost(1, "a"), {"torch": "2.13", "kernel": "6.1"}),
+    (RankHost(2, "b"), {"torch": "2.12", "kernel": "6.1", "peft": "0.2"}),
 ]
 
 
-def test_a_difference_names_both_values_and_who_has_them() -> None:
-    assert [str(one) for one in differences(SAID)] == [
+def test_a_difference_names_both_values_and_their_ranks() -> None:
+    assert [str(one) for one in differences(REPORTS)] == [
         "torch differs: 2.13 on ranks 0-1 (a), but 2.12 on rank 2 (b)",
         "peft differs: nothing on ranks 0-1 (a), but 0.2 on rank 2 (b)",
     ]
 
 
-def test_only_what_must_be_alike_fails() -> None:
-    levels = {finding.name: finding.level for finding in version_findings(SAID, ["torch"])}
+def test_only_required_equality_fails() -> None:
+    levels = {finding.name: finding.level for finding in version_findings(REPORTS, ["torch"])}
     assert levels == {"torch": Level.FAIL, "kernel": Level.OK, "peft": Level.WARN}
 
 
-def test_other_code_has_another_digest(tmp_path: Path) -> None:
+def test_different_code_has_a_different_digest(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.py").write_text("1")
     before = code_digest(tmp_path)
@@ -67,29 +67,29 @@ def test_the_skew_of_a_clock_is_measured() -> None:
         assert skew.uncertainty < 0.5
 
 
-def test_clocks_are_judged_by_what_is_certain() -> None:
+def test_clock_skew_is_judged_beyond_its_uncertainty() -> None:
     def level(seconds: float, uncertainty: float) -> Level:
-        return clock_finding([(Place(0, "a"), Skew(0, 0)), (Place(4, "b"), Skew(seconds, uncertainty))]).level
+        return clock_finding([(RankHost(0, "a"), Skew(0, 0)), (RankHost(4, "b"), Skew(seconds, uncertainty))]).level
 
     assert level(0.2, 0.01) == Level.OK
     assert level(-1.5, 0.01) == Level.WARN
     assert level(1.5, 0.9) == Level.OK
     assert level(-3600, 1.0) == Level.FAIL
-    finding = clock_finding([(Place(0, "a"), Skew(0, 0)), (Place(4, "b"), Skew(-5, 0.01))])
-    assert finding.said == "b (rank 4) is 5 s behind a (rank 0), give or take 0.01 s"
+    finding = clock_finding([(RankHost(0, "a"), Skew(0, 0)), (RankHost(4, "b"), Skew(-5, 0.01))])
+    assert finding.message == "b (rank 4) is 5 s behind a (rank 0), +/- 0.01 s"
 
 
-def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_network_interface_is_reported(tmp_path: Path) -> None:
     for name, state in (("eth0", "up"), ("ib0", "down")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "operstate").write_text(f"{state}\n")
-    for said in ("eth", "=eth0", "^docker", "ib0,eth0"):
-        assert [one.level for one in interface_findings({"NCCL_SOCKET_IFNAME": said}, tmp_path)] == [Level.OK]
-    for said in ("ens5", "=eth"):
-        assert interface_findings({"NCCL_SOCKET_IFNAME": said}, tmp_path)[-1].level == Level.FAIL
+    for value in ("eth", "=eth0", "^docker", "ib0,eth0"):
+        assert [one.level for one in interface_findings({"NCCL_SOCKET_IFNAME": value}, tmp_path)] == [Level.OK]
+    for value in ("ens5", "=eth"):
+        assert interface_findings({"NCCL_SOCKET_IFNAME": value}, tmp_path)[-1].level == Level.FAIL
 
 
-def test_a_machine_that_others_cannot_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_host_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     info = RankInfo(1, 2, 0, "no-such-host.invalid", 1, "environment")
     monkeypatch.setattr(network, "addresses_of", lambda name: [] if "invalid" in name else ["127.0.1.1"])
     levels = [(finding.name, finding.level) for finding in name_findings(info, several_hosts=True)]
@@ -97,7 +97,7 @@ def test_a_machine_that_others_cannot_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert name_findings(info, several_hosts=False)[0].level == Level.OK
 
 
-def test_a_main_process_that_does_not_answer() -> None:
+def test_an_unreachable_main_process_is_reported() -> None:
     finding = reach_finding(RankInfo(1, 2, 0, "127.0.0.1", free_port(), "environment"))
     assert finding.level == Level.FAIL
-    assert "cannot be reached" in finding.said
+    assert "cannot be reached" in finding.message

@@ -61,7 +61,7 @@ class StopsInLoader(RaggedTokens):
 
 
 class WatchesPhases(TrainerCallback):
-    """Sleeps where nobody should mind: at the beginning and in an evaluation."""
+    """Sleeps where that is no hang: at the start and in an evaluation."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.monitor.health import stragglers
-from ds_trainer.monitor.health.board import Board
-from ds_trainer.monitor.health.stragglers import DATA, WORK, StepTimes, StragglerReport, Window, said, slowest
-from ds_trainer.monitor.records import read_records
+from ds_trainer.monitor.health.status_board import StatusBoard
+from ds_trainer.monitor.health.stragglers import DATA, WORK, StepTimes, StragglerReport, Window, slowest, warning
+from ds_trainer.monitor.metrics_file import read_records
 
 
-def test_the_rank_that_waits_least_is_the_slow_one() -> None:
+def test_the_rank_that_waits_least_is_the_slowest() -> None:
     windows = [Window(1.0, 0.1, 0.5), Window(1.0, 0.1, 0.1, "node7"), Window(1.0, 0.1, 0.5), Window(1.0, 0.1, 0.52)]
     slow = slowest(windows)
     assert slow is not None and slow.notable
     assert (slow.rank, slow.cause, slow.usual) == (1, WORK, 0.5)
     assert slow.excess == pytest.approx(0.4)
-    sentence = said(50, slow, windows)
-    assert "slowest rank 1 (node7): busy 0.900 s a step, 1.80 times the others' 0.500 s" in sentence
+    message = warning(50, slow, windows)
+    assert "slowest rank 1 (node7): busy 0.900 s per step, 1.80 times the others' 0.500 s" in message
 
 
-def test_slow_data_is_told_from_slow_work() -> None:
+def test_slow_data_is_distinguished_from_slow_compute() -> None:
     slow = slowest([Window(1.0, 0.0, 0.5), Window(1.0, 0.4, 0.1)])
     assert slow is not None and (slow.rank, slow.cause, slow.notable) == (1, DATA, True)
 
 
-def test_equal_ranks_have_no_notable_one() -> None:
+def test_equal_ranks_have_no_straggler() -> None:
     slow = slowest([Window(1.0, 0.1, 0.20), Window(1.0, 0.1, 0.25), Window(1.0, 0.3, 0.2)])
-    assert slow is not None and not slow.notable  # all wait alike: slow data of all is nobody's fault
+    assert slow is not None and not slow.notable  # all wait alike: if all have slow data, none is a straggler
     assert slowest([Window(1.0, 0.5, 0.0)]) is None
 
 
@@ -41,15 +41,15 @@ def test_windows_end_at_multiples() -> None:
     assert times.finished[0][2].work == 0.5
 
 
-class BoardOf(Board):
+class BoardOf(StatusBoard):
     """One rank's view of notes that several share, in one process."""
 
     def __init__(self, rank: int, notes: dict[str, str]) -> None:
         super().__init__()
-        self.rank, self.world_size, self._notes = rank, 2, notes
+        self.rank, self.world_size, self._values = rank, 2, notes
 
 
-def test_after_a_rollback_old_windows_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+def test_old_windows_are_ignored_after_a_rollback(tmp_path: Path) -> None:
     notes: dict[str, str] = {}
     times = [StepTimes(2, f"node{rank}") for rank in (0, 1)]
     reports = [StragglerReport(each, tmp_path / f"{rank}.jsonl") for rank, each in enumerate(times)]
@@ -66,7 +66,7 @@ def test_after_a_rollback_old_windows_are_not_taken_for_new_ones(tmp_path: Path)
     assert not (tmp_path / "1.jsonl").exists()
 
 
-def test_a_slow_rank_fills_no_log(
+def test_warnings_about_a_slow_rank_are_limited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: dict[str, str] = {}
@@ -82,7 +82,7 @@ def test_a_slow_rank_fills_no_log(
 
     windows(1)
     assert [record.getMessage()[:30] for record in caplog.records] == ["Step 1: slowest rank 1 (node1)"]
-    monkeypatch.setattr(stragglers, "SECONDS_BETWEEN_WORDS", 0.0)
+    monkeypatch.setattr(stragglers, "SECONDS_BETWEEN_WARNINGS", 0.0)
     reports[0]._quiet_until = 0.0
     windows(4)
     assert len(caplog.records) == 4
@@ -90,9 +90,9 @@ def test_a_slow_rank_fills_no_log(
     assert [record["notable"] for record in read_records(tmp_path / "stragglers.jsonl")] == [True] * 6
 
 
-def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_disk_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    times, board = StepTimes(1, "here"), Board()
+    times, board = StepTimes(1, "here"), StatusBoard()
     report = StragglerReport(times, tmp_path / "file" / "stragglers.jsonl")
     good = StragglerReport(other := StepTimes(1, "here"), tmp_path / "stragglers.jsonl")
     for step in (1, 2):
@@ -106,7 +106,7 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert records[0]["work_seconds"] == [0.5]
 
 
-def test_a_record_of_many_ranks_is_no_longer_than_one_of_a_few(tmp_path: Path) -> None:
+def test_record_size_does_not_grow_with_the_number_of_ranks(tmp_path: Path) -> None:
     sizes = {}
     for world in (2, 16, 1024, 4096):
         windows = [Window(1.0, 0.1 + rank / world / 10, 0.5, f"node{rank // 8:04d}") for rank in range(world)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer
-from ds_trainer.monitor.records import read_records
+from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.utils import distributed
 from tests.monitor.health.hung_runs import arguments
 from tests.support.models import RaggedTokens, tiny_llama
@@ -73,7 +73,7 @@ def test_a_slow_rank_is_named(stage: int, tmp_path: Path) -> None:
         assert typical(record, "work")[1] > PAUSE and max(typical(record, "data")) < 0.5 * PAUSE
 
 
-def test_slow_data_is_told_from_slow_work(tmp_path: Path) -> None:
+def test_slow_data_is_distinguished_from_slow_compute(tmp_path: Path) -> None:
     """Rank 0 has slow data. Rank 1 waits for rank 0, not for data."""
     for record in last_windows(tmp_path, [PAUSE, 0.0], [0.0, 0.0], 1):
         assert (record["slowest_rank"], record["slowest_cause"], record["notable"]) == (0, "data loading", True)
@@ -81,7 +81,7 @@ def test_slow_data_is_told_from_slow_work(tmp_path: Path) -> None:
         assert typical(record, "communication")[1] > 0.5 * PAUSE
 
 
-def test_ranks_that_are_alike_are_not_named(tmp_path: Path) -> None:
+def test_equally_slow_ranks_are_not_named(tmp_path: Path) -> None:
     """All wait for data and all work slowly: the same pauses as before, on both ranks."""
     pauses = [2 * PAUSE, 2 * PAUSE]
     records = last_windows(tmp_path, pauses, pauses, 1)

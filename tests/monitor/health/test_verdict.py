@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.monitor.health.stacks import in_debugger, meets_others, places
+from ds_trainer.monitor.health.stacks import collective_frame, frame_lines, in_debugger
 from ds_trainer.monitor.health.verdict import RankReport, judge
 
 
@@ -14,11 +14,11 @@ def report(rank: int, **more: Any) -> RankReport:
     return RankReport(rank, "host", 10 + rank, **more)
 
 
-WAITS: dict[str, Any] = {"waits_in": "all_reduce", "waits_for": 3.0}
+WAITS: dict[str, Any] = {"collective": "all_reduce", "collective_seconds": 3.0}
 
 
 @pytest.mark.parametrize(
-    ("said", "slow"),
+    ("reports", "slow"),
     [
         ([WAITS, {}, WAITS], (1,)),
         ([WAITS, {"silent": True}, {}], (1,)),  # who does not answer comes first
@@ -34,23 +34,23 @@ WAITS: dict[str, Any] = {"waits_in": "all_reduce", "waits_for": 3.0}
         ([{**WAITS, "step": 7}, {**WAITS, "step": 7}], ()),
     ],
 )
-def test_the_slow_rank(said: list[dict[str, Any]], slow: tuple[int, ...]) -> None:
-    verdict = judge([report(rank, **more) for rank, more in enumerate(said)])
+def test_the_verdict_names_the_slow_ranks(reports: list[dict[str, Any]], slow: tuple[int, ...]) -> None:
+    verdict = judge([report(rank, **more) for rank, more in enumerate(reports)])
     assert verdict.slow == slow
     assert verdict.why
 
 
 def code_in(path: str) -> Any:
     """A function that looks at its own frame, from a file of this name."""
-    names: dict[str, Any] = {"look": lambda f: (places(f), in_debugger(f))}
+    names: dict[str, Any] = {"look": lambda f: (frame_lines(f), in_debugger(f))}
     exec(compile("import sys\ndef ask(): return look(sys._getframe())", path, "exec"), names)
     return names["ask"]
 
 
-def test_frames_tell_collectives_and_debuggers_apart() -> None:
+def test_stack_frames_distinguish_collectives_from_debuggers() -> None:
     stack, debugged = code_in("/somewhere/torch/distributed/distributed_c10d.py")()
-    assert meets_others(stack) == "ask" and not debugged
+    assert collective_frame(stack) == "ask" and not debugged
     stack, debugged = code_in("/somewhere/train.py")()
-    assert meets_others(stack) is None and not debugged
+    assert collective_frame(stack) is None and not debugged
     assert stack[-1] == "/somewhere/train.py:2 in ask"
     assert code_in("/somewhere/pdb.py")()[1] and code_in("/somewhere/debugpy/server/api.py")()[1]

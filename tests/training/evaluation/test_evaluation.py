@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_trainer import Trainer
 from ds_trainer.training.evaluation.loss_mean import LossMean
+from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.oracle import stack, token_loss
@@ -51,7 +52,7 @@ def test_the_loss_is_the_token_mean_with_and_without_predictions(
 
 def step_means(output_dir: str, model: Any) -> list[tuple[float, float]]:
     trainer = Trainer(model(), arguments(output_dir), eval_dataset=RaggedTokens(4))
-    trainer._join_ranks()
+    join_ranks(trainer.args)
     found = []
     for batch in trainer.get_eval_dataloader():
         loss, _, _ = trainer.prediction_step(trainer.model, dict(batch), True)
@@ -102,14 +103,14 @@ def evaluate_sharded(output_dir: str, **changes: Any) -> tuple[list[int], float,
     layer.register_forward_pre_hook(lambda *_: here.extend(p.numel() for p in model.model.layers[0].parameters()))
     before = trainer.evaluate()
     assert before["eval_model_preparation_time"] > 0
-    assert trainer.optimizer is None and trainer._engine is None
+    assert trainer.optimizer is None and trainer.engines.training_or_none is None
     trainer.save_model(output_dir)
-    again = trainer.evaluate()["eval_loss"]
+    repeated = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()
     assert "eval_model_preparation_time" not in after
     trainer.engine.close()
-    return here, before["eval_loss"], again, after["eval_loss"], sum(p.ds_numel for p in model.parameters())
+    return here, before["eval_loss"], repeated, after["eval_loss"], sum(p.ds_numel for p in model.parameters())
 
 
 def test_zero3_evaluates_before_training_without_an_optimizer(tmp_path: Path) -> None:
@@ -118,16 +119,16 @@ def test_zero3_evaluates_before_training_without_an_optimizer(tmp_path: Path) ->
         wanted = token_loss(tiny_llama(tied=True), stack(data.rows)).item()
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}}
     results = pool(2).run(partial(evaluate_sharded, str(tmp_path), deepspeed=config))
-    whole = tiny_llama(tied=True)
-    for here, before, again, after, elements in results:
-        assert before == pytest.approx(wanted, rel=1e-5) and again == before
+    full_model = tiny_llama(tied=True)
+    for here, before, repeated, after, elements in results:
+        assert before == pytest.approx(wanted, rel=1e-5) and repeated == before
         assert after == pytest.approx(wanted, rel=1e-5)
-        assert elements == sum(p.numel() for p in whole.parameters())
+        assert elements == sum(p.numel() for p in full_model.parameters())
         assert here[:4] == [0, 0, 0, 0]  # the first layer has let go of its weights when the second one begins
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in whole.state_dict().items() if name in saved)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in full_model.state_dict().items() if name in saved)
 
 
 # -- half precision ---------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def refused_sharded(output_dir: str) -> str:
     return str(error.value)
 
 
-def test_half_precision_of_sharded_weights(tmp_path: Path) -> None:
+def test_sharded_weights_are_evaluated_in_half_precision(tmp_path: Path) -> None:
     ((seen, _, _),) = pool(1).run(partial(full_eval, str(tmp_path), False, zero_stage=3, bf16_full_eval=True))
     assert set(seen) == {torch.bfloat16}
     assert "bf16_full_eval=True after training with ZeRO-3" in pool(1).run(refused_sharded, str(tmp_path))[0]
@@ -198,11 +199,11 @@ def add_up(filtered: bool) -> Any:
     return mean.result()
 
 
-def test_batches_with_a_loss_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_with_a_non_finite_loss_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("ds_trainer").propagate = True
     with caplog.at_level(logging.WARNING, "ds_trainer"):
         assert add_up(filtered=True) == (pytest.approx(5 / 4), 6)
-    assert "1 of 4 batches of an evaluation had a loss that is not finite" in caplog.text
+    assert "1 of 4 batches of an evaluation had a non-finite loss" in caplog.text
     unfiltered = add_up(filtered=False)
     assert unfiltered.mean != unfiltered.mean and unfiltered.items == 6
     assert LossMean(torch.device("cpu"), True).result() is None

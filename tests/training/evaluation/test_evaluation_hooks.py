@@ -1,4 +1,4 @@
-"""The hooks of evaluation and prediction: overridden with the reference's signatures, called, told of, refused."""
+"""Hooks of evaluation and prediction: overridden with the signatures of transformers, called, reported, rejected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EveryHook(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_overridden_hooks_are_called_with_the_references_signature(tmp_path: Path) -> None:
+def test_overridden_hooks_are_called_with_the_signature_of_transformers(tmp_path: Path) -> None:
     notes = Notes()
     trainer = make("tuple", tmp_path, 3, cls=EveryHook)
     trainer.add_callback(notes)
@@ -105,7 +105,7 @@ class OldStyle(Trainer):
         return model(**inputs)[0]
 
 
-def test_a_loss_without_labels_and_an_old_signature(tmp_path: Path) -> None:
+def test_compute_loss_without_labels_and_with_an_old_signature(tmp_path: Path) -> None:
     data = [{"x": row["x"]} for row in class_rows(5)]
     model = nn.Linear(5, 3)
     found = LossOfItsOwn(model, arguments(tmp_path, remove_unused_columns=False)).predict(data)
@@ -120,18 +120,21 @@ def test_a_loss_without_labels_and_an_old_signature(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("job", "message"),
     [
         (lambda d: make("tuple", d, 3, metrics=lambda found: 0.5).evaluate(), "compute_metrics returned a float"),
         (lambda d: make("tuple", d, 3, batch_eval_metrics=True), "there is no compute_metrics"),
         (lambda d: make("tuple", d, 3, batch_eval_metrics=True, metrics=describe), "no such argument"),
         (lambda d: make("tuple", d, 3, include_for_metrics=["loss"]), "there is no compute_metrics"),
         (lambda d: make("tuple", d, 3, include_for_metrics=["logits"]), "'logits' is neither 'inputs' nor 'loss'"),
-        (lambda d: make("tuple", d, 3).evaluate("other"), "'other' is none of the Trainer's evaluation sets: none"),
+        (
+            lambda d: make("tuple", d, 3).evaluate("other"),
+            "'other' is not an evaluation dataset of the Trainer; known: none",
+        ),
         (lambda d: make("tuple", d, 0).predict([]), "test_dataset is empty"),
         (lambda d: make("nested", d, 0).predict(class_rows(2), ignore_keys=[]), "is a object, which cannot be"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(job: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_evaluations_are_rejected_with_a_message(job: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         job(tmp_path)

@@ -1,4 +1,4 @@
-"""Greedy generation under a layout: every rank of a replica holds whole sequences, nothing is cut."""
+"""Greedy generation under a layout: every rank of a replica holds full sequences, nothing is sharded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generated(output_dir: str, sizes: dict[str, int], stage: int, train: bool) -
         trainer.train()
     trainer.evaluate()
     replica = trainer.layout.coordinates(args.process_index).dp
-    # With ZeRO-3 ranks gather weights together: one that has finished must go on until all have.
+    # With ZeRO-3 ranks gather weights together: one that has finished must continue until all have.
     return tokens_of(trainer.model.eval(), replica, synced_gpus=stage == 3)
 
 
@@ -65,7 +65,7 @@ def test_the_tokens_are_those_of_one_process(name: str, stage: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_after_training_too(stage: int, tmp_path: Path) -> None:
+def test_the_tokens_after_training_are_those_of_one_process(stage: int, tmp_path: Path) -> None:
     (wanted,) = pool(1).run(generated, str(tmp_path / "one"), {}, 0, True)
     assert wanted != tokens_of(tiny_llama().eval(), 0)  # or the run below would show nothing
     for tokens in pool(2).run(generated, str(tmp_path / "two"), {"tensor_parallel_size": 2}, stage, True):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ds_trainer import Trainer
-from ds_trainer.parallel.attention import use_cut
+from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.training.evaluation import loss_mean
-from ds_trainer.training.evaluation.rejoin import rejoined
+from ds_trainer.training.evaluation.unshard import unshard_outputs
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.layouts import PlainAttention
@@ -23,9 +23,9 @@ from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import stack, token_loss, train_plainly
 from tests.support.pool import pool
 from tests.support.predictions import arguments
-from tests.support.runs import trajectory_of
+from tests.support.runs import compatibility_of
 
-SAMPLES = 7  # rounds are ragged, and one replica of two works on a filler at the end
+SAMPLES = 7  # micro_steps are ragged, and one replica of two works on a dummy at the end
 SGD: dict[str, Any] = dict(optimizer="sgd", learning_rate=0.3)
 Sizes = tuple[int, int, int]
 
@@ -49,8 +49,8 @@ def evaluated(output_dir: str, sizes: Sizes, stage: int) -> Any:
     trainer = trainer_of(output_dir, sizes, zero_stage=stage)
     metrics = trainer.evaluate()
     found = trainer.predict(RaggedTokens(SAMPLES))
-    held = sum(p.numel() for p in trainer.model.parameters())
-    return metrics, found.metrics, found.predictions, found.label_ids, held
+    local_elements = sum(p.numel() for p in trainer.model.parameters())
+    return metrics, found.metrics, found.predictions, found.label_ids, local_elements
 
 
 def check(results: list[Any]) -> None:
@@ -85,19 +85,19 @@ LAYOUTS = {
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> None:
-    """The layout is not switched off: with tensor parallelism nobody holds the whole model, at stage 0 neither."""
+    """The layout is not switched off: with tensor parallelism no rank holds the full model, even at stage 0."""
     world, sizes = LAYOUTS[layout]
     results = pool(world).run(evaluated, str(tmp_path), sizes, stage)
     check(results)
-    whole = sum(p.numel() for p in tiny_llama().parameters())
+    total_elements = sum(p.numel() for p in tiny_llama().parameters())
     if sizes[0] > 1:
-        assert all(held < whole for *_, held in results)
+        assert all(local_elements < total_elements for *_, local_elements in results)
 
 
 @pytest.mark.parametrize(
     ("sizes", "heads"), [((2, 2, 1), (4, 1)), ((2, 1, 2), (4, 1)), ((2, 1, 2), (6, 3))], ids=lambda value: str(value)
 )
-def test_heads_that_do_not_go_evenly(sizes: Sizes, heads: tuple[int, int], tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_evenly(sizes: Sizes, heads: tuple[int, int], tmp_path: Path) -> None:
     """Tensor-parallel ranks with 4 and 0, or with 4 and 2 query heads."""
     shape = dict(hidden_size=24, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     wanted = train_plainly(tiny_llama(**shape), RaggedTokens(16), **SGD, clip=0.5, global_batch=2, steps=3)
@@ -105,7 +105,7 @@ def test_heads_that_do_not_go_evenly(sizes: Sizes, heads: tuple[int, int], tmp_p
         assert_equal(found, wanted)
 
 
-# -- losses of all kinds, of sequences that are cut -------------------------------------------------------------------
+# -- losses of all kinds, of sharded sequences ------------------------------------------------------------------------
 
 
 class IgnoresItems(PlainAttention):
@@ -136,14 +136,14 @@ def smoothed_or_plain(output_dir: str, sizes: Sizes, kind: str, smoothing: float
     )
     model = MEANS[kind]() if kind in MEANS else tiny_llama()
     trainer = Trainer(model, args, eval_dataset=RaggedTokens(SAMPLES))
-    before = trainer.loss_rule.normalised
-    return trainer.evaluate()["eval_loss"], before, trainer.loss_rule.normalised
+    before = trainer.loss_rule.normalized
+    return trainer.evaluate()["eval_loss"], before, trainer.loss_rule.normalized
 
 
 @pytest.mark.parametrize(
     ("kind", "smoothing"), [("mean", 0.0), ("ignores the count", 0.0), ("own loss", 0.2)], ids=lambda value: str(value)
 )
-def test_the_loss_of_parts_is_the_loss_of_the_whole(kind: str, smoothing: float, tmp_path: Path) -> None:
+def test_the_loss_of_shards_is_the_loss_of_the_full_sequence(kind: str, smoothing: float, tmp_path: Path) -> None:
     ((one, *_),) = pool(1).run(smoothed_or_plain, str(tmp_path), (1, 1, 1), kind, smoothing)
     for found, before, after in pool(2).run(smoothed_or_plain, str(tmp_path), (1, 2, 1), kind, smoothing):
         assert found == pytest.approx(one, rel=1e-5)
@@ -160,36 +160,38 @@ def rejoin_all(shapes: dict[str, tuple[int, ...]], by_rank: bool) -> dict[str, A
     layout = ParallelLayout(2, sp=2)
     groups = parallel_groups(layout)
     found: dict[str, Any] = {}
-    with use_cut(SequencePlan(layout, 8), groups) as cut:
-        assert cut is not None
+    with use_sharding(SequencePlan(layout, 8), groups) as sharding:
+        assert sharding is not None
         for name, shape in shapes.items():
-            numbers = torch.arange(float(torch.Size(shape).numel())).view(shape) + 100.0 * groups.place.sp * by_rank
+            numbers = (
+                torch.arange(float(torch.Size(shape).numel())).view(shape) + 100.0 * groups.coordinates.sp * by_rank
+            )
             try:
-                found[name] = rejoined((numbers, "text"), cut, rows=3, length=7)
+                found[name] = unshard_outputs((numbers, "text"), sharding, rows=3, length=7)
             except ConfigError as error:
                 found[name] = str(error)
     return found
 
 
-def test_tokens_are_laid_together_and_samples_taken_once() -> None:
+def test_token_outputs_are_joined_and_sample_outputs_taken_once() -> None:
     shapes = {"tokens": (3, 4), "logits": (3, 4, 5), "squares": (3, 4, 4)}
     for found in pool(2).run(rejoin_all, shapes, True):
         for name, shape in shapes.items():
-            whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-            joined, text = found[name]
+            full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+            concatenate, text = found[name]
             assert text == "text"
-            assert torch.equal(joined, torch.cat([whole, whole + 100], dim=1)[:, :7])
+            assert torch.equal(concatenate, torch.cat([full, full + 100], dim=1)[:, :7])
     for found in pool(2).run(rejoin_all, {"sample": (3, 6), "scalar": ()}, False):
         assert torch.equal(found["sample"][0], torch.arange(18.0).view(3, 6)) and found["scalar"][0] == 0
 
 
-def test_what_cannot_be_put_together_is_refused_in_words() -> None:
+def test_outputs_that_cannot_be_joined_are_rejected_with_a_message() -> None:
     for found in pool(2).run(rejoin_all, {"pooled": (3, 6), "attentions": (3, 2, 4, 4), "scalar": ()}, True):
-        for words in found.values():
-            assert "differs between the ranks, but is not for each token ([3, 4, ...])" in words
-            assert "ignore_keys" in words
+        for message in found.values():
+            assert "differs between the ranks, but is not p" in message
+            assert "ignore_keys" in message
     for found in pool(2).run(rejoin_all, {"either": (3, 4)}, False):
-        assert "whether it has a number for each token or 4 for each sample cannot be told" in found["either"]
+        assert "it may have one number per token or 4 per sample" in found["either"]
 
 
 def unlabelled(output_dir: str, sizes: Sizes) -> Any:
@@ -226,7 +228,7 @@ def counted_twice(output_dir: str, sizes: Sizes) -> Any:
         loss_mean.LossMean.add = of_everybody  # type: ignore[method-assign]
 
 
-def test_a_replica_that_counts_twice_is_seen(tmp_path: Path) -> None:
+def test_control_a_replica_that_counts_twice_is_detected(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check(pool(2).run(counted_twice, str(tmp_path), (2, 1, 1)))
 
@@ -239,7 +241,7 @@ def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool, sha
         trainer.evaluate()
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    return trajectory_of(trainer), losses, trainer.evaluate()["eval_loss"]
+    return compatibility_of(trainer), losses, trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize(

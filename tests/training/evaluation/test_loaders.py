@@ -1,4 +1,4 @@
-"""Loaders of evaluation: loading processes that stay, and an order by length that nobody sees in the results."""
+"""Loaders of evaluation: persistent workers, and an order by length that does not show in the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.pool import pool
 from tests.support.predictions import KINDS, arguments, describe, flatten, make
 
 
-class WhoLoaded(nn.Module):
+class LoadingProcess(nn.Module):
     """Predicts the process that made its batch."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ def by_this_process(rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
     }
 
 
-def who_loads(output_dir: str, sets: Any, stream: bool = False, stays: bool = True) -> list[Any]:
+def loading_processes(output_dir: str, sets: Any, stream: bool = False, stays: bool = True) -> list[Any]:
     """Processes and labels of three evaluations, the last one of another set."""
     seen: list[tuple[set[int], list[int]]] = []
 
@@ -48,7 +48,7 @@ def who_loads(output_dir: str, sets: Any, stream: bool = False, stays: bool = Tr
         output_dir, dataloader_num_workers=1, remove_unused_columns=False, dataloader_persistent_workers=stays
     )
     trainer = Trainer(
-        WhoLoaded(), args, data_collator=by_this_process, eval_dataset=streams(sets, stream), compute_metrics=note
+        LoadingProcess(), args, data_collator=by_this_process, eval_dataset=streams(sets, stream), compute_metrics=note
     )
     trainer.evaluate()
     trainer.evaluate()
@@ -80,17 +80,19 @@ def rows_of(*labels: int) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stays", [True, False])
-def test_loading_processes_stay_between_evaluations(stays: bool, stream: bool, tmp_path: Path) -> None:
-    (first, rows), (second, again), (third, other) = who_loads(str(tmp_path), rows_of(3, 4, 5), stream, stays)
-    assert rows == again == [3, 4, 5]
+def test_loader_workers_are_kept_between_evaluations(stays: bool, stream: bool, tmp_path: Path) -> None:
+    (first, rows), (second, repeated), (third, other) = loading_processes(
+        str(tmp_path), rows_of(3, 4, 5), stream, stays
+    )
+    assert rows == repeated == [3, 4, 5]
     assert other == [9]  # another set has another loader
     assert len(first) == 1 and (first == second) == stays and first != third
 
 
-def test_each_set_of_several_keeps_its_own(tmp_path: Path) -> None:
+def test_each_evaluation_set_keeps_its_own_workers(tmp_path: Path) -> None:
     sets = {"a": rows_of(1, 2), "b": rows_of(3)}
-    seen = who_loads(str(tmp_path), sets)
-    processes, labels = [who for who, _ in seen], [rows for _, rows in seen]
+    seen = loading_processes(str(tmp_path), sets)
+    processes, labels = [process for process, _ in seen], [rows for _, rows in seen]
     assert labels == [[1, 2], [3]] * 2 + [[9], [3]]
     # The list under "b" is the same object in all three.
     assert processes[0] == processes[2] != processes[1] == processes[3] == processes[5] != processes[4]
@@ -120,8 +122,8 @@ def test_predictions_of_a_stream(world: int, tmp_path: Path) -> None:
     for found in pool(world).run(predictions_of, str(tmp_path), True):
         for (arrays, rows), (wanted_arrays, wanted_rows) in zip(found, wanted, strict=True):
             assert rows == wanted_rows
-            for mine, other in zip(arrays, wanted_arrays, strict=True):
-                np.testing.assert_allclose(mine, other, atol=1e-6)
+            for ours, other in zip(arrays, wanted_arrays, strict=True):
+                np.testing.assert_allclose(ours, other, atol=1e-6)
 
 
 # -- by length ---------------------------------------------------------------------------------------------------------
@@ -159,9 +161,9 @@ def test_evaluation_by_length_has_the_results_in_order(world: int, stage: int, t
 
 
 @pytest.mark.parametrize("changes", [{"eval_do_concat_batches": False}, {"eval_use_gather_object": True}], ids=str)
-def test_lists_stay_in_the_order_of_the_data(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_lists_are_in_the_order_of_the_data(changes: dict[str, Any], tmp_path: Path) -> None:
     job = partial(make, "ragged tokens", tmp_path, 0, **changes)
     rows = KINDS["ragged tokens"][1](7)
     wanted, found = job().predict(rows), job(train_sampling_strategy="group_by_length").predict(rows)
-    for mine, other in zip(flatten(found.label_ids), flatten(wanted.label_ids), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    for ours, other in zip(flatten(found.label_ids), flatten(wanted.label_ids), strict=True):
+        np.testing.assert_array_equal(ours, other)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_trainer import Trainer
-from ds_trainer.training.evaluation import loop as eval_loop
-from ds_trainer.training.evaluation.kept import Kept
-from ds_trainer.training.evaluation.nested import joined, on_host
+from ds_trainer.training.evaluation import evaluation_loop as eval_loop
+from ds_trainer.training.evaluation.nested import concatenate, to_numpy
+from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from tests.support.memory import MB, peak_of
 from tests.support.pool import WorkerPool
 from tests.support.predictions import arguments
@@ -48,19 +48,19 @@ class Hits:
         return {"hits": self.hits, "rows": self.rows}
 
 
-class Collected(Kept):
-    """How it is not done: pieces in a list, and a copy of them all at the end."""
+class Collected(PredictionAccumulator):
+    """Negative control: batches in a list, and a copy of them all at the end."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.pieces: list[Any] = []
 
-    def add(self, piece: Any, places: Any = None) -> None:
-        if piece is not None:
-            self.pieces.append(on_host(piece))
+    def add(self, batch: Any, places: Any = None) -> None:
+        if batch is not None:
+            self.pieces.append(to_numpy(batch))
 
     def result(self) -> Any:
-        return joined(self.pieces) if self.pieces else None
+        return concatenate(self.pieces) if self.pieces else None
 
 
 def peaks(output_dir: str) -> dict[str, tuple[int, float]]:
@@ -78,18 +78,18 @@ def peaks(output_dir: str) -> dict[str, tuple[int, float]]:
     measure("first", size=2 * BATCH)  # what every first evaluation loads
     measure("streamed", batch_eval_metrics=True)
     measure("held")
-    eval_loop.Kept = Collected  # type: ignore[misc]
+    eval_loop.PredictionAccumulator = Collected  # type: ignore[misc]
     measure("collected")
     return found
 
 
-def test_a_set_larger_than_the_budget(tmp_path: Path) -> None:
+def test_predictions_larger_than_the_memory_budget_are_streamed(tmp_path: Path) -> None:
     """Predictions of four times the budget: streamed they stay below it, held they take their size and no more."""
     fresh = WorkerPool(1)
     (found,) = fresh.run(peaks, str(tmp_path))
     fresh.close()
-    told = {name: f"{peak / MB:.1f} MiB" for name, (peak, _) in found.items()}
+    report = {name: f"{peak / MB:.1f} MiB" for name, (peak, _) in found.items()}
     assert all(found[name][1] == ROWS for name in ("streamed", "held", "collected"))
-    assert found["streamed"][0] < BUDGET, told
-    assert TOTAL < found["held"][0] < TOTAL + BUDGET, told
-    assert found["collected"][0] > 2 * TOTAL - BUDGET, told  # the control: nothing of this goes without saying
+    assert found["streamed"][0] < BUDGET, report
+    assert TOTAL < found["held"][0] < TOTAL + BUDGET, report
+    assert found["collected"][0] > 2 * TOTAL - BUDGET, report  # the control: nothing of this goes without saying

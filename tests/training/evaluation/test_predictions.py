@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ds_trainer import EvalPrediction, PredictionOutput, Trainer
-from ds_trainer.training.evaluation import loop as eval_loop
+from ds_trainer.training.evaluation import evaluation_loop as eval_loop
 from tests.support.pool import pool
 from tests.support.predictions import (
     KINDS,
@@ -41,7 +41,7 @@ def assert_same(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def theirs(kind: str, output_dir: Path, samples: int, **changes: Any) -> Any:
+def predict_with_transformers(kind: str, output_dir: Path, samples: int, **changes: Any) -> Any:
     """transformers' Trainer over the same model and data."""
     import transformers
 
@@ -81,7 +81,9 @@ def argmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def test_predict_as_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     rows = KINDS[kind][1](7)
     ignored = ["cache"] if kind == "nested" else None
-    wanted = theirs(kind, tmp_path, 0, **changes).predict(rows, ignore_keys=ignored, metric_key_prefix="x")
+    wanted = predict_with_transformers(kind, tmp_path, 0, **changes).predict(
+        rows, ignore_keys=ignored, metric_key_prefix="x"
+    )
     found = make(kind, tmp_path, 0, **changes).predict(rows, metric_key_prefix="x")
     assert isinstance(found, PredictionOutput)
     assert_same(found.predictions, wanted.predictions)
@@ -96,7 +98,7 @@ def test_predict_without_labels_as_transformers(kind: str, tmp_path: Path) -> No
     if kind == "ragged tokens":
         rows = [{"ids": row["ids"][:2]} for row in rows]  # its collator pads labels too
     ignored = ["cache"] if kind == "nested" else None
-    reference = theirs(kind, tmp_path, 0)
+    reference = predict_with_transformers(kind, tmp_path, 0)
     trainer = make(kind, tmp_path, 0)
     if kind == "ragged tokens":
         import transformers
@@ -121,7 +123,7 @@ def test_predict_without_labels_as_transformers(kind: str, tmp_path: Path) -> No
 )
 def test_metrics_as_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     for samples in (1, 7):
-        wanted = theirs("tuple", tmp_path, samples, metrics=describe, **changes).evaluate()
+        wanted = predict_with_transformers("tuple", tmp_path, samples, metrics=describe, **changes).evaluate()
         found = make("tuple", tmp_path, samples, metrics=describe, **changes).evaluate()
         assert found.pop("epoch") == 0.0  # transformers leaves it out before training
         close_metrics(found, {k: v for k, v in wanted.items() if k != "epoch"})
@@ -129,7 +131,7 @@ def test_metrics_as_transformers(changes: dict[str, Any], tmp_path: Path) -> Non
 
 def test_preprocessed_logits_as_transformers(tmp_path: Path) -> None:
     rows = KINDS["ragged tokens"][1](7)
-    wanted = theirs("ragged tokens", tmp_path, 0, preprocess=argmax).predict(rows)
+    wanted = predict_with_transformers("ragged tokens", tmp_path, 0, preprocess=argmax).predict(rows)
     found = make("ragged tokens", tmp_path, 0, preprocess=argmax).predict(rows)
     assert_same(found.predictions, wanted.predictions)
     assert found.predictions.ndim == 2 and (found.predictions == -100).any()
@@ -145,16 +147,16 @@ def test_host_memory_in_chunks(every: Any, wanted: list[int], tmp_path: Path, mo
     """
     chunks: list[int] = []
     if every == "never":
-        monkeypatch.setattr(eval_loop.EvalLoop, "_waits", staticmethod(lambda device: None))
+        monkeypatch.setattr(eval_loop.EvalLoop, "_default_interval", staticmethod(lambda device: None))
 
-    class Watched(eval_loop.Kept):
+    class Watched(eval_loop.PredictionAccumulator):
         def to_host(self) -> None:
             if self._on_device and isinstance(self._on_device[0][0], torch.Tensor):  # the labels
-                chunks.append(sum(len(piece) for piece, _ in self._on_device))
+                chunks.append(sum(len(batch) for batch, _ in self._on_device))
             super().to_host()
             assert not self._on_device
 
-    monkeypatch.setattr(eval_loop, "Kept", Watched)
+    monkeypatch.setattr(eval_loop, "PredictionAccumulator", Watched)
     steps = None if every == "never" else every
     found = make("tuple", tmp_path, 0, eval_accumulation_steps=steps).predict(class_rows(7))
     assert chunks == wanted and found.label_ids.tolist() == [i % 3 for i in range(7)]
@@ -178,14 +180,16 @@ class ByBatch:
 @pytest.mark.parametrize("include", [[], ["inputs"]])
 def test_batch_eval_metrics_as_transformers(include: list[str], tmp_path: Path) -> None:
     changes: dict[str, Any] = {"batch_eval_metrics": True, "include_for_metrics": include}
-    mine, other = ByBatch(), ByBatch()
-    wanted = theirs("tuple", tmp_path, 7, metrics=other, **changes)
-    found = make("tuple", tmp_path, 7, metrics=mine, **changes)
+    ours, other = ByBatch(), ByBatch()
+    wanted = predict_with_transformers("tuple", tmp_path, 7, metrics=other, **changes)
+    found = make("tuple", tmp_path, 7, metrics=ours, **changes)
     expected, metrics = wanted.evaluate(), found.evaluate()
-    assert (mine.rows, mine.last) == (other.rows, other.last) == ([2, 2, 2, 1], [False, False, False, True])
+    assert (ours.rows, ours.last) == (other.rows, other.last) == ([2, 2, 2, 1], [False, False, False, True])
     assert metrics["eval_rows"] == expected["eval_rows"] == 7 and type(metrics["eval_rows"]) is int
-    again = found.predict(class_rows(3))
-    assert len(again.predictions[0]) == len(again.label_ids) == 3  # predictions are kept although metrics are by batch
+    repeated = found.predict(class_rows(3))
+    assert (
+        len(repeated.predictions[0]) == len(repeated.label_ids) == 3
+    )  # predictions are kept although metrics are by batch
 
 
 def test_eval_prediction_unpacks_like_transformers() -> None:
@@ -219,7 +223,7 @@ SIZES = [1, 2, 7, 9]
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 0), (2, 3), (4, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_do_not_depend_on_the_ranks(kind: str, world: int, stage: int, tmp_path: Path) -> None:
-    """Fewer samples than ranks, ragged last rounds: every sample once, in order, on all ranks; loss and metrics too."""
+    """Fewer samples than ranks, incomplete last micro-steps: every sample once, in order, on all ranks; and metrics."""
     alone = predict_here(kind, str(tmp_path), SIZES, per_device_eval_batch_size=1)
     # Batches of several samples have predictions at padded positions, whose number depends on who shares the batch.
     changes = {"zero_stage": stage, "per_device_eval_batch_size": 1 if kind == "ragged tokens" else 2}
@@ -233,16 +237,16 @@ def test_predictions_do_not_depend_on_the_ranks(kind: str, world: int, stage: in
 
 
 def predict_ungathered(output_dir: str) -> int:
-    """Negative control: fillers count."""
-    kept = eval_loop.gather_rounds
-    eval_loop.gather_rounds = lambda tree, filler, *rest: kept(tree, False, *rest)
+    """Negative control: dummies count."""
+    kept = eval_loop.gather_micro_steps
+    eval_loop.gather_micro_steps = lambda tree, dummy, *rest: kept(tree, False, *rest)
     try:
         return len(predict_here("tuple", output_dir, [1])[0][1])
     finally:
-        eval_loop.gather_rounds = kept
+        eval_loop.gather_micro_steps = kept
 
 
-def test_a_filler_that_counted_would_be_seen(tmp_path: Path) -> None:
+def test_control_a_counted_dummy_batch_is_detected(tmp_path: Path) -> None:
     assert pool(2).run(predict_ungathered, str(tmp_path)) == [2, 2]
 
 
@@ -251,8 +255,8 @@ class OwnLoaders(Trainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         rank, ranks = self.args.process_index, self.args.world_size
-        part = [row for i, row in enumerate(test_dataset) if i % ranks == rank or (rank == 0 and i > 5)]
-        return DataLoader(part, batch_size=1, collate_fn=self.data_collator)
+        rows = [row for i, row in enumerate(test_dataset) if i % ranks == rank or (rank == 0 and i > 5)]
+        return DataLoader(rows, batch_size=1, collate_fn=self.data_collator)
 
 
 def predict_with_own_loaders(output_dir: str, rows: int) -> Any:
@@ -265,7 +269,7 @@ def test_loaders_of_unequal_length_end_together(tmp_path: Path) -> None:
     labels = pool(2).run(predict_with_own_loaders, str(tmp_path), 8)
     assert labels[0] == labels[1] == [0, 1, 2, 0, 1, 2, 0, 1, 1]
     refused = pool(2).run(partial(refusal_of, predict_with_own_loaders, str(tmp_path), 1))
-    assert all("at least one rank gives no batch" in message for message in refused)
+    assert all("at least one rank has no batch" in message for message in refused)
 
 
 class Boxes(nn.Module):
@@ -296,7 +300,7 @@ def predict_boxes(output_dir: str, concat: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("concat", [True, False])
-def test_objects_for_every_sample(concat: bool, tmp_path: Path) -> None:
+def test_objects_are_gathered_for_every_sample(concat: bool, tmp_path: Path) -> None:
     """Lists of dicts with tensors of any shape, one for each sample: eval_use_gather_object."""
     wanted = [[0, 1, 2, 0, 1], [1 + int(row["x"][0] > 0) for row in class_rows(5)]]
     assert predict_boxes(str(tmp_path), concat) == wanted

@@ -1,4 +1,4 @@
-"""Models that cannot be cut along the sequence, where the layout asks for it: evaluated whole, never trained."""
+"""Models whose sequences cannot be sharded though the layout asks for it: evaluated unsharded, never trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_trainer.utils.ranks import free_port
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 from tests.support.predictions import flatten
-from tests.training.test_cut_runs import NoPlaces, classes, classified, encoder_decoder, make_data
+from tests.training.test_sequence_sharded_runs import NoPlaces, classes, classified, encoder_decoder, make_data
 
 
 def classified_by_token() -> list[dict[str, torch.Tensor]]:
@@ -51,21 +51,21 @@ def evaluated_whole(name: str, output_dir: str, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", EVALUATED)
-def test_what_cannot_be_cut_is_evaluated_whole(name: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_sharded_are_evaluated_unsharded(name: str, tmp_path: Path) -> None:
     """Every rank of a replica works on the whole batch, which counts once; training says at once why not."""
-    ((loss, items, predictions, words, _),) = pool(1).run(evaluated_whole, name, str(tmp_path))
-    assert words == ""  # one rank trains it
+    ((loss, items, predictions, message, _),) = pool(1).run(evaluated_whole, name, str(tmp_path))
+    assert message == ""  # one rank trains it
     axes = ({"context_parallel_size": 2}, {"sequence_parallel_size": 2})
     for world, values in ((2, axes[0]), (2, axes[1]), (4, axes[1])):
         for found in pool(world).run(partial(evaluated_whole, name, str(tmp_path), zero_stage=0, **values)):
             assert found[0] == pytest.approx(loss, rel=1e-6) and found[1] == items
-            for mine, other in zip(flatten(found[2]), flatten(predictions), strict=True):
-                np.testing.assert_allclose(mine, other, atol=1e-6)
+            for ours, other in zip(flatten(found[2]), flatten(predictions), strict=True):
+                np.testing.assert_allclose(ours, other, atol=1e-6)
             assert "et both to 1" in found[3] or "parallel_size to 1" in found[3]
             assert found[4] < 1.0
 
 
-def test_training_is_refused_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_rejected_before_ranks_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At construction where there is training data; else first of all in train()."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
@@ -74,7 +74,7 @@ def test_training_is_refused_before_ranks_meet(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="encoder-decoder"):
         Trainer(encoder_decoder(), args, train_dataset=classified_by_token())
     met: list[Any] = []
-    monkeypatch.setattr(Trainer, "_join_ranks", met.append)
+    monkeypatch.setattr("ds_trainer.training.trainer.join_ranks", met.append)
     with pytest.raises(ConfigError, match="encoder-decoder"):
         Trainer(encoder_decoder(), args).train()
     assert not met

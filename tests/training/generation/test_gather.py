@@ -1,4 +1,4 @@
-"""ZeRO-3: weights gathered once for an evaluation, ranks that stop on their own, and training that goes on after it."""
+"""ZeRO-3: weights gathered once for an evaluation, ranks that stop independently, and training continues after it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Collectives:
         from deepspeed.runtime.zero import partition_parameters
 
         self.found: Counter[str] = Counter()
-        places: list[tuple[Any, str]] = [(partition_parameters, "_dist_allgather_fn"), (dist, "all_reduce")]
-        self.before = [(owner, name, getattr(owner, name)) for owner, name in places]
+        patched: list[tuple[Any, str]] = [(partition_parameters, "_dist_allgather_fn"), (dist, "all_reduce")]
+        self.before = [(owner, name, getattr(owner, name)) for owner, name in patched]
         for owner, name, function in self.before:
             setattr(owner, name, self._counted(name, function))
         return self.found
@@ -49,34 +49,34 @@ def collectives_of_a_generation(output_dir: str, gather: str) -> tuple[int, int,
     trainer = make("t5", output_dir, 2, generation_gather=gather, **SHARDED)
     trainer.model.generation_config.eos_token_id = VOCABULARY - 1  # type: ignore[union-attr]
     trainer.evaluate()
-    engine = trainer._evaluation_engine
+    engine = trainer.engines.current
     assert engine is not None
     hooks = [list(m._forward_hooks) + list(m._forward_pre_hooks) for m in trainer.model.modules()]
-    counts, whole = [], []
+    counts, gathered_modules = [], []
 
-    class Look(TrainerCallback):
+    class Probe(TrainerCallback):
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
-            whole.append(all(p.shape == p.ds_shape for p in trainer.model.parameters()))
+            gathered_modules.append(all(p.shape == p.ds_shape for p in trainer.model.parameters()))
 
     trainer.predict(pairs(4), max_length=4, min_length=4)  # the ranks compare what they run the first time
-    trainer.add_callback(Look())
+    trainer.add_callback(Probe())
     for length in (4, 12):
         with Collectives() as found:
             trainer.predict(pairs(4), max_length=length, min_length=length)
         counts.append(sum(found.values()))
     after = [list(m._forward_hooks) + list(m._forward_pre_hooks) for m in trainer.model.modules()]
-    whole.append(any(p.shape == p.ds_shape for p in trainer.model.parameters() if p.ds_numel > 100))
-    return counts[0], counts[1], whole, sum(a != b for a, b in zip(hooks, after, strict=True))
+    gathered_modules.append(any(p.shape == p.ds_shape for p in trainer.model.parameters() if p.ds_numel > 100))
+    return counts[0], counts[1], gathered_modules, sum(a != b for a, b in zip(hooks, after, strict=True))
 
 
 def test_weights_are_gathered_once(tmp_path: Path) -> None:
     """As many collectives for 12 tokens as for 4; layer by layer every token costs some. Everything is put back."""
-    for few, many, whole, changed in pool(2).run(collectives_of_a_generation, str(tmp_path), "always"):
+    for few, many, gathered, changed in pool(2).run(collectives_of_a_generation, str(tmp_path), "always"):
         assert few == many
-        assert whole == [True, True, False] and changed == 0
-    for few, many, whole, changed in pool(2).run(collectives_of_a_generation, str(tmp_path), "never"):
+        assert gathered == [True, True, False] and changed == 0
+    for few, many, gathered, changed in pool(2).run(collectives_of_a_generation, str(tmp_path), "never"):
         assert many >= few + 8 * 2  # for each token more: are all done, and at least one gathering
-        assert not any(whole) and changed == 0
+        assert not any(gathered) and changed == 0
 
 
 def choices(output_dir: str) -> list[bool]:
@@ -85,11 +85,11 @@ def choices(output_dir: str) -> list[bool]:
     found = []
     gathered = []
 
-    class Look(TrainerCallback):
+    class Probe(TrainerCallback):
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
             gathered.append(trainer._gathered)
 
-    trainer.add_callback(Look())
+    trainer.add_callback(Probe())
     real = module.free_memory
     needed = sum(p.numel() * 4 for p in trainer.model.parameters()) * 2  # of both ranks, which share the machine
     for free in ({}, {1: 1000}, {0: 2 * needed - 1, 1: 2 * needed - 1}, {0: 2 * needed, 1: 2 * needed}):
@@ -119,7 +119,7 @@ def trained(output_dir: str, gather: str, evaluate: bool) -> dict[str, Any]:
     return {"metrics": [e["eval_order"] for e in trainer.state.log_history if "eval_order" in e], "logits": logits}
 
 
-def test_training_goes_on_as_if_nothing_had_been_gathered(tmp_path: Path) -> None:
+def test_gathering_for_generation_does_not_change_training(tmp_path: Path) -> None:
     (plain, _), (gathered, _), (in_step, _) = (
         pool(2).run(trained, str(tmp_path), gather, evaluate)
         for gather, evaluate in (("never", False), ("always", True), ("never", True))
@@ -144,7 +144,7 @@ def ends_alone(output_dir: str) -> int:
     return passes
 
 
-def test_ranks_stop_on_their_own(tmp_path: Path) -> None:
+def test_ranks_stop_generating_independently(tmp_path: Path) -> None:
     short, long = pool(2).run(ends_alone, str(tmp_path))
     assert short < 5 and long > 12
 
@@ -153,8 +153,8 @@ def sampled(output_dir: str, sizes: dict[str, int], stage: int) -> list[list[int
     trainer = make("decoder", output_dir, 4, zero_stage=stage, **sizes)
     torch.manual_seed(100 + dist.get_rank())  # their generators differ
     first = trainer.predict(trainer.eval_dataset, max_new_tokens=8, do_sample=True)
-    again = trainer.predict(trainer.eval_dataset, max_new_tokens=8, do_sample=True)
-    assert (first.predictions == again.predictions).all()  # they follow from seed and step
+    repeated = trainer.predict(trainer.eval_dataset, max_new_tokens=8, do_sample=True)
+    assert (first.predictions == repeated.predictions).all()  # they follow from seed and step
     before = torch.get_rng_state()
     tokens = trainer._generate(pad_pairs(trainer.eval_dataset), {"max_new_tokens": 8, "do_sample": True})
     assert torch.equal(before, torch.get_rng_state())  # and cost training nothing
@@ -162,6 +162,6 @@ def sampled(output_dir: str, sizes: dict[str, int], stage: int) -> list[list[int
 
 
 @pytest.mark.parametrize(("axis", "stage"), [("tensor_parallel_size", 0), ("sequence_parallel_size", 3)])
-def test_the_ranks_of_a_replica_draw_the_same_tokens(axis: str, stage: int, tmp_path: Path) -> None:
+def test_the_ranks_of_a_replica_sample_the_same_tokens(axis: str, stage: int, tmp_path: Path) -> None:
     one, other = pool(2).run(sampled, str(tmp_path), {axis: 2}, stage)
     assert one == other

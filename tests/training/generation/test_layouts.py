@@ -56,8 +56,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    place = str(tmp_path_factory.mktemp("one"))
-    return {kind: predicted(kind, place, zero_stage=0) for kind in ("t5", "bart", "decoder")}
+    directory = str(tmp_path_factory.mktemp("one"))
+    return {kind: predicted(kind, directory, zero_stage=0) for kind in ("t5", "bart", "decoder")}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -30,11 +30,11 @@ from tests.support.translations import (
 METRICS = ("exact", "words", "order", "targets")
 
 
-def theirs(kind: str, place: Path, samples: int = 5, **changes: Any) -> Any:
+def transformers_trainer(kind: str, directory: Path, samples: int = 5, **changes: Any) -> Any:
     import transformers
 
     args = transformers.Seq2SeqTrainingArguments(
-        str(place), use_cpu=True, per_device_eval_batch_size=2, predict_with_generate=True, report_to="none",
+        str(directory), use_cpu=True, per_device_eval_batch_size=2, predict_with_generate=True, report_to="none",
         disable_tqdm=True, **changes,
     )  # fmt: skip
     alone = kind == "decoder"
@@ -58,10 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, argum
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_tokens_and_labels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     kind, changes, keywords = CASES[name]
-    other = theirs(kind, tmp_path, samples=4, **changes)
-    mine = make(kind, tmp_path, 4, **changes)
+    other = transformers_trainer(kind, tmp_path, samples=4, **changes)
+    ours = make(kind, tmp_path, 4, **changes)
     wanted = other.predict(other.eval_dataset, **keywords)
-    found = mine.predict(mine.eval_dataset, **keywords)
+    found = ours.predict(ours.eval_dataset, **keywords)
     np.testing.assert_array_equal(found.predictions, wanted.predictions)
     np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
     assert found.metrics is not None
@@ -71,15 +71,15 @@ def test_metrics_tokens_and_labels_are_those_of_transformers(name: str, tmp_path
 
 
 def test_evaluate_is_that_of_transformers_and_the_loss_the_mean_over_tokens(tmp_path: Path) -> None:
-    mine, other = make("t5", tmp_path, 2), theirs("t5", tmp_path, samples=2)
-    found = mine.evaluate(metric_key_prefix="dev", max_length=7)
+    ours, other = make("t5", tmp_path, 2), transformers_trainer("t5", tmp_path, samples=2)
+    found = ours.evaluate(metric_key_prefix="dev", max_length=7)
     wanted = other.evaluate(metric_key_prefix="dev", max_length=7)  # one batch: their mean over batches is exact
     for metric in ("loss", *METRICS):
         assert found[f"dev_{metric}"] == pytest.approx(wanted[f"dev_{metric}"], abs=1e-6)
     many = make("t5", tmp_path, 5).evaluate(max_length=7)
     with torch.no_grad():
-        whole = tiny_t5().eval()(**pad_pairs(pairs(5)))
-    assert many["eval_loss"] == pytest.approx(whole.loss.item(), abs=1e-6)
+        full_model = tiny_t5().eval()(**pad_pairs(pairs(5)))
+    assert many["eval_loss"] == pytest.approx(full_model.loss.item(), abs=1e-6)
 
 
 def seen(trainer: Seq2SeqTrainer) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def seen(trainer: Seq2SeqTrainer) -> list[dict[str, Any]]:
     return calls
 
 
-def test_keywords_win_over_arguments(tmp_path: Path) -> None:
+def test_keywords_override_arguments(tmp_path: Path) -> None:
     """In evaluations of one dataset and of several; the next plain evaluation has those of the arguments again."""
     trainer = make("t5", tmp_path, 2, generation_max_length=6, generation_num_beams=2)
     trainer.eval_dataset = {"a": pairs(2), "b": pairs(2, seed=3)}
@@ -105,8 +105,8 @@ def test_keywords_win_over_arguments(tmp_path: Path) -> None:
     trainer.predict(pairs(1), max_new_tokens=3)
     trainer.predict(pairs(1), max_length=None, num_beams=None)
     trainer.prediction_step(trainer.model, pad_pairs(pairs(1)), False, num_beams=3)
-    own, usual = {"max_length": 5, "num_beams": 1}, {"max_length": 6, "num_beams": 2}
-    assert calls[:4] == [own, own, usual, usual]
+    given, usual = {"max_length": 5, "num_beams": 1}, {"max_length": 6, "num_beams": 2}
+    assert calls[:4] == [given, given, usual, usual]
     assert calls[4:] == [{"max_new_tokens": 3, "num_beams": 2}, usual, {"max_length": 6, "num_beams": 3}]
 
 
@@ -120,7 +120,7 @@ def test_evaluations_during_training_generate_with_the_arguments(tmp_path: Path)
     assert all("eval_exact" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
 
 
-def test_a_configuration_in_every_form(tmp_path: Path) -> None:
+def test_a_generation_config_may_have_every_form(tmp_path: Path) -> None:
     from transformers import GenerationConfig
 
     fields = {"max_new_tokens": 3, "eos_token_id": END, "pad_token_id": PAD, "decoder_start_token_id": PAD}
@@ -138,7 +138,7 @@ def test_a_configuration_in_every_form(tmp_path: Path) -> None:
     assert arguments(tmp_path, generation_config=config).to_dict()["generation_config"]["max_new_tokens"] == 3
 
 
-def test_a_new_model_gets_it_too_and_nobody_writes_into_it(tmp_path: Path) -> None:
+def test_a_new_model_gets_the_generation_config_and_it_is_not_modified(tmp_path: Path) -> None:
     args = arguments(tmp_path, generation_config={"max_new_tokens": 4, "pad_token_id": PAD, "eos_token_id": ENDS})
     trainer = Seq2SeqTrainer(args=args, model_init=tiny_t5, data_collator=pad_pairs, compute_metrics=text_metrics)
     for model in (trainer.model, trainer.call_model_init()):
@@ -150,28 +150,28 @@ def test_a_new_model_gets_it_too_and_nobody_writes_into_it(tmp_path: Path) -> No
 
 
 WRONG: list[tuple[Any, str]] = [
-    ({"num_beam": 2}, "'num_beam' is no field of a GenerationConfig. Did you mean 'num_beams'?"),
+    ({"num_beam": 2}, "'num_beam' is not a field of GenerationConfig. Did you mean 'num_beams'?"),
     ({"num_beams": 0}, "num_beams=0 must be a positive integer"),
     ({"max_new_tokens": -1}, "max_new_tokens"),
     ({"do_sample": False, "temperature": 0.5}, "temperature"),
     ("absent/of/mine.json", "does not exist"),
-    ("{broken", "is no JSON"),
-    (7, "a int is none"),
+    ("{broken", "is not valid JSON"),
+    (7, "a int is not a generation configuration"),
 ]
 
 
-@pytest.mark.parametrize(("value", "words"), WRONG)
-def test_an_invalid_configuration_is_refused_at_construction(value: Any, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "message"), WRONG)
+def test_an_invalid_generation_config_is_rejected_at_construction(value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         Seq2SeqTrainer(tiny_t5(), arguments(tmp_path, generation_config=value))
-    assert "generation_config" in str(error.value) and words in str(error.value)
+    assert "generation_config" in str(error.value) and message in str(error.value)
 
 
-def test_places_without_a_configuration_are_refused_by_the_arguments(tmp_path: Path) -> None:
+def test_a_directory_without_a_generation_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no generation_config\.json"):
         arguments(tmp_path, generation_config=tmp_path)
     (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(ConfigError, match="holds no mapping"):
+    with pytest.raises(ConfigError, match="does not hold a mapping"):
         arguments(tmp_path, generation_config=str(tmp_path / "list.json"))
     with pytest.raises(ConfigError, match="is not one of auto, always, never"):
         arguments(tmp_path, generation_gather="sometimes")
@@ -179,7 +179,7 @@ def test_places_without_a_configuration_are_refused_by_the_arguments(tmp_path: P
         arguments(tmp_path, sortish_sampler=True, train_sampling_strategy="group_by_length")
 
 
-def test_other_wrong_uses_are_refused(tmp_path: Path) -> None:
+def test_other_wrong_uses_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Pass Seq2SeqTrainingArguments"):
         Seq2SeqTrainer(tiny_t5(), TrainingArguments(str(tmp_path)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Linear has no method generate"):
@@ -191,7 +191,7 @@ def test_other_wrong_uses_are_refused(tmp_path: Path) -> None:
     assert isinstance(Seq2SeqTrainer(tiny_t5(), None).args, Seq2SeqTrainingArguments)
 
 
-def test_without_labels_and_with_the_loss_alone(tmp_path: Path) -> None:
+def test_predictions_without_labels_and_with_the_loss_only(tmp_path: Path) -> None:
     unlabelled = make("t5", tmp_path, 3, labelled=False)
     output = unlabelled.predict(unlabelled.eval_dataset, max_length=6)
     assert output.label_ids is None and "test_loss" not in (output.metrics or {})
@@ -204,7 +204,7 @@ def test_without_labels_and_with_the_loss_alone(tmp_path: Path) -> None:
     assert "eval_loss" in alone.evaluate() and not calls  # nobody would look at tokens
 
 
-def test_decoder_inputs_made_of_the_labels_are_left_out(tmp_path: Path) -> None:
+def test_decoder_inputs_derived_from_the_labels_are_not_used(tmp_path: Path) -> None:
     """Or the model would continue the answer."""
     trainer = make("bart", tmp_path, 4)
     wanted = trainer.predict(trainer.eval_dataset, max_length=8).predictions

@@ -116,23 +116,23 @@ def test_a_card_of_a_real_run(hub: HubServer, tmp_path: Path) -> None:
     assert hub.requests == []
     # What was said holds until something else is said.
     trainer.create_model_card(language="de")
-    again = card_of(trainer)
-    assert again.data.license == "mit" and again.data.language == ["de"]
+    second = card_of(trainer)
+    assert second.data.license == "mit" and second.data.language == ["de"]
 
 
-def test_a_card_that_a_person_wrote_stays(hub: HubServer, tmp_path: Path) -> None:
+def test_a_card_written_by_a_person_is_kept(hub: HubServer, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, push_to_hub=False)
     trainer.create_model_card()
     path = tmp_path / "run" / "README.md"
     assert MARKER in path.read_text()
     trainer.create_model_card(license="mit")
     assert card_of(trainer).data.license == "mit"
-    mine = path.read_text().replace(MARKER, "").replace("More information needed", "It counts sheep.")
-    path.write_text(mine)
+    custom = path.read_text().replace(MARKER, "").replace("More information needed", "It counts sheep.")
+    path.write_text(custom)
     trainer.create_model_card(license="apache-2.0")
-    assert path.read_text() == mine
+    assert path.read_text() == custom
     trainer.push_to_hub()
-    assert hub.files("tester/run")["README.md"].decode() == mine
+    assert hub.files("tester/run")["README.md"].decode() == custom
 
 
 def test_adapters_name_their_base_model_and_library(tmp_path: Path) -> None:

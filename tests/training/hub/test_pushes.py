@@ -1,4 +1,4 @@
-"""What is pushed, when, and in which order; a push under way holds up nobody and loses nothing."""
+"""What is pushed, when, and in which order; a push blocks nothing and loses nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_PROGRESS = ["Training in progress, step 2", "Training in progress, step 4"]
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str, background: bool) -> None:
+def test_each_hub_strategy_pushes_its_files(hub: HubServer, tmp_path: Path, strategy: str, background: bool) -> None:
     run(tmp_path, hub_strategy=strategy, hub_always_push=True, save_async=background)
     folders = {"checkpoint": ["last-checkpoint"] * 2, "all_checkpoints": ["checkpoint-2", "checkpoint-4"]}
     expected: list[str] = []
@@ -41,11 +41,11 @@ def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str, b
         if strategy in folders:
             expected.append(f"{message}, checkpoint")
             commit = hub.commits[len(expected) - 1]
-            place = folders[strategy][index]
-            assert {path.partition("/")[0] for path in commit.added} == {place}
+            folder = folders[strategy][index]
+            assert {path.partition("/")[0] for path in commit.added} == {folder}
             names = {path.partition("/")[2] for path in commit.added}
             assert "manifest.json" in names
-            assert json.loads(commit.added[f"{place}/manifest.json"])["step"] == 2 * index + 2
+            assert json.loads(commit.added[f"{folder}/manifest.json"])["step"] == 2 * index + 2
     assert hub.messages() == [*expected, "End of training"]
     files = hub.files(NAME)
     assert MODEL | {"trainer_state.json"} <= set(files)
@@ -54,32 +54,32 @@ def test_what_a_strategy_pushes(hub: HubServer, tmp_path: Path, strategy: str, b
     if strategy not in folders:
         assert not nested
     else:  # the model beside the optimizer's shards
-        for place in set(folders[strategy]):
-            assert {f"{place}/{name}" for name in CHECKPOINT} <= nested
+        for folder in set(folders[strategy]):
+            assert {f"{folder}/{name}" for name in CHECKPOINT} <= nested
     local = (tmp_path / "run" / "model.safetensors").read_bytes()
     assert files["model.safetensors"] == local
     assert not (tmp_path / "run" / staging.FOLDER).exists()
 
 
-def test_epochs_are_named(hub: HubServer, tmp_path: Path) -> None:
+def test_commits_of_epoch_saves_name_the_epoch(hub: HubServer, tmp_path: Path) -> None:
     run(tmp_path, save_strategy="epoch", max_steps=-1, num_train_epochs=1)
     assert hub.messages() == ["Training in progress, epoch 1", "End of training"]
 
 
-def test_training_goes_on_while_a_push_is_under_way(hub: HubServer, tmp_path: Path) -> None:
-    arrived, go = hub.hold("/commit/")
+def test_training_continues_during_a_push(hub: HubServer, tmp_path: Path) -> None:
+    arrived, release = hub.hold("/commit/")
     seen: dict[str, Any] = {}
 
-    def look() -> None:
+    def check() -> None:
         assert arrived.wait(30)
         seen["commits"] = hub.messages()
 
-    def let_go() -> None:
+    def release_and_wait() -> None:
         seen["later"] = hub.messages()
-        go.set()
-        wait_for(lambda: not trainer._uploads.busy)
+        release.set()
+        wait_for(lambda: not trainer.publisher.uploads.busy)
 
-    steps = AtStep(step3=look, step7=let_go)
+    steps = AtStep(step3=check, step7=release_and_wait)
     trainer = make_trainer(tmp_path, callbacks=[steps], max_steps=8)
     trainer.train()
     trainer.engine.close()
@@ -90,15 +90,15 @@ def test_training_goes_on_while_a_push_is_under_way(hub: HubServer, tmp_path: Pa
     assert [json.loads(commit.added["training_args.json"]) for commit in hub.commits[:1]]
 
 
-def test_every_save_is_pushed_where_that_is_asked_for(hub: HubServer, tmp_path: Path) -> None:
-    arrived, go = hub.hold("/commit/")
+def test_every_save_is_pushed_if_requested(hub: HubServer, tmp_path: Path) -> None:
+    arrived, release = hub.hold("/commit/")
     weights: dict[int, bytes] = {}
 
     class Keep(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             weights[state.global_step] = (tmp_path / "run" / "model.safetensors").read_bytes()
 
-    steps = AtStep(step7=lambda: (arrived.wait(30), go.set()))
+    steps = AtStep(step7=lambda: (arrived.wait(30), release.set()))
     run(tmp_path, callbacks=[steps, Keep()], max_steps=8, hub_always_push=True)
     saved = [2, 4, 6, 8]
     assert hub.messages() == [*(f"Training in progress, step {step}" for step in saved), "End of training"]
@@ -108,32 +108,32 @@ def test_every_save_is_pushed_where_that_is_asked_for(hub: HubServer, tmp_path: 
 
 
 @pytest.mark.parametrize("set_aside", [True, False])
-def test_a_checkpoint_that_is_removed_meanwhile_arrives_whole(
+def test_a_checkpoint_removed_during_its_push_arrives_complete(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_aside: bool
 ) -> None:
     """``save_total_limit=1`` beside a slow push. Control: without setting files aside, it cannot work."""
     if not set_aside:
-        from ds_trainer.training.hooks import hub as hooks
+        from ds_trainer.training.hub import publisher as hooks
 
         monkeypatch.setattr(hooks, "stage_checkpoint", lambda checkpoint, target: checkpoint)
-    arrived, go = hub.hold("PUT /storage/")
+    arrived, release = hub.hold("PUT /storage/")
     folder = tmp_path / "run"
-    left: list[str] = []
+    remaining: list[str] = []
 
-    def look() -> None:
+    def check() -> None:
         assert arrived.wait(30)
-        left.extend(sorted(path.name for path in folder.glob("checkpoint-*")))
-        go.set()
+        remaining.extend(sorted(path.name for path in folder.glob("checkpoint-*")))
+        release.set()
 
     run(
         tmp_path,
-        callbacks=[AtStep(step7=look)],
+        callbacks=[AtStep(step7=check)],
         max_steps=8,
         hub_always_push=True,
         hub_strategy="all_checkpoints",
         save_total_limit=1,
     )
-    assert left == ["checkpoint-6"]
+    assert remaining == ["checkpoint-6"]
     arrived_steps = {path.split("/")[0] for path in hub.files(NAME) if path.startswith("checkpoint-")}
     if not set_aside:
         assert "checkpoint-2" not in arrived_steps
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_arrives_whole(
         assert json.loads(hub.files(NAME)[f"checkpoint-{step}/trainer_state.json"])["global_step"] == step
 
 
-def test_a_run_goes_on_from_the_last_checkpoint_on_the_hub(hub: HubServer, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_last_checkpoint_on_the_hub(hub: HubServer, tmp_path: Path) -> None:
     straight = run(tmp_path / "straight", max_steps=6, push_to_hub=False)
     stop = AtStep(step4=lambda: setattr(trainer.control, "should_training_stop", True))
     trainer = make_trainer(tmp_path / "first", callbacks=[stop], max_steps=6, hub_strategy="checkpoint")
@@ -168,11 +168,11 @@ def test_a_run_goes_on_from_the_last_checkpoint_on_the_hub(hub: HubServer, tmp_p
     assert json.loads(hub.files(NAME)["last-checkpoint/manifest.json"])["step"] == 6
 
 
-def test_the_newest_checkpoint_is_on_the_hub_in_the_end(hub: HubServer, tmp_path: Path) -> None:
-    _, go = hub.hold("/commit/")
+def test_the_newest_checkpoint_is_on_the_hub_at_the_end(hub: HubServer, tmp_path: Path) -> None:
+    _, release = hub.hold("/commit/")
     steps = AtStep(step6=lambda: None)
     trainer = make_trainer(tmp_path, callbacks=[steps], max_steps=6, hub_strategy="checkpoint")
-    trainer.add_callback(_OnTrainEnd(go.set))
+    trainer.add_callback(_OnTrainEnd(release.set))
     trainer.train()
     trainer.engine.close()
     assert hub.messages() == [
@@ -192,23 +192,23 @@ class _OnTrainEnd(TrainerCallback):
         self.function()
 
 
-def test_by_hand_before_training(hub: HubServer, tmp_path: Path) -> None:
-    told: list[int] = []
+def test_push_to_hub_can_be_called_before_training(hub: HubServer, tmp_path: Path) -> None:
+    pushed_steps: list[int] = []
 
-    class Told(TrainerCallback):
+    class PushCallback(TrainerCallback):
         def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told.append(state.global_step)
+            pushed_steps.append(state.global_step)
 
-    trainer = make_trainer(tmp_path, push_to_hub=False, callbacks=[Told()])
+    trainer = make_trainer(tmp_path, push_to_hub=False, callbacks=[PushCallback()])
     assert hub.requests == [] and trainer.hub_model_id is None
     info = trainer.push_to_hub()
-    assert trainer.hub_model_id == NAME and told == [0]
+    assert trainer.hub_model_id == NAME and pushed_steps == [0]
     assert info.commit_url.startswith(f"{hub.url}/{NAME}/commit/")
     hub.repositories[NAME].branches["main"]["model-00001-of-00002.safetensors"] = b"of an earlier model"
-    _, go = hub.hold("/commit/")
+    _, release = hub.hold("/commit/")
     future = trainer.push_to_hub("Once more", blocking=False, license="mit")
     assert isinstance(future, Future) and not future.done()
-    go.set()
+    release.set()
     assert future.result(30).commit_message == "Once more"
     assert hub.messages() == ["End of training", "Once more"]
     assert set(hub.files(NAME)) == {"README.md", "model.safetensors", "training_args.json"}
@@ -217,7 +217,7 @@ def test_by_hand_before_training(hub: HubServer, tmp_path: Path) -> None:
     assert b"license: mit" in hub.files(NAME, "other")["README.md"]
 
 
-def test_a_save_by_hand_is_pushed_a_save_within_is_not(hub: HubServer, tmp_path: Path) -> None:
+def test_save_model_called_by_the_user_is_pushed_but_not_internal_saves(hub: HubServer, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.save_model(str(tmp_path / "elsewhere"), _internal_call=True)
     assert hub.messages() == []
@@ -225,7 +225,7 @@ def test_a_save_by_hand_is_pushed_a_save_within_is_not(hub: HubServer, tmp_path:
     assert hub.messages() == ["Model save"]
 
 
-def test_a_subclass_that_saves_in_its_own_way_pushes_once(hub: HubServer, tmp_path: Path) -> None:
+def test_a_subclass_that_overrides_save_model_pushes_once(hub: HubServer, tmp_path: Path) -> None:
     class Older(type(make_trainer(tmp_path, push_to_hub=False))):  # type: ignore[misc]
         def save_model(self, output_dir: str | None = None) -> None:
             super().save_model(output_dir)
@@ -242,11 +242,11 @@ def test_a_push_that_fails_does_not_end_the_training(
     refused: list[str] = []
 
     def refuse() -> None:
-        wait_for(lambda: len(hub.commits) == 1 and not trainer._uploads.busy)
+        wait_for(lambda: len(hub.commits) == 1 and not trainer.publisher.uploads.busy)
         hub.tokens[TOKEN] = False
 
     def accept() -> None:
-        wait_for(lambda: not trainer._uploads.busy)
+        wait_for(lambda: not trainer.publisher.uploads.busy)
         refused.extend(hub.messages())
         hub.tokens[TOKEN] = True
 
@@ -255,7 +255,7 @@ def test_a_push_that_fails_does_not_end_the_training(
     trainer.train()
     trainer.engine.close()
     assert refused == ["Training in progress, step 2"]
-    # One record may be heard at two loggers.
+    # One record may reach two loggers.
     records = {id(record): record for record in caplog.records}.values()
     warnings = [record.getMessage() for record in records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "403" in warnings[0] and "write permission" in warnings[0]
@@ -268,8 +268,8 @@ def test_a_push_that_fails_does_not_end_the_training(
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_passing_troubles_are_sat_out(hub: HubServer, tmp_path: Path, status: int) -> None:
-    """Making the repository, the branch and the commit are not repeated by huggingface_hub itself."""
+def test_temporary_errors_are_retried(hub: HubServer, tmp_path: Path, status: int) -> None:
+    """huggingface_hub itself does not retry the creation of the repository, the branch and the commit."""
     for path in ("/api/repos/create", "/branch/", "/commit/"):
         hub.fail(path, status, times=2)
     trainer = make_trainer(tmp_path, hub_revision="v1")
@@ -278,7 +278,7 @@ def test_passing_troubles_are_sat_out(hub: HubServer, tmp_path: Path, status: in
     assert sum("/commit/" in request for request in hub.requests) == 3
 
 
-def test_lasting_troubles_end_the_patience(hub: HubServer, tmp_path: Path) -> None:
+def test_permanent_errors_end_the_retries(hub: HubServer, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     hub.fail("/commit/", 502, times=99)
     with pytest.raises(HubError, match="502"):
@@ -287,7 +287,7 @@ def test_lasting_troubles_end_the_patience(hub: HubServer, tmp_path: Path) -> No
     assert not (tmp_path / "run" / staging.FOLDER).exists()
 
 
-def test_a_process_that_ends_waits_for_its_push(hub: HubServer, tmp_path: Path) -> None:
+def test_a_process_waits_for_its_push_before_it_exits(hub: HubServer, tmp_path: Path) -> None:
     """A script whose last line begins a push."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "weights.bin").write_bytes(os.urandom(5000))
@@ -301,16 +301,16 @@ def test_a_process_that_ends_waits_for_its_push(hub: HubServer, tmp_path: Path) 
         "uploads.begin(prepare, Repository('run'), None)\n"
         "assert uploads.busy\n"
     )
-    arrived, go = hub.hold("/commit/")
+    arrived, release = hub.hold("/commit/")
     variables = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], env={**os.environ, **variables})
     assert arrived.wait(60) and process.poll() is None
-    go.set()
+    release.set()
     assert process.wait(30) == 0
     assert hub.messages() == ["last words"] and set(hub.files(NAME)) == {"weights.bin"}
 
 
-def test_files_are_linked_where_nobody_writes_in_place(tmp_path: Path) -> None:
+def test_files_that_are_never_modified_in_place_are_linked(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "checkpoint-3").mkdir(parents=True)
     (source / "_private").mkdir()
@@ -321,13 +321,13 @@ def test_files_are_linked_where_nobody_writes_in_place(tmp_path: Path) -> None:
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
     assert os.path.samefile(target / "model.safetensors", source / "model.safetensors")
     assert not os.path.samefile(target / "config.json", source / "config.json")
-    whole = staging.stage_checkpoint(source / "checkpoint-3", tmp_path / "whole")
-    assert os.path.samefile(whole / "state.pt", source / "checkpoint-3" / "state.pt")
+    staged = staging.stage_checkpoint(source / "checkpoint-3", tmp_path / "whole")
+    assert os.path.samefile(staged / "state.pt", source / "checkpoint-3" / "state.pt")
 
 
-def test_what_a_killed_process_set_aside_is_removed(tmp_path: Path) -> None:
-    left = tmp_path / staging.FOLDER / "0" / "model"
-    left.mkdir(parents=True)
+def test_files_staged_by_a_killed_process_are_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / staging.FOLDER / "0" / "model"
+    leftover.mkdir(parents=True)
     uploads.Uploads(tmp_path)
     assert not (tmp_path / staging.FOLDER).exists()
 

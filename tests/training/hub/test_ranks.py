@@ -1,4 +1,4 @@
-"""Several ranks: all save, the main process alone talks to the Hub, and what fails there is heard everywhere."""
+"""Several ranks: all save, only the main process talks to the Hub, and its errors are raised on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(url: str, folder: str, **values: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_sharded_weights_arrive_whole(hub: HubServer, tmp_path: Path) -> None:
+def test_sharded_weights_are_pushed_unsharded(hub: HubServer, tmp_path: Path) -> None:
     values = {"zero_stage": 3, "hub_strategy": "checkpoint", "hub_always_push": True}
     weights, others = pool(2).run(_with, train, hub.url, str(tmp_path), values)
     assert hub.messages() == [
@@ -56,13 +56,13 @@ def passed_over(url: str, folder: str) -> list[str]:
     with pointed_at(url):
         step = AtStep(step5=lambda: _let_go(url, trainer))
         trainer = make_trainer(Path(folder), callbacks=[step], max_steps=6, per_device_train_batch_size=1)
-        original = trainer.save_internally
+        original = trainer.publisher.save
 
         def counted(directory: str | None = None) -> None:
             saves.append(str(trainer.state.global_step))
             original(directory)
 
-        trainer.save_internally = counted  # type: ignore[method-assign]
+        trainer.publisher.save = counted  # type: ignore[method-assign]
         trainer.train()
         trainer.engine.close()
     return saves
@@ -73,10 +73,10 @@ def _let_go(url: str, trainer: Any) -> None:
 
     if trainer.is_world_process_zero():
         urllib.request.urlopen(f"{url}/test/go").read()
-        wait_for(lambda: not trainer._uploads.busy)
+        wait_for(lambda: not trainer.publisher.uploads.busy)
 
 
-def test_all_ranks_pass_over_the_same_saves(hub: HubServer, tmp_path: Path) -> None:
+def test_all_ranks_skip_the_same_pushes(hub: HubServer, tmp_path: Path) -> None:
     hub.hold("/commit/")
     first, second = pool(2).run(passed_over, hub.url, str(tmp_path))
     assert first == second == ["2", "6", "6"]  # at 4 the push was held; at the end there is one more
@@ -85,28 +85,28 @@ def test_all_ranks_pass_over_the_same_saves(hub: HubServer, tmp_path: Path) -> N
 
 def refused(url: str, folder: str, token: str) -> list[str]:
     """What each rank raises at construction, and of a push that it waits for; then it trains."""
-    said = []
+    messages = []
     with pointed_at(url):
         try:
             make_trainer(Path(folder), hub_token=token)
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
         trainer = make_trainer(Path(folder), push_to_hub=False, per_device_train_batch_size=1)
         try:
             trainer.push_to_hub(token=token)
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
         trainer.train()
-        said.append(str(trainer.state.global_step))
+        messages.append(str(trainer.state.global_step))
         trainer.engine.close()
-    return said
+    return messages
 
 
 @pytest.mark.parametrize(("token", "status"), [("hf_nobody", "401"), (READER, "403")])
-def test_a_refusal_reaches_all_ranks(hub: HubServer, tmp_path: Path, token: str, status: str) -> None:
+def test_a_rejection_by_the_hub_is_raised_on_all_ranks(hub: HubServer, tmp_path: Path, token: str, status: str) -> None:
     first, second = pool(2).run(refused, hub.url, str(tmp_path), token)
     assert first == second and len(first) == 3 and first[2] == "4"
-    assert all(said.startswith("ConfigError: Making the repository 'run' failed") for said in first[:2])
+    assert all(message.startswith("ConfigError: Creating the repository 'run' failed") for message in first[:2])
     assert status in first[0] and token not in str(first)
 
 
@@ -119,13 +119,13 @@ def failing_push(url: str, folder: str) -> list[Any]:
         try:
             trainer.push_to_hub()
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         after = trainer.push_to_hub("Once more")
         client.WAITS = (1.0, 4.0, 15.0)
-    return [said, after is not None]
+    return [message, after is not None]
 
 
-def test_a_push_that_fails_fails_on_all_ranks_and_can_be_tried_again(hub: HubServer, tmp_path: Path) -> None:
+def test_a_failed_push_fails_on_all_ranks_and_can_be_repeated(hub: HubServer, tmp_path: Path) -> None:
     hub.fail("/commit/", 500, times=2)
     (first, pushed), (second, other) = pool(2).run(failing_push, hub.url, str(tmp_path))
     assert first == second and first.startswith("HubError: Pushing 'End of training' to tester/run failed")

@@ -15,11 +15,11 @@ from ds_trainer.utils.errors import ConfigError
 from tests.support.hub_server import ORGANIZATION, READER, TOKEN, HubServer
 from tests.training.hub.support import make_trainer
 
-NOBODY = "hf_tokenThatNobodyEverIssued000"
+UNKNOWN_TOKEN = "hf_tokenThatNobodyEverIssued000"
 
 
 @pytest.mark.parametrize(
-    ("asked", "made"),
+    ("requested", "made"),
     [
         (None, "tester/run"),
         ("other", "tester/other"),
@@ -27,14 +27,14 @@ NOBODY = "hf_tokenThatNobodyEverIssued000"
         (f"{ORGANIZATION}/shared", f"{ORGANIZATION}/shared"),
     ],
 )
-def test_the_name_of_the_repository(hub: HubServer, tmp_path: Path, asked: str | None, made: str) -> None:
-    trainer = make_trainer(tmp_path, hub_model_id=asked)
+def test_the_name_of_the_repository(hub: HubServer, tmp_path: Path, requested: str | None, made: str) -> None:
+    trainer = make_trainer(tmp_path, hub_model_id=requested)
     assert trainer.hub_model_id == made and list(hub.repositories) == [made]
-    make_trainer(tmp_path, hub_model_id=asked)  # one that exists is used
+    make_trainer(tmp_path, hub_model_id=requested)  # one that exists is used
     assert list(hub.repositories) == [made]
 
 
-def test_a_directory_given_with_a_slash_at_its_end_has_a_name() -> None:
+def test_the_repository_name_ignores_a_trailing_slash() -> None:
     assert repository_name(None, "some/run/") == "run"
 
 
@@ -62,24 +62,24 @@ def test_a_branch_is_made_and_pushed_to(hub: HubServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
-        ({"hub_token": NOBODY}, r"'run' failed: .*401.*hub_token.*HF_TOKEN.*hf auth login"),
+        ({"hub_token": UNKNOWN_TOKEN}, r"'run' failed: .*401.*hub_token.*HF_TOKEN.*hf auth login"),
         ({"hub_token": None}, r"401.*hub_token"),
         ({"hub_token": READER}, r"403.*write permission"),
         ({"hub_model_id": "somebody/model"}, r"'somebody/model' failed.*403.*hub_model_id"),
         ({"hub_model_id": "not a name!"}, r"hub_model_id"),
     ],
 )
-def test_what_is_refused_is_refused_at_construction(
-    hub: HubServer, tmp_path: Path, values: dict[str, str], words: str
+def test_rejections_by_the_hub_are_raised_at_construction(
+    hub: HubServer, tmp_path: Path, values: dict[str, str], message: str
 ) -> None:
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=words) as caught:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message) as caught:
         make_trainer(tmp_path, **values)
-    assert time.monotonic() - began < 5.0  # it takes milliseconds; the machine may be busy
-    said = "".join(traceback.format_exception(caught.value))  # with whatever it came from
-    assert NOBODY not in said and READER not in said and "httpx" not in said
+    assert time.monotonic() - started < 5.0  # it takes milliseconds; the machine may be busy
+    traceback_text = "".join(traceback.format_exception(caught.value))  # with whatever it came from
+    assert UNKNOWN_TOKEN not in traceback_text and READER not in traceback_text and "httpx" not in traceback_text
     assert not any("/commit/" in request for request in hub.requests)
 
 
@@ -88,14 +88,14 @@ def test_the_token_of_the_environment_is_used(hub: HubServer, tmp_path: Path, mo
     assert make_trainer(tmp_path, hub_token=None).hub_model_id == "tester/run"
     trainer = make_trainer(tmp_path, hub_token=None, push_to_hub=False, output_dir=str(tmp_path / "b"))
     with pytest.raises(ConfigError, match="401"):
-        trainer.push_to_hub(token=NOBODY)
+        trainer.push_to_hub(token=UNKNOWN_TOKEN)
     trainer.init_hf_repo(token=TOKEN, private=True)
     assert trainer.hub_model_id == "tester/b" and hub.repositories["tester/b"].private
 
 
 def test_a_hub_that_does_not_answer(hub: HubServer, tmp_path: Path) -> None:
     hub.fail("/api/repos/create", 500, times=99)
-    with pytest.raises(HubError, match=r"Making the repository 'run' failed.*500"):
+    with pytest.raises(HubError, match=r"Creating the repository 'run' failed.*500"):
         make_trainer(tmp_path)
     assert sum("/api/repos/create" in request for request in hub.requests) == 3
 
@@ -126,7 +126,7 @@ def test_without_the_package(hub: HubServer, tmp_path: Path, monkeypatch: pytest
         trainer.create_model_card()
 
 
-def test_nothing_talks_to_the_hub_unasked(hub: HubServer, tmp_path: Path) -> None:
+def test_without_push_to_hub_no_request_is_sent(hub: HubServer, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, push_to_hub=False, max_steps=2)
     trainer.train()
     trainer.save_model()

@@ -34,7 +34,7 @@ def found_in(text: bytes) -> list[str]:
 
 
 @contextmanager
-def everything_said(path: Path) -> Iterator[None]:
+def all_text(path: Path) -> Iterator[None]:
     """What this process writes to its streams, and every log record of every level, goes to ``path``."""
     from huggingface_hub import constants
 
@@ -68,7 +68,7 @@ def everything_said(path: Path) -> Iterator[None]:
                 os.close(copy)
 
 
-def run_on_rank(url: str, folder: str, said: str) -> dict[str, Any]:
+def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
     """Pushes that succeed and fail; returns messages of errors, and what DeepSpeed and the writer of arguments got."""
     from ds_trainer.training.hub import client
 
@@ -77,7 +77,7 @@ def run_on_rank(url: str, folder: str, said: str) -> dict[str, Any]:
     errors = []
     rank = int(os.environ["RANK"])
     try:
-        with pointed_at(url), everything_said(Path(said).with_suffix(f".{rank}")):
+        with pointed_at(url), all_text(Path(log_file).with_suffix(f".{rank}")):
             trainer = make_trainer(
                 Path(folder),
                 hub_token=IN_ARGUMENTS,
@@ -96,7 +96,7 @@ def run_on_rank(url: str, folder: str, said: str) -> dict[str, Any]:
                 except ConfigError:
                     errors.append(traceback.format_exc())
             print(repr(trainer.args), trainer.args.to_json_string(), trainer.args.to_sanitized_dict())
-            print(trainer.compiled.to_json(), trainer.compiled.explain(), trainer.compiled.said("comet.api_key"))
+            print(trainer.compiled.to_json(), trainer.compiled.explain(), trainer.compiled.describe("comet.api_key"))
             torch.save(trainer.args.to_dict(), Path(folder) / "run" / f"arguments{rank}.pt")
             given = trainer.compiled.to_dict()["comet"]["api_key"]
             trainer.engine.close()
@@ -109,19 +109,19 @@ def run_on_rank(url: str, folder: str, said: str) -> dict[str, Any]:
 _STAGE = {"zero_optimization": {"stage": 1}}
 
 
-def test_no_secret_is_found_anywhere(hub: HubServer, tmp_path: Path) -> None:
+def test_no_secret_is_written_anywhere(hub: HubServer, tmp_path: Path) -> None:
     hub.tokens = {IN_ARGUMENTS: True}
     hub.fail("/commit/", 500)  # tried again
     hub.fail("/commit/", 401)  # so that the first push fails
-    said = tmp_path / "said.log"
-    results = pool(2).run(run_on_rank, hub.url, str(tmp_path), str(said))
+    log_file = tmp_path / "said.log"
+    results = pool(2).run(run_on_rank, hub.url, str(tmp_path), str(log_file))
     assert [result["given"] for result in results] == [OF_COMET, OF_COMET]  # DeepSpeed gets the real one
     assert all(len(result["errors"]) == 2 and "401" in result["errors"][0] for result in results)
     assert "Training in progress, step 4" in hub.messages() and hub.messages()[-1] == "End of training"
 
     logs = b"".join(path.read_bytes() for path in tmp_path.glob("said*"))
-    for word in (b"huggingface_hub", b"httpcore2", b"Send: curl", b"401", b"step 4/4", b'"project": "visible"'):
-        assert word in logs, word  # the logs are there, or the search would find nothing
+    for text in (b"huggingface_hub", b"httpcore2", b"Send: curl", b"401", b"step 4/4", b'"project": "visible"'):
+        assert text in logs, text  # the logs are there, or the search would find nothing
     assert found_in(logs) == []
     assert found_in(json.dumps([result["errors"] for result in results]).encode()) == []
 
@@ -138,11 +138,11 @@ def test_no_secret_is_found_anywhere(hub: HubServer, tmp_path: Path) -> None:
     assert [found for data in hub.everything() if (found := found_in(data))] == []
 
 
-def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
+def test_control_the_search_finds_secrets(tmp_path: Path) -> None:
     """Control: a checkpoint and a log that do hold secrets."""
     torch.save({"ds_config": {"comet": {"api_key": OF_COMET}}}, tmp_path / "states.pt")
     assert found_in((tmp_path / "states.pt").read_bytes()) == [OF_COMET]
-    with everything_said(tmp_path / "said"):
+    with all_text(tmp_path / "said"):
         os.write(1, f"on standard output: {IN_ARGUMENTS}".encode())
         os.write(2, f"on standard error: {BY_HAND}".encode())
         logging.getLogger("somebody").debug("in a log: %s", IN_ENVIRONMENT)
@@ -160,42 +160,42 @@ def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
     ],
     ids=["bytes", "list", "text of a list", "unquoted", "no end"],
 )
-def test_a_file_that_is_refused_shows_no_key(source: Any, tmp_path: Path) -> None:
-    said = ""
+def test_rejecting_a_file_shows_no_secret(source: Any, tmp_path: Path) -> None:
+    output = ""
     try:
         found, problems = read_user_config(source)
-        said = str(problems)
+        output = str(problems)
         args = TrainingArguments(str(tmp_path), deepspeed=found.plain(), use_cpu=True)
-        said += str(args)
+        output += str(args)
     except ConfigError as error:
-        said += "".join(traceback.format_exception(error))
-    assert said and OF_COMET not in said
+        output += "".join(traceback.format_exception(error))
+    assert output and OF_COMET not in output
 
 
-def test_a_key_of_the_wrong_type_is_not_shown(tmp_path: Path) -> None:
+def test_a_secret_of_the_wrong_type_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"comet.api_key=<API_KEY> must be") as caught:
         make_trainer(tmp_path, push_to_hub=False, deepspeed={"comet": {"api_key": 81540815}})
     assert "81540815" not in str(caught.value)
 
 
-def test_the_config_command_shows_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_command_shows_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ds_trainer.cli.main import main
 
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"comet": {"enabled": False, "api_key": OF_COMET}}))
-    for words in ([], ["--explain"]):
-        assert main(["config", "--deepspeed", str(file), "--use_cpu", "true", *words]) == 0
+    for options in ([], ["--explain"]):
+        assert main(["config", "--deepspeed", str(file), "--use_cpu", "true", *options]) == 0
         out = capsys.readouterr().out
         assert "<API_KEY>" in out and OF_COMET not in out
 
 
-def test_arguments_given_as_text_show_no_key(tmp_path: Path) -> None:
+def test_arguments_given_as_text_show_no_secret(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), deepspeed=f'{{"comet": {{"api_key": "{OF_COMET}"}}}}', hub_token=BY_HAND)
     for shown in (repr(args), args.to_json_string(), str(args.to_sanitized_dict())):
         assert OF_COMET not in shown and BY_HAND not in shown and "comet" in shown
 
 
-def test_a_push_that_waits_says_nothing_either(hub: HubServer, tmp_path: Path) -> None:
+def test_a_failed_background_push_shows_no_secret(hub: HubServer, tmp_path: Path) -> None:
     """A future's error, with all that it came from."""
     trainer = make_trainer(tmp_path)
     hub.tokens.clear()

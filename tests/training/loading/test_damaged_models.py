@@ -62,56 +62,56 @@ def _without_type(directory: Path) -> None:
 # What is done to a saved model, whether it has several files, and what the error says.
 Damage = Callable[[Path], Any]
 CASES: dict[str, tuple[Damage, bool, str]] = {
-    "no config.json": (lambda d: (d / "config.json").unlink(), False, r"there is no config.json in .*Name the dir"),
-    "a config.json that is cut off": (lambda d: _cut(d / "config.json", 9), False, "json cannot be used: .*JSON"),
+    "no config.json": (lambda d: (d / "config.json").unlink(), False, r"there is no config.json in .*Pass the dir"),
+    "a config.json that is cut off": (lambda d: _cut(d / "config.json", 9), False, "json cannot be loaded: .*JSON"),
     "no model_type": (
-        lambda d: (d / "config.json").write_text("{}"), False, "config.json cannot be used: .*`model_type`",
+        lambda d: (d / "config.json").write_text("{}"), False, "config.json cannot be loaded: .*`model_type`",
     ),
-    "an unknown model_type": (lambda d: _rewrite(d / "config.json", model_type="lama9"), False, "used: .*`lama9`"),
+    "an unknown model_type": (lambda d: _rewrite(d / "config.json", model_type="lama9"), False, "loaded: .*`lama9`"),
     "a class of another architecture": (
         lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"]), False,
-        "model_type llama, and architectures BertForMaskedLM, which is for bert models. Correct one",
+        "model_type llama, but its architectures entry BertForMaskedLM is for bert models. Correct one",
     ),
     "another architecture": (
         lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"], model_type="bert"), False,
-        "has no weights for 44 of BertForMaskedLM's tensors.*the directory of another model",
+        "has no weights for 44 tensors of BertForMaskedLM.*the directory belongs to another model",
     ),
-    "another size": (lambda d: _rewrite(d / "config.json", hidden_size=64), False, "has other shapes than Llama"),
+    "another size": (lambda d: _rewrite(d / "config.json", hidden_size=64), False, "shapes differ from Llama"),
     "a damaged generation_config.json": (
-        lambda d: (d / "generation_config.json").write_text("{"), False, "config.json cannot be used: .*remove",
+        lambda d: (d / "generation_config.json").write_text("{"), False, "config.json cannot be loaded: .*remove",
     ),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), False, "has no weights: none of model.safetensors, "),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), False, "found none of model.safetensors, "),
     "a missing shard file": (
         lambda d: (d / "model-00001-of-00005.safetensors").unlink(), True,
-        r"index.json names 1 of 5 file\(s\) that are not there: model-00001-of-00005.safetensors. Copy or download",
+        r"index.json lists 5 files, 1 of which are missing: model-00001-of-00005.safetensors. Copy or download",
     ),
     "an index with a wrong name": (
-        _another_name_in_the_index, True, r"names 1 of \d file\(s\) that are not there: model-9.safetensors",
+        _another_name_in_the_index, True, r"lists \d files, 1 of which are missing: model-9.safetensors",
     ),
     "an index that is cut off": (
-        lambda d: _cut(d / "model.safetensors.index.json", 50), True, r"index.json is no JSON \(.*Copy or download",
+        lambda d: _cut(d / "model.safetensors.index.json", 50), True, r"is not valid JSON \(.*Copy or download",
     ),
     "an index that is a list": (
-        lambda d: (d / "model.safetensors.index.json").write_text("[]"), True, "index.json is no index of weights",
+        lambda d: (d / "model.safetensors.index.json").write_text("[]"), True, "index.json is not a weight index",
     ),
     "a file that is cut off": (
         lambda d: _cut(d / "model.safetensors", 79692), False,
-        "model.safetensors has 79692 bytes, and its header says 79792: it was cut off, or is damaged. Copy or download",
+        "has 79692 bytes, but its header requires 79792: it is truncated or damaged. Copy or download",
     ),
     "a file that is cut off, and no type": (
-        lambda d: (_cut(d / "model.safetensors", 70000), _without_type(d)), False, "has 70000 bytes, and its",
+        lambda d: (_cut(d / "model.safetensors", 70000), _without_type(d)), False, "has 70000 bytes, but its",
     ),
     "a shard file that is cut off": (
         lambda d: _cut(d / "model-00002-of-00005.safetensors", 999), True, "00002-of-00005.safetensors .* damaged",
     ),
     "a file that is cut off in its header": (
-        lambda d: _cut(d / "model.safetensors", 100), False, "is no safetensors file, or is damaged: a header of",
+        lambda d: _cut(d / "model.safetensors", 100), False, "is not a safetensors file, or is damaged: a header of",
     ),
     "an empty file": (lambda d: _cut(d / "model.safetensors", 0), False, "damaged: a header of 0 bytes in a file of 0"),
-    "a header without offsets": (_entry_without_offsets, False, "its header does not say where a is. Copy or download"),
+    "a header without offsets": (_entry_without_offsets, False, "its header has no location for a. Copy or download"),
     "a pickle that runs code": (
         lambda d: _as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), False,
-        "pytorch_model.bin holds more than tensors and plain values: posix.system, which can run code .*was not run",
+        "pytorch_model.bin contains more than tensors and plain values: posix.system can run code .*was not run",
     ),
     "a pickle that runs code, and no type": (
         lambda d: (_as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), _without_type(d)), False, "posix.sys",
@@ -124,11 +124,11 @@ CASES: dict[str, tuple[Damage, bool, str]] = {
 }  # fmt: skip
 
 NAMES = {
-    "{root}/an empty fil": r"is no directory \(looked from .*Did you mean '.*/an empty file'.*repository",
-    "./modles/llama": r"'./modles/llama' is no directory \(looked from .*Name the directory of a saved model, or",
-    "me/llama": r"'me/llama' is no directory .*the cache .* does not hold .*HF_HUB_OFFLINE.*`hf download me/llama`",
-    "{root}": r"there is no config.json in .* It holds .*, which have one. Name the directory",
-    "{root}/no weights/config.json": "is a file. Name the directory that holds it",
+    "{root}/an empty fil": r"is not a directory \(working directory: .*Did you mean '.*/an empty file'.*repository",
+    "./modles/llama": r"'./modles/llama' is not a directory \(working directory: .*Pass the directory of a saved",
+    "me/llama": r"'me/llama' is not a directory .*the cache .* does not contain.*OFFLINE.*`hf download me/llama`",
+    "{root}": r"there is no config.json in .* Its subfolders .* contain one. Pass the directory",
+    "{root}/no weights/config.json": "is a file. Pass the directory that contains it",
 }
 
 
@@ -154,23 +154,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_model(case: str, root: Path, tmp_path: Path) -> None:
-    said = refusal(str(root / case), str(tmp_path))
-    assert re.search(CASES[case][2], said), said
-    assert str(root / case) in said and not (root / case / "ran").exists()
+def test_a_damaged_model_is_rejected(case: str, root: Path, tmp_path: Path) -> None:
+    message = refusal(str(root / case), str(tmp_path))
+    assert re.search(CASES[case][2], message), message
+    assert str(root / case) in message and not (root / case / "ran").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_that_means_no_model(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_name_is_rejected(
+    name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    said = refusal(name.format(root=root), str(tmp_path))
-    assert re.search(NAMES[name], said), said
+    message = refusal(name.format(root=root), str(tmp_path))
+    assert re.search(NAMES[name], message), message
 
 
-def test_every_rank_says_it_and_ends(root: Path, tmp_path: Path) -> None:
+def test_every_rank_reports_the_error_and_ends(root: Path, tmp_path: Path) -> None:
     """Two ranks say the same of every one; none waits for the other."""
     given = [str(root / case) for case in CASES] + ["./modles/llama", f"{root}/gone"]
     first, second = pool(2).run(refusals, given, str(tmp_path))

@@ -39,7 +39,7 @@ def downloads(hub: HubServer) -> set[str]:
     return {r.rpartition("/")[2] for r in hub.requests if "/resolve/" in r and r.startswith("GET")}
 
 
-def test_a_name_is_downloaded_with_what_is_read(hub: HubServer, tmp_path: Path) -> None:
+def test_only_the_needed_files_of_a_hub_model_are_downloaded(hub: HubServer, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = saved("llama", tmp_path / "model", max_shard_size="20KB")
@@ -57,7 +57,7 @@ def test_a_name_is_downloaded_with_what_is_read(hub: HubServer, tmp_path: Path) 
     assert len(hub.requests) == before
 
 
-def test_bin_files_where_there_are_no_others(hub: HubServer, tmp_path: Path) -> None:
+def test_bin_files_are_downloaded_if_there_are_no_others(hub: HubServer, tmp_path: Path) -> None:
     directory = Path(saved("llama", tmp_path / "model"))
     (directory / "model.safetensors").unlink()
     stored(hub, directory, pytorch_model_DOT_bin=b"x" * 10)
@@ -65,9 +65,9 @@ def test_bin_files_where_there_are_no_others(hub: HubServer, tmp_path: Path) -> 
     assert (found / "pytorch_model.bin").read_bytes() == b"x" * 10
 
 
-def test_one_process_asks_and_the_others_take_its_files(hub: HubServer, tmp_path: Path) -> None:
+def test_one_process_downloads_and_the_others_use_its_files(hub: HubServer, tmp_path: Path) -> None:
     stored(hub, Path(saved("llama", tmp_path / "model")))
-    arrived, go = hub.hold("GET /api/models/me/llama/revision")
+    arrived, release = hub.hold("GET /api/models/me/llama/revision")
     found: list[Path] = []
 
     def ask() -> None:
@@ -78,14 +78,14 @@ def test_one_process_asks_and_the_others_take_its_files(hub: HubServer, tmp_path
     assert arrived.wait(30)
     for thread in threads[1:]:  # they come while the first one is at it
         thread.start()
-    go.set()
+    release.set()
     for thread in threads:
         thread.join(60)
     assert len(found) == 4 and len(set(found)) == 1
     assert sum(r.startswith("GET /api/models/me/llama/revision") for r in hub.requests) <= 1
 
 
-def test_what_cannot_be_had(hub: HubServer, tmp_path: Path) -> None:
+def test_models_that_cannot_be_downloaded_are_reported(hub: HubServer, tmp_path: Path) -> None:
     cache = str(tmp_path)
     with pytest.raises(ConfigError, match=r"the Hub has no repository of that name"):
         model_directory("me/gone", cache_dir=cache)
@@ -93,12 +93,12 @@ def test_what_cannot_be_had(hub: HubServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no revision 'v9'"):
         model_directory(NAME, revision="v9", cache_dir=cache)
     hub.fail("GET /api/models/me/llama", 403, times=9)
-    with pytest.raises(ConfigError, match=r"does not give this token the repository.*hf auth login"):
+    with pytest.raises(ConfigError, match=r"this token has no access to the Hub repository.*hf auth login"):
         model_directory(NAME, cache_dir=cache)
-    with pytest.raises(ConfigError, match=r"no name of a repository of the Hub, such as"):
+    with pytest.raises(ConfigError, match=r"not a valid Hub repository name such as"):
         model_directory("me/na me", cache_dir=cache)
 
 
 def test_offline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the Hub may not be asked.*HF_HUB_OFFLINE.*`hf download me/llama`"):
+    with pytest.raises(ConfigError, match=r"access to the Hub is disabled.*HF_HUB_OFFLINE.*`hf download me/llama`"):
         model_directory(NAME, cache_dir=str(tmp_path), local_files_only=True)

@@ -11,7 +11,7 @@ import torch
 
 from ds_trainer import ConfigError, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from ds_trainer.checkpoint.loading.file_weights import FileWeights
-from ds_trainer.engine.loading.weight_source import attached_weights
+from ds_trainer.engine.loading.weight_source import attached_weight_source
 from ds_trainer.monitor.header import load_text
 from ds_trainer.monitor.units import human_bytes
 from tests.support.models import RaggedTokens, tiny_llama
@@ -45,12 +45,12 @@ def on_meta(trainer: Any) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_asked_before_training(stage: int, llama: str, tmp_path: Path) -> None:
+def test_a_named_model_can_be_used_before_training(stage: int, llama: str, tmp_path: Path) -> None:
     trainer = trainer_of(Path(llama), tmp_path, zero_stage=stage)
     assert on_meta(trainer)
     assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in tiny_llama().parameters())
-    assert trainer.flop_rule.flops_per_token(1) > 0
-    assert on_meta(trainer)  # nobody needed the weights for that
+    assert trainer.telemetry.flop_rule(trainer.model).flops_per_token(1) > 0
+    assert on_meta(trainer)  # the weights were not needed for that
     trainer.save_model(str(tmp_path / "copy"))
     copy, expected = transformers_llama(str(tmp_path / "copy")), transformers_llama(llama)
     assert all(torch.equal(p, q) for p, q in zip(copy.parameters(), expected.parameters(), strict=True))
@@ -59,10 +59,10 @@ def test_what_is_asked_before_training(stage: int, llama: str, tmp_path: Path) -
     trainer = trainer_of(llama, tmp_path, zero_stage=stage)
     rows = RaggedTokens(4)
     assert abs(trainer.predict(rows).predictions - other.predict(rows).predictions).max() < 1e-5
-    assert trainer.load_report.bytes_read > 0
+    assert trainer.engines.load_report.bytes_read > 0
 
 
-def test_half_precision_evaluation_and_the_device_at_once(llama: str, tmp_path: Path) -> None:
+def test_half_precision_evaluation_of_a_named_model(llama: str, tmp_path: Path) -> None:
     half = trainer_of(llama, tmp_path, bf16_full_eval=True).evaluate()["eval_loss"]
     expected = trainer_of(transformers_llama(llama), tmp_path, bf16_full_eval=True).evaluate()["eval_loss"]
     assert half == expected
@@ -74,13 +74,11 @@ def test_half_precision_evaluation_and_the_device_at_once(llama: str, tmp_path: 
     assert not any(parameter.is_meta for parameter in trainer.model.parameters())
 
 
-def test_the_header_and_the_metrics_tell_of_the_load(
-    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_header_and_metrics_report_the_load(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(llama, tmp_path)
     metrics = trainer.train().metrics
     size = (Path(llama) / "model.safetensors").stat().st_size
-    report = trainer.load_report
+    report = trainer.engines.load_report
     assert report.tensors == 21 and 0 < report.bytes_read <= 1.2 * size
     assert report.host_peak_bytes > 50e6 and report.device_peak_bytes == 0
     printed = capsys.readouterr().out
@@ -91,8 +89,8 @@ def test_the_header_and_the_metrics_tell_of_the_load(
     assert f"load {human_bytes(metrics['load_bytes_read'])} read  load host peak " in last and "0000" not in last
     trainer.log_metrics("train", metrics)
     assert f"load_bytes_read = {human_bytes(metrics['load_bytes_read'])}" in " ".join(capsys.readouterr().out.split())
-    again = trainer.train().metrics  # the model has its weights by now
-    assert again["load_bytes_read"] == metrics["load_bytes_read"]
+    second = trainer.train().metrics  # the model has its weights by now
+    assert second["load_bytes_read"] == metrics["load_bytes_read"]
     from dataclasses import replace
 
     large = replace(report, source="DIR", tensors=291, bytes_read=int(16.06e9), seconds=9.0, host_peak_bytes=int(2.3e9))
@@ -114,16 +112,16 @@ def test_arguments_reach_from_pretrained(tmp_path: Path) -> None:
     assert trainer_of(directory, tmp_path, Labelled(8), model_init_kwargs=kind, allow_new_weights=True).train()
 
 
-def test_arguments_that_nobody_would_read(llama: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"are for a model that is named.*but a LlamaForCausalLM is given"):
+def test_unused_model_arguments_are_rejected(llama: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"require a model given as a directory.*but the model is a LlamaForCausalLM"):
         trainer_of(tiny_llama(), tmp_path, model_init_kwargs={"dtype": "float32"})
     config = tiny_llama().config
-    with pytest.raises(ConfigError, match=r"are for a model that is named.*but a LlamaConfig is given"):
+    with pytest.raises(ConfigError, match=r"require a model given as a directory.*but the model is a LlamaConfig"):
         trainer_of(config, tmp_path, model_init_kwargs={"revision": "main"})
 
 
 @pytest.mark.parametrize("given", [7, ["a"], object()], ids=["a number", "a list", "an object"])
-def test_what_is_no_model(given: Any, tmp_path: Path) -> None:
+def test_values_that_are_no_model_are_rejected(given: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not a torch.nn.Module, the name of a model, or its configuration"):
         trainer_of(given, tmp_path)
     with pytest.raises(ConfigError, match=r"model_init returned a .*, not a torch.nn.Module, the name"):
@@ -134,7 +132,7 @@ def test_model_init_may_return_a_name_or_a_configuration(llama: str, tmp_path: P
     expected = trainer_of(transformers_llama(llama), tmp_path)
     losses = expected.train().training_loss
     named = trainer_of(None, tmp_path, model_init=lambda: llama)
-    assert [named.train().training_loss for _ in range(2)] == [losses, losses]  # each begins anew
+    assert [named.train().training_loss for _ in range(2)] == [losses, losses]  # each starts again
 
     def new(seed: int) -> Any:
         kwargs = {"auto_class": "AutoModelForCausalLM"}
@@ -146,7 +144,7 @@ def test_model_init_may_return_a_name_or_a_configuration(llama: str, tmp_path: P
     assert found[0] == found[1] != found[2]
 
 
-def test_every_trial_loads_anew(llama: str, tmp_path: Path) -> None:
+def test_every_trial_loads_the_model_again(llama: str, tmp_path: Path) -> None:
     trainer = trainer_of(None, tmp_path, model_init=lambda: llama)
     losses = [trainer.train(trial={"learning_rate": rate}).training_loss for rate in (1e-2, 1e-3, 1e-2)]
     assert losses[0] == losses[2] != losses[1]
@@ -157,7 +155,7 @@ def test_the_batch_size_is_found_on_a_named_model(llama: str, tmp_path: Path) ->
     assert trainer_of(llama, tmp_path, auto_find_batch_size=True).train().training_loss == plain
 
 
-def test_a_model_that_generates(tmp_path: Path) -> None:
+def test_a_named_model_can_generate(tmp_path: Path) -> None:
     directory = saved("t5", tmp_path / "t5")
     values: dict[str, Any] = {
         "kind": Seq2SeqTrainingArguments,
@@ -174,23 +172,25 @@ def test_a_model_that_generates(tmp_path: Path) -> None:
     assert type(made.model).__name__ == "T5ForConditionalGeneration"
 
 
-def test_what_a_model_needs_of_its_arguments(llama: str, tmp_path: Path) -> None:
+def test_model_changes_by_arguments_apply_to_a_named_model(llama: str, tmp_path: Path) -> None:
     settings = {"activation_checkpointing": True, "neftune_noise_alpha": 5.0}
     found = trainer_of(llama, tmp_path, **settings).train().training_loss
     assert found == trainer_of(transformers_llama(llama), tmp_path, **settings).train().training_loss
     body = Path(saved("llama", tmp_path / "body"))
-    with pytest.raises(ConfigError, match=r"LlamaModel ends in hidden states"):
+    with pytest.raises(ConfigError, match=r"LlamaModel returns hidden states"):
         trainer_of(str(body), tmp_path, model_init_kwargs={"auto_class": "AutoModel"})
 
 
-def test_a_resumed_run_reads_no_file_of_the_base(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_does_not_read_the_base_weights(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer_of(llama, tmp_path, **values).train()
+    uninterrupted = trainer_of(llama, tmp_path, **values).train()
     resumed = trainer_of(llama, tmp_path, **values)
-    source = attached_weights(resumed.model)
+    source = attached_weight_source(resumed.model)
     assert isinstance(source, FileWeights)
     output = resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert source.bytes_read == 0 and output.global_step == whole.global_step == 3
+    assert source.bytes_read == 0 and output.global_step == uninterrupted.global_step == 3
     assert output.metrics["load_bytes_read"] == 0
     last = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     assert all(loss == loss for loss in last)

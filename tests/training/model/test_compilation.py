@@ -17,7 +17,7 @@ from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.oracle import Trajectory
 from tests.support.pool import pool
-from tests.support.runs import trajectory_of
+from tests.support.runs import compatibility_of
 
 
 def arguments(output_dir: Any, **changes: Any) -> TrainingArguments:
@@ -43,7 +43,7 @@ def train(make_model: Any, make_data: Any, output_dir: Path, **changes: Any) -> 
     job.save_model()
     job.evaluate()
     graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    report = trajectory_of(job)
+    report = compatibility_of(job)
     job.engine.close()
     with safe_open(output_dir / "model.safetensors", "pt") as file:
         names = set(file.keys())
@@ -55,14 +55,14 @@ regression = partial(train, Regression, partial(regression_rows, 24))
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 2), (2, 3)])
-def test_numbers_and_names_stay(world: int, stage: int, tmp_path: Path) -> None:
+def test_compilation_changes_no_loss_and_no_name(world: int, stage: int, tmp_path: Path) -> None:
     ((wanted, none, names, _),) = pool(1).run(partial(regression, tmp_path, per_device_train_batch_size=8))
     changes = {"per_device_train_batch_size": 8 // world, "zero_stage": stage, "torch_compile_backend": "aot_eager"}
-    for found, graphs, compiled_names, left in pool(world).run(partial(regression, tmp_path, **changes), timeout=300):
+    for found, graphs, compiled_names, hooks in pool(world).run(partial(regression, tmp_path, **changes), timeout=300):
         assert_equal(found, wanted)
         assert none == 0 and graphs > 0
         assert compiled_names == names == set(Regression().state_dict())
-        assert not left
+        assert not hooks
 
 
 def test_a_language_model(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_inductor_is_the_default(tmp_path: Path) -> None:
     assert graphs > 0
 
 
-def test_one_implies_the_others() -> None:
+def test_one_compile_argument_implies_the_others() -> None:
     plain = arguments("out")
     assert compile_options(plain) is None and not plain.torch_compile
     assert compile_options(arguments("out", torch_compile=True)) == {"backend": "inductor", "compile_kwargs": {}}
@@ -93,16 +93,16 @@ def test_one_implies_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
-        ({"torch_compile_backend": "tensorflow"}, "torch_compile_backend=tensorflow is not known to torch"),
-        ({"torch_compile_mode": "fastest"}, "torch_compile_mode=fastest is not known to torch. There are default,"),
+        ({"torch_compile_backend": "tensorflow"}, "torch_compile_backend=tensorflow is unknown to torch"),
+        ({"torch_compile_mode": "fastest"}, "torch_compile_mode=fastest is unknown to torch. Modes: default,"),
         (
             {"torch_compile_mode": "max-autotune", "torch_compile_backend": "eager"},
-            "is a setting of the backend inductor, but torch_compile_backend=eager",
+            "applies to the inductor backend, but torch_compile_backend=eager",
         ),
     ],
 )
-def test_refusals(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(Regression(), arguments(tmp_path, **changes), train_dataset=regression_rows(4))

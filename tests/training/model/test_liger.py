@@ -24,25 +24,25 @@ installed = importlib.util.find_spec("liger_kernel") is not None
 needs_package = pytest.mark.skipif(not installed, reason="liger-kernel is not installed")
 
 
-def test_refused_on_the_cpu_before_anything_starts(tmp_path: Path) -> None:
+def test_liger_is_rejected_on_the_cpu_before_anything_starts(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True)
-    with pytest.raises(ConfigError, match="Liger's kernels run on GPUs, and this run is on the CPU"):
+    with pytest.raises(ConfigError, match="Liger's kernels run on GPUs, but this run is on the CPU"):
         Trainer(tiny_llama(), args)
 
 
 @pytest.mark.skipif(installed, reason="liger-kernel is installed")
-def test_refused_without_the_package() -> None:
+def test_liger_is_rejected_without_the_package() -> None:
     (problem,) = liger_problems(tiny_llama(), None, "cuda")
     assert problem == "use_liger_kernel=True needs a package that is not installed: run pip install liger-kernel."
 
 
-def test_a_choice_without_the_switch_is_refused(tmp_path: Path) -> None:
+def test_a_liger_config_without_liger_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"liger_kernel_config=.* needs use_liger_kernel=True"):
         Trainer(tiny_llama(), TrainingArguments(str(tmp_path), liger_kernel_config={"rope": True}, use_cpu=True))
 
 
 @needs_package
-def test_kernels_are_put_in() -> None:
+def test_liger_kernels_are_applied() -> None:
     model: Any = tiny_llama()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     apply_liger(model, {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": True})
@@ -52,10 +52,10 @@ def test_kernels_are_put_in() -> None:
 
 
 @needs_package
-def test_what_liger_would_pass_over_is_refused() -> None:
+def test_models_that_liger_would_ignore_are_rejected() -> None:
     assert liger_problems(tiny_llama(), {"rms_norm": True}, "cuda") == []
     (problem,) = liger_problems(tiny_llama(), {"rmsnorm": True}, "cuda")
-    assert "'rmsnorm' is no kernel for llama models" in problem and "Did you mean 'rms_norm'?" in problem
+    assert "'rmsnorm' is not a kernel for llama models" in problem and "Did you mean 'rms_norm'?" in problem
     (problem,) = liger_problems(Regression(), None, "cuda")
     assert re.search("no kernels for Regression, which has no config.model_type", problem)
     with pytest.raises(ConfigError, match="no kernels for Regression"):

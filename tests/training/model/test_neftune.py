@@ -1,4 +1,4 @@
-"""NEFTune: the numbers of transformers.Trainer, in training only, gone afterwards, drawn again after a resume."""
+"""NEFTune: the losses of transformers.Trainer; noise in training only, removed afterwards, the same after a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.compare import relative
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.pool import pool
 from tests.support.reference_run import OURS, reference_run
-from tests.support.runs import train_and_report, trajectory_of
+from tests.support.runs import compatibility_of, train_and_report
 
 ALPHA = 5.0
 
@@ -35,7 +35,7 @@ class Seeded(Trainer):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_numbers_of_transformers(stage: int, tmp_path: Path) -> None:
+def test_losses_are_those_of_transformers(stage: int, tmp_path: Path) -> None:
     import transformers
 
     callback = type("Seed", (SeedEachStep, transformers.TrainerCallback), {})()
@@ -50,7 +50,7 @@ def test_numbers_of_transformers(stage: int, tmp_path: Path) -> None:
     assert relative(without.losses, losses) > 1e-3
 
 
-def test_size_of_the_noise() -> None:
+def test_noise_has_the_right_size() -> None:
     model = PlainLanguageModel()
     model.get_input_embeddings = lambda: model.embedding  # type: ignore[assignment]
     tokens = torch.randint(3, 61, (64, 10))
@@ -103,10 +103,10 @@ def evaluate_around_training(output_dir: Path, fails: bool) -> tuple[int, list[f
     return len(embeddings._forward_hooks) - before, losses, after
 
 
-def test_evaluation_is_silent_and_the_hook_goes(tmp_path: Path) -> None:
+def test_evaluation_has_no_noise_and_the_hook_is_removed(tmp_path: Path) -> None:
     ((left, losses, after),) = pool(1).run(partial(evaluate_around_training, tmp_path, False))
     assert left == 0
-    assert losses == [after, after]  # nothing was learnt, and no noise was heard
+    assert losses == [after, after]  # nothing was learned, and there was no noise
     ((left, _, _),) = pool(1).run(partial(evaluate_around_training, tmp_path, True))
     assert left == 0
 
@@ -114,23 +114,23 @@ def test_evaluation_is_silent_and_the_hook_goes(tmp_path: Path) -> None:
 def interrupted(output_dir: Path, stage: int) -> tuple[list[float], list[float]]:
     data = RaggedTokens(32)
     args = arguments(output_dir, save_strategy="steps", save_steps=2, zero_stage=stage)
-    whole = Trainer(tiny_llama(), args, train_dataset=data)
-    whole.train()
-    losses = trajectory_of(whole).losses
-    whole.engine.close()
+    uninterrupted = Trainer(tiny_llama(), args, train_dataset=data)
+    uninterrupted.train()
+    losses = compatibility_of(uninterrupted).losses
+    uninterrupted.engine.close()
     torch.rand(77)  # elsewhere in the random sequence
     resumed = Trainer(tiny_llama(seed=9), args, train_dataset=data)
     resumed.train(resume_from_checkpoint=str(output_dir / "checkpoint-2"))
-    again = trajectory_of(resumed).losses
+    resumed_losses = compatibility_of(resumed).losses
     resumed.engine.close()
-    return losses, again
+    return losses, resumed_losses
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_resumed_run_draws_the_same_noise(stage: int, tmp_path: Path) -> None:
-    for losses, again in pool(2).run(partial(interrupted, tmp_path, stage)):
-        assert again == pytest.approx(losses, rel=1e-6)
-        assert len(set(again)) == 4
+    for losses, resumed_losses in pool(2).run(partial(interrupted, tmp_path, stage)):
+        assert resumed_losses == pytest.approx(losses, rel=1e-6)
+        assert len(set(resumed_losses)) == 4
 
 
 class NoEmbeddings(nn.Module):
@@ -138,6 +138,6 @@ class NoEmbeddings(nn.Module):
         return (x - labels).square().mean()
 
 
-def test_refused_without_embeddings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="NoEmbeddings does not say where its input embeddings are"):
+def test_models_without_known_embeddings_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the input embeddings of NoEmbeddings are unknown"):
         Trainer(NoEmbeddings(), arguments(tmp_path))

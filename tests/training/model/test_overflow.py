@@ -57,19 +57,19 @@ def watched(output_dir: Path, stage: int, make_model: Any) -> tuple[str, str, in
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_infinity_ends_the_run(stage: int, tmp_path: Path) -> None:
+def test_an_overflow_ends_the_run(stage: int, tmp_path: Path) -> None:
     for error, printed, steps, left in pool(2).run(partial(watched, tmp_path, stage, Exploding)):
         assert "inf/nan detected" in error and steps == 1 and left == 0
         assert "layers.0 Linear" in printed and "weight" in printed and "inf output" in printed
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_sound_run_goes_on(stage: int, tmp_path: Path) -> None:
+def test_a_run_without_overflow_continues(stage: int, tmp_path: Path) -> None:
     for error, _, steps, left in pool(2).run(partial(watched, tmp_path, stage, Regression)):
         assert error == "" and steps == 3 and left == 0
 
 
-def test_it_is_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_overflow_check_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert overflow_problems() == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install transformers" in overflow_problems()[0]

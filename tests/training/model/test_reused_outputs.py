@@ -62,7 +62,7 @@ def run(output_dir: Path, make_model: Any, reuses: bool, stage: int) -> tuple[li
 
 @pytest.mark.parametrize("make_model", [tiny_llama, PlainLanguageModel])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2)])
-def test_numbers_stay(make_model: Any, world: int, stage: int, tmp_path: Path) -> None:
+def test_reused_outputs_do_not_change_losses(make_model: Any, world: int, stage: int, tmp_path: Path) -> None:
     wanted = pool(world).run(partial(run, tmp_path, make_model, False, stage))
     for found, expected in zip(pool(world).run(partial(run, tmp_path, make_model, True, stage)), wanted, strict=True):
         assert found[0] == expected[0] and found[1] == expected[1]

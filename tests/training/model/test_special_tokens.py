@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.data.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.training.model.special_tokens import align_tokens
 from tests.support.models import RaggedTokens, Regression, tiny_llama
 from tests.support.pool import pool
@@ -17,8 +17,8 @@ def chat_tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", *map(str, range(40)), "<end>"])}
-    fast = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *map(str, range(40)), "<end>"])}
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>", pad_token="<pad>")
 
 
@@ -34,12 +34,12 @@ def tokens_after_training(output_dir: Path) -> tuple[int, list[int], int, int]:
 
 def test_configurations_follow_the_tokenizer(tmp_path: Path) -> None:
     assert (tiny_llama().config.eos_token_id, chat_tokenizer().eos_token_id) == (2, 43)  # type: ignore[union-attr]
-    ((eos, ends, bos, pad),) = pool(1).run(partial(tokens_after_training, tmp_path))
-    assert eos == 43 and ends == [43, 2]  # generation ends at either
+    ((eos, generation_eos, bos, pad),) = pool(1).run(partial(tokens_after_training, tmp_path))
+    assert eos == 43 and generation_eos == [43, 2]  # generation ends at either
     assert bos == 1 and pad == 0  # the tokenizer has no first token: what the model says stays
 
 
-def test_other_models_and_tokenizers_are_left_alone() -> None:
+def test_other_models_and_tokenizers_are_not_changed() -> None:
     model: Any = tiny_llama()
     align_tokens(model, ByteTokenizer())
     align_tokens(model, None)

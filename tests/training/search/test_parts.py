@@ -19,17 +19,22 @@ from ds_trainer import (
 from ds_trainer.training.search.apply import arguments_of
 from ds_trainer.training.search.backend import find_backend, register_backend
 from ds_trainer.training.search.objective import checked_objective
-from ds_trainer.training.search.trial import SearchEnds, SearchTrial, as_trial
+from ds_trainer.training.search.trial import SearchError, SearchTrial, as_trial
 
 SPEED = {"eval_runtime": 2.0, "eval_samples_per_second": 50.0, "eval_steps_per_second": 5.0, "epoch": 3.0}
-OWN = {"eval_items": 400, "eval_model_preparation_time": 0.1, "eval_mem_cpu_alloc_delta": 7, "before_init_mem_cpu": 9}
+OWN_METRICS = {
+    "eval_items": 400,
+    "eval_model_preparation_time": 0.1,
+    "eval_mem_cpu_alloc_delta": 7,
+    "before_init_mem_cpu": 9,
+}
 
 
 @pytest.mark.parametrize(
     ("metrics", "objective"),
     [
-        ({"eval_loss": 0.7, **SPEED, **OWN}, 0.7),
-        ({"eval_loss": 0.7, "eval_accuracy": 0.5, "eval_f1": 0.25, **SPEED, **OWN}, 0.75),
+        ({"eval_loss": 0.7, **SPEED, **OWN_METRICS}, 0.7),
+        ({"eval_loss": 0.7, "eval_accuracy": 0.5, "eval_f1": 0.25, **SPEED, **OWN_METRICS}, 0.75),
         ({"eval_accuracy": np.float64(0.5)}, 0.5),
         ({"eval_accuracy": 0.5, "eval_matrix": [[1, 2], [3, 4]], "eval_done": True}, 0.5),
         ({"eval_hinge_loss": 0.3, "eval_loss": 0.7, **SPEED}, 0.3),
@@ -53,8 +58,8 @@ def test_default_objective_is_that_of_the_reference() -> None:
         assert default_compute_objective(metrics) == transformers.default_compute_objective(metrics)
 
 
-def test_an_evaluation_without_anything_is_no_objective() -> None:
-    with pytest.raises(SearchEnds, match=r"neither a loss nor a metric \(eval_runtime"):
+def test_an_evaluation_without_metrics_is_no_objective() -> None:
+    with pytest.raises(SearchError, match=r"neither a loss nor a metric \(eval_runtime"):
         default_compute_objective(SPEED)
 
 
@@ -63,7 +68,7 @@ def test_number_of_objectives() -> None:
     assert checked_objective((1, 2.5), 2) == [1.0, 2.5]
     assert checked_objective([3], 1) == [3.0]
     for wrong, directions in (((1.0, 2.0), None), (1.0, 2), ("0.5", None), (None, None)):
-        with pytest.raises(SearchEnds, match="compute_objective returned"):
+        with pytest.raises(SearchError, match="compute_objective returned"):
             checked_objective(wrong, directions)
 
 
@@ -77,11 +82,11 @@ def test_default_spaces_are_those_of_the_reference() -> None:
         return dict(trial.distributions)
 
     assert drawn(default_hp_space_optuna) == drawn(reference.default_hp_space_optuna)
-    theirs = reference.default_hp_space_wandb(None)["parameters"]
+    expected = reference.default_hp_space_wandb(None)["parameters"]
     ours = default_hp_space_wandb()["parameters"]
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == expected.keys()
     assert {name: ours[name] for name in ours if name != "learning_rate"} == {
-        name: theirs[name] for name in theirs if name != "learning_rate"
+        name: expected[name] for name in expected if name != "learning_rate"
     }
 
 
@@ -92,12 +97,12 @@ def trial(**values: Any) -> SearchTrial:
     return SearchTrial(values, None, values, "3", "run-3")
 
 
-def test_values_go_through_the_checks() -> None:
-    own = TrainingArguments("out", run_name="mine", learning_rate=1e-3, logging_steps=10, eval_strategy="steps")
-    before = dict(vars(own))
+def test_trial_values_are_validated() -> None:
+    args = TrainingArguments("out", run_name="mine", learning_rate=1e-3, logging_steps=10, eval_strategy="steps")
+    before = dict(vars(args))
     made = arguments_of(
         trial(learning_rate=np.float64(0.5), seed=7.0, optim="sgd", logging_steps=20, deepspeed={"steps_per_print": 3}),
-        own,
+        args,
     )
     assert (made.learning_rate, made.seed, str(made.optim), made.logging_steps) == (0.5, 7, "sgd", 20)
     assert type(made.learning_rate) is float and type(made.seed) is int
@@ -105,26 +110,26 @@ def test_values_go_through_the_checks() -> None:
     assert made.deepspeed == {"steps_per_print": 3}
     assert (made.output_dir, made.run_name) == ("out/run-3", "mine")
     assert made.where("learning_rate") == "trial 3"
-    assert dict(vars(own)) == before
+    assert dict(vars(args)) == before
 
 
-def test_given_values_do_not_follow() -> None:
-    own = TrainingArguments("out", logging_steps=10, eval_strategy="steps", eval_steps=5)
-    assert arguments_of(trial(logging_steps=20), own).eval_steps == 5
+def test_derived_defaults_do_not_override_given_values() -> None:
+    args = TrainingArguments("out", logging_steps=10, eval_strategy="steps", eval_steps=5)
+    assert arguments_of(trial(logging_steps=20), args).eval_steps == 5
 
 
-def test_wrong_names_and_values() -> None:
-    own = TrainingArguments("out")
-    with pytest.raises(SearchEnds, match=r"'learning_rat' is not an argument .* Did you mean 'learning_rate'"):
-        arguments_of(trial(learning_rat=1e-3), own)
+def test_wrong_names_and_values_of_a_trial_are_rejected() -> None:
+    args = TrainingArguments("out")
+    with pytest.raises(SearchError, match=r"'learning_rat' is not an argument .* Did you mean 'learning_rate'"):
+        arguments_of(trial(learning_rat=1e-3), args)
     with pytest.raises(ConfigError, match=r"seed=1.5.*expected int.*\(trial 3: seed=1.5\)") as error:
-        arguments_of(trial(seed=1.5), own)
-    assert not isinstance(error.value, SearchEnds)  # another trial may do better
+        arguments_of(trial(seed=1.5), args)
+    assert not isinstance(error.value, SearchError)  # another trial may do better
     with pytest.raises(ConfigError, match=r"per_device_train_batch_size=0.*trial 3"):
-        arguments_of(trial(per_device_train_batch_size=0), own)
+        arguments_of(trial(per_device_train_batch_size=0), args)
 
 
-def test_what_train_takes_as_a_trial() -> None:
+def test_train_accepts_every_kind_of_trial() -> None:
     fixed = optuna.trial.FixedTrial({"learning_rate": 0.5, "width": 8})
     fixed.suggest_float("learning_rate", 0, 1), fixed.suggest_int("width", 1, 9)
     assert as_trial(fixed, {"learning_rate"}, model_takes_trial=True).values == {"learning_rate": 0.5}
@@ -157,7 +162,7 @@ class Lottery:
 def test_backends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_trainer.training.search.backend._backends", {})
     assert find_backend(None).name == "optuna" == find_backend(HPSearchBackend.OPTUNA).name
-    with pytest.raises(ConfigError, match=r"'optun' is not known. Did you mean 'optuna'.*Installed: optuna"):
+    with pytest.raises(ConfigError, match=r"'optun' is unknown. Did you mean 'optuna'.*Installed: optuna"):
         find_backend("optun")
     register_backend(Lottery(available=False))
     with pytest.raises(ConfigError, match=r"'lottery' is not installed: `pip install lottery`. Installed: optuna"):

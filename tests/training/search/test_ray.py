@@ -35,7 +35,7 @@ def space(trial: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_ray_searches(cluster: None, tmp_path: Path) -> None:
+def test_a_search_with_ray(cluster: None, tmp_path: Path) -> None:
     trainer = make_trainer(arguments(str(tmp_path), max_steps=3))
     best = trainer.hyperparameter_search(
         space, n_trials=1, backend="ray", storage_path=str(tmp_path / "ray"), verbose=0
@@ -58,15 +58,15 @@ def test_ray_searches(cluster: None, tmp_path: Path) -> None:
     trainer.engine.close()
 
 
-def test_what_ray_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_what_ray_cannot_do_is_rejected(tmp_path: Path) -> None:
     from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
     trainer = make_trainer(arguments(str(tmp_path), eval_strategy="no"))
     mutations = {"learning_rate": [0.1]}
-    for options, says in (
-        ({"scheduler": PopulationBasedTraining(hyperparam_mutations=mutations)}, "moves their weights about"),
+    for options, message in (
+        ({"scheduler": PopulationBasedTraining(hyperparam_mutations=mutations)}, "moves weights between them"),
         ({"scheduler": ASHAScheduler()}, "decides at evaluations, but eval_strategy=no"),
-        ({"direction": ["minimize", "minimize"]}, "only optuna searches in several"),
+        ({"direction": ["minimize", "minimize"]}, "only optuna supports several"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             trainer.hyperparameter_search(space, n_trials=1, backend="ray", **options)

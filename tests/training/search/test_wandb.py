@@ -64,5 +64,5 @@ def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_keywords_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sweepid='x' is not known to wandb. Did you mean 'sweep_id'"):
+    with pytest.raises(ConfigError, match=r"sweepid='x' is not an argument of this backend. Did you mean 'sweep_id'"):
         make_trainer(arguments(str(tmp_path))).hyperparameter_search(space, backend="wandb", sweepid="x")

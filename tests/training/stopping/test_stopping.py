@@ -1,4 +1,4 @@
-"""Trainings that are asked to stop: all ranks end at the same checkpoint, and the run that goes on is exact.
+"""Trainings that are asked to stop: all ranks end at the same checkpoint, and the resumed run is exact.
 
 Exact is what it is in ``test_exact_resume.py``: batches, losses, gradient norms, learning rates, random states, weights
 and every tensor of the optimizer, bit for bit.
@@ -20,53 +20,53 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.checkpoint.protocol.directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.training.stopping import vote
-from ds_trainer.training.stopping.stopper import JOB_STOP_FILE, TrainingStopped
+from ds_trainer.training.stopping.stop_controller import JOB_STOP_FILE, TrainingStopped
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_votes import GroupVotes
-from tests.support.asking import At, send
 from tests.support.pool import pool
-from tests.support.resuming import Story, differences, make, run, told, watched
+from tests.support.resuming import RunRecord, differences, make, record_batches, run, run_record
+from tests.support.stop_requests import ActAtStep, send
 
 STEPS = 8
 
 
 def stopped(output_dir: str, at: int, action: Callable[[], None], rank: int = 1, **more: Any) -> tuple[Any, ...]:
-    """Train until somebody asks for a stop; the exit code, the step, who asked, what callbacks heard, the story."""
+    """Train until a stop is requested; returns the exit code, step, reason, callback events and the record."""
     vote.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
-    callback = At(at, action, rank)
+    callback = ActAtStep(at, action, rank)
     trainer = make(output_dir, callbacks=[callback], **more)
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     try:
         trainer.train()
     except TrainingStopped as stop:
-        return stop.code, stop.step, stop.reason, callback.heard, told(trainer, batches)
+        return stop.code, stop.step, stop.reason, callback.events, run_record(trainer, batches)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         vote.SECONDS_BETWEEN = 0.25
-    return 0, trainer.state.global_step, "", callback.heard, told(trainer, batches)
+    return 0, trainer.state.global_step, "", callback.events, run_record(trainer, batches)
 
 
-_whole: dict[str, list[Story]] = {}
+_uninterrupted: dict[str, list[RunRecord]] = {}
 
 
-def unbroken(world: int, tmp_path: Path, **more: Any) -> list[Story]:
-    """Stories of the run that nobody stops."""
+def unbroken(world: int, tmp_path: Path, **more: Any) -> list[RunRecord]:
+    """Records of the uninterrupted run."""
     key = f"{world} {more}"
-    if key not in _whole:
-        _whole[key] = list(pool(world).run(partial(run, str(tmp_path / "whole"), **more)))
-    return _whole[key]
+    if key not in _uninterrupted:
+        _uninterrupted[key] = list(pool(world).run(partial(run, str(tmp_path / "whole"), **more)))
+    return _uninterrupted[key]
 
 
-def goes_on(world: int, output_dir: Path, whole: list[Story], **more: Any) -> list[Story]:
+def resume_and_compare(world: int, output_dir: Path, uninterrupted: list[RunRecord], **more: Any) -> list[RunRecord]:
     resumed = list(pool(world).run(partial(run, str(output_dir), None, auto_resume=True, **more)))
-    left = STEPS - len(resumed[0].batches)
-    for wanted, found in zip(whole, resumed, strict=True):
+    remaining = STEPS - len(resumed[0].batches)
+    for wanted, found in zip(uninterrupted, resumed, strict=True):
         assert differences(found, wanted, len(found.batches)) == []
-    assert left > 0
+    assert remaining > 0
     return resumed
 
 
@@ -81,8 +81,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "name", "more"), CASES, ids=str)
-def test_one_signalled_rank_is_enough(world: int, name: str, more: dict[str, Any], tmp_path: Path) -> None:
-    whole = unbroken(world, tmp_path, **more)
+def test_a_signal_to_one_rank_stops_all(world: int, name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    uninterrupted = unbroken(world, tmp_path, **more)
     output_dir = tmp_path / "out"
     action = partial(send, getattr(signal, name))
     found = pool(world).run(partial(stopped, str(output_dir), 3, action, world - 1, **more))
@@ -91,22 +91,22 @@ def test_one_signalled_rank_is_enough(world: int, name: str, more: dict[str, Any
     assert {reason for _, _, reason, *_ in found} == {f"{name} on rank {world - 1}"}
     assert steps in ({3}, {4}, {5}), "the step after it, or the one whose vote was under way"
     (step,) = steps
-    for _, _, _, heard, _ in found:
-        assert heard == [f"save {step}", "end"]
+    for _, _, _, events, _ in found:
+        assert events == [f"save {step}", "end"]
     assert Manifest.read(list_checkpoints(output_dir)[-1]).step == step
-    resumed = goes_on(world, output_dir, whole, **more)
+    resumed = resume_and_compare(world, output_dir, uninterrupted, **more)
     assert len(resumed[0].batches) == STEPS - step
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_second_signal_begins_no_checkpoint(world: int, tmp_path: Path) -> None:
+def test_a_second_signal_stops_without_a_checkpoint(world: int, tmp_path: Path) -> None:
     twice = partial(send, signal.SIGUSR1, signal.SIGTERM)
     found = pool(world).run(partial(stopped, str(tmp_path), 3, twice, save_steps=2))
     assert {code for code, *_ in found} == {75}
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
 
 
-def test_where_no_checkpoints_are_written(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_stops(tmp_path: Path) -> None:
     """``enable_jit_checkpoint`` asks for the one when the run is stopped."""
     once = partial(send, signal.SIGTERM)
     more = {"save_strategy": "no", "enable_jit_checkpoint": True}
@@ -129,7 +129,7 @@ def stopped_by_file(output_dir: str, name: str, from_environment: bool, **more: 
         os.environ.pop(JOB_STOP_FILE, None)
 
 
-def test_a_stop_file(tmp_path: Path) -> None:
+def test_a_stop_file_stops_the_run(tmp_path: Path) -> None:
     name = str(tmp_path / "out" / "STOP")
     found = pool(2).run(stopped_by_file, str(tmp_path / "out"), name, False)
     assert {(code, reason) for code, _, reason in found} == {(77, "the stop file")}
@@ -138,7 +138,7 @@ def test_a_stop_file(tmp_path: Path) -> None:
     assert not Path(name).exists(), "obeyed: the next start goes on"
 
 
-def test_the_stop_file_of_a_job(tmp_path: Path) -> None:
+def test_the_stop_file_of_a_job_is_kept(tmp_path: Path) -> None:
     """It stays, so that a launcher which starts the ranks again at once does not get far."""
     name, output_dir = str(tmp_path / "job" / "stop"), str(tmp_path / "out")
     found = pool(2).run(stopped_by_file, output_dir, name, True)
@@ -158,7 +158,7 @@ def until_job_ends(output_dir: str, seconds: float, **more: Any) -> Any:
         del os.environ["DS_TRAINER_JOB_END"]
 
 
-def test_before_the_time_limit(tmp_path: Path) -> None:
+def test_a_run_stops_before_the_time_limit(tmp_path: Path) -> None:
     """The margin is what is left of the job, from the first step on; with a smaller one the run ends by itself."""
     early = pool(2).run(partial(until_job_ends, str(tmp_path / "early"), 500.0, time_limit_margin=600.0))
     assert {(code, step, reason) for code, step, reason in early} == {(75, 0, "the time limit")}
@@ -167,14 +167,14 @@ def test_before_the_time_limit(tmp_path: Path) -> None:
 
 
 def test_a_stop_at_the_last_step_is_the_end(tmp_path: Path) -> None:
-    ((code, step, _, heard, _),) = pool(1).run(partial(stopped, str(tmp_path), STEPS, partial(send, signal.SIGTERM)))
-    assert (code, step, heard[-1]) == (0, STEPS, "end")
+    ((code, step, _, events, _),) = pool(1).run(partial(stopped, str(tmp_path), STEPS, partial(send, signal.SIGTERM)))
+    assert (code, step, events[-1]) == (0, STEPS, "end")
 
 
-def test_the_same_command_begins_and_goes_on(tmp_path: Path) -> None:
+def test_the_same_command_starts_and_resumes(tmp_path: Path) -> None:
     first = pool(1).run(partial(run, str(tmp_path), None, auto_resume=True, stop_at=4))[0]
-    again = pool(1).run(partial(run, str(tmp_path), None, auto_resume=True))[0]
-    assert (len(first.batches), len(again.batches), again.step) == (4, 4, STEPS)
+    second = pool(1).run(partial(run, str(tmp_path), None, auto_resume=True))[0]
+    assert (len(first.batches), len(second.batches), second.step) == (4, 4, STEPS)
     once_more = pool(1).run(partial(run, str(tmp_path), None, auto_resume=True))[0]
     assert (once_more.batches, once_more.step) == ([], STEPS)
 
@@ -216,11 +216,11 @@ def test_the_exit_code_of_a_process(tmp_path: Path) -> None:
     for _ in range(4):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
-    said, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     (kept,) = list_checkpoints(tmp_path / "out")
     assert process.returncode == 75
-    assert "not stopped" not in said
-    assert f"{kept} is complete. Exit code 75: start again to go on." in said
+    assert "not stopped" not in output
+    assert f"{kept} is complete. Exit code 75: restart the job to resume." in output
     assert json.loads((kept / "trainer_state.json").read_text())["global_step"] == Manifest.read(kept).step
 
 
@@ -252,7 +252,7 @@ LEAVES = """
 """
 
 
-def test_a_process_on_its_way_out_keeps_its_exit_code() -> None:
+def test_a_signal_during_exit_does_not_change_the_exit_code() -> None:
     """Launchers send SIGTERM to the other ranks when one has ended."""
     root = str(Path(__file__).parents[3])
     code = textwrap.dedent(LEAVES).format(root=root)
@@ -263,7 +263,7 @@ def test_a_process_on_its_way_out_keeps_its_exit_code() -> None:
     assert process.wait(timeout=60) == 75
 
 
-def test_ranks_vote_only_now_and_then() -> None:
+def test_ranks_vote_only_at_intervals() -> None:
     """With steps of a millisecond some hundred of them pass between two votes."""
     counts = pool(2).run(votes_of_a_run)
     assert counts[0] == counts[1]

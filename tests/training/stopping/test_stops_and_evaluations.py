@@ -1,4 +1,4 @@
-"""A stop that is asked for when an evaluation is due, or under way: whoever goes on makes it; nothing else differs."""
+"""A stop requested when an evaluation is due or running: the resumed run makes it; nothing else differs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 from ds_trainer import Trainer
 from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.request import StopRequest
-from ds_trainer.training.stopping.stopper import Stopper, TrainingStopped
+from ds_trainer.training.stopping.stop_controller import StopController, TrainingStopped
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_votes import GroupVotes
-from tests.support.asking import At, send
 from tests.support.pool import pool
-from tests.support.resuming import StopAt, Tokens, differences, make, told, watched
+from tests.support.resuming import StopAt, Tokens, differences, make, record_batches, run_record
+from tests.support.stop_requests import ActAtStep, send
 
 STEPS = 8
 
 
-def test_an_evaluation_that_was_due_is_made_by_who_goes_on(tmp_path: Path) -> None:
+def test_an_evaluation_that_was_due_is_made_after_resuming(tmp_path: Path) -> None:
     """The schedule follows its result, so that leaving it out would be seen."""
     more: dict[str, Any] = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -37,31 +37,31 @@ def test_an_evaluation_that_was_due_is_made_by_who_goes_on(tmp_path: Path) -> No
         "eval_steps": 1,
     }
     evaluated = partial(evaluating, **more)
-    (whole,) = pool(1).run(evaluated, str(tmp_path / "whole"), False)
+    (uninterrupted,) = pool(1).run(evaluated, str(tmp_path / "whole"), False)
     ((code, step),) = pool(1).run(evaluated, str(tmp_path / "out"), True)
     assert code == 75
     (resumed,) = pool(1).run(evaluated, str(tmp_path / "out"), False)
-    assert resumed == ([f"evaluate {at}" for at in range(step, STEPS + 1)], whole[1])
-    rates = [rate for _, _, rate in whole[1].logs]
+    assert resumed == ([f"evaluate {at}" for at in range(step, STEPS + 1)], uninterrupted[1])
+    rates = [rate for _, _, rate in uninterrupted[1].logs]
     assert rates[-1] < 0.1 * rates[0]
 
 
-class InRound(At):
-    """Asks for a stop after some rounds of the evaluation of a step."""
+class InRound(ActAtStep):
+    """Asks for a stop after some micro_steps of the evaluation of a step."""
 
     def __init__(self, step: int, action: Callable[[], None], after: int) -> None:
         super().__init__(step, action)
-        self.after, self.rounds = after, 0
+        self.after, self.micro_steps = after, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.rounds = 0
+        self.micro_steps = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.rounds = 0
+        self.micro_steps = 0
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.rounds += 1
-        if (state.global_step, self.rounds) == (self.step, self.after):
+        self.micro_steps += 1
+        if (state.global_step, self.micro_steps) == (self.step, self.after):
             self.action()
 
 
@@ -75,7 +75,7 @@ class DrawsAtRandom(Trainer):
 
 
 def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resumes: bool, **more: Any) -> Any:
-    """What became of a run whose evaluation of ``step`` is interrupted: its end, rounds done then, what is heard."""
+    """What became of a run whose evaluation of ``step`` is interrupted: its end, micro-steps done then, messages."""
     vote.SECONDS_BETWEEN = 0.0
     rank = distributed.rank()
     action = partial(send, signal.SIGUSR1) if stops and rank == distributed.world_size() - 1 else lambda: None
@@ -89,19 +89,19 @@ def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resum
         per_device_eval_batch_size=2,
         **more,
     )
-    batches = watched(trainer)
+    batches = record_batches(trainer)
     try:
         trainer.train()
     except TrainingStopped as stop:
         trainer.engine.close()
-        return stop.code, stop.step, callback.rounds, callback.heard, told(trainer, batches)
+        return stop.code, stop.step, callback.micro_steps, callback.events, run_record(trainer, batches)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         vote.SECONDS_BETWEEN = 0.25
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     of_time = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     losses = [{name: value for name, value in entry.items() if name not in of_time} for entry in evaluations]
-    return losses, callback.heard, told(trainer, batches)
+    return losses, callback.events, run_record(trainer, batches)
 
 
 @pytest.mark.parametrize(
@@ -114,41 +114,43 @@ def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resum
     ],
     ids=str,
 )
-def test_an_evaluation_is_given_up_and_made_anew(world: int, step: int, more: dict[str, Any], tmp_path: Path) -> None:
-    whole = pool(world).run(partial(within_evaluation, str(tmp_path / "whole"), step, 3, False, False, **more))
+def test_an_interrupted_evaluation_is_repeated_after_resuming(
+    world: int, step: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    uninterrupted = pool(world).run(partial(within_evaluation, str(tmp_path / "whole"), step, 3, False, False, **more))
     found = pool(world).run(partial(within_evaluation, str(tmp_path / "out"), step, 3, True, False, **more))
     assert {(code, at) for code, at, *_ in found} == {(75, step)}
-    rounds = {rounds for _, _, rounds, _, _ in found}
-    assert len(rounds) == 1 and 3 <= rounds.pop() <= 5, "of ten or more"
-    for _, _, _, heard, _ in found:
-        assert f"evaluate {step}" not in heard and heard[-2:] == [f"save {step}", "end"]
+    micro_steps = {micro_steps for _, _, micro_steps, _, _ in found}
+    assert len(micro_steps) == 1 and 3 <= micro_steps.pop() <= 5, "of ten or more"
+    for _, _, _, events, _ in found:
+        assert f"evaluate {step}" not in events and events[-2:] == [f"save {step}", "end"]
     resumed = pool(world).run(partial(within_evaluation, str(tmp_path / "out"), step, 3, False, True, **more))
-    for (losses, _, story), (same_losses, heard, same_story) in zip(whole, resumed, strict=True):
+    for (losses, _, record), (same_losses, events, same_record) in zip(uninterrupted, resumed, strict=True):
         assert losses == same_losses and len(losses) == 2
-        assert heard[0] == f"evaluate {step}"
-        assert differences(same_story, story, len(same_story.batches)) == []
+        assert events[0] == f"evaluate {step}"
+        assert differences(same_record, record, len(same_record.batches)) == []
 
 
-def test_what_callbacks_have_heard_of_is_made_to_its_end(tmp_path: Path) -> None:
+def test_an_evaluation_reported_to_callbacks_is_completed(tmp_path: Path) -> None:
     """Of two sets the first is done when the signal comes: the run stops at the next step."""
     sets: Any = {"one": Tokens(), "two": Tokens()}
     more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "sets": sets}
-    ((code, step, rounds, heard, _),) = pool(1).run(
+    ((code, step, micro_steps, events, _),) = pool(1).run(
         partial(within_evaluation, str(tmp_path), 4, 25, True, False, **more)
     )
-    assert (code, step, rounds) == (75, 5, 0)
-    assert heard == ["evaluate 4", "evaluate 4", "save 4", "save 5", "end"]
+    assert (code, step, micro_steps) == (75, 5, 0)
+    assert events == ["evaluate 4", "evaluate 4", "save 4", "save 5", "end"]
 
 
-def test_a_run_that_a_callback_has_ended_does_not_go_on_elsewhere(tmp_path: Path) -> None:
+def test_a_run_ended_by_a_callback_is_not_resumed(tmp_path: Path) -> None:
     more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "callbacks": [StopAt(4)]}
-    ((losses, heard, story),) = pool(1).run(partial(within_evaluation, str(tmp_path), 4, 3, True, False, **more))
-    assert (len(losses), heard, story.step) == (1, ["evaluate 4", "save 4", "end"], 4)
+    ((losses, events, record),) = pool(1).run(partial(within_evaluation, str(tmp_path), 4, 3, True, False, **more))
+    assert (len(losses), events, record.step) == (1, ["evaluate 4", "save 4", "end"], 4)
 
 
 def evaluating(output_dir: str, stops: bool, **more: Any) -> Any:
     vote.SECONDS_BETWEEN = 0.0
-    callback = At(3, partial(send, signal.SIGUSR1) if stops else lambda: None)
+    callback = ActAtStep(3, partial(send, signal.SIGUSR1) if stops else lambda: None)
     trainer_class: Any = partial(Trainer, eval_dataset=Tokens())
     trainer = make(output_dir, callbacks=[callback], auto_resume=True, trainer_class=trainer_class, **more)
     try:
@@ -156,18 +158,18 @@ def evaluating(output_dir: str, stops: bool, **more: Any) -> Any:
     except TrainingStopped as stop:
         trainer.engine.close()
         return stop.code, stop.step
-    heard = [one for one in callback.heard if one.startswith("evaluate")]
-    return heard, told(trainer, [])
+    events = [one for one in callback.events if one.startswith("evaluate")]
+    return events, run_record(trainer, [])
 
 
-def test_rounds_of_an_evaluation_are_slower_than_steps() -> None:
-    """Quick steps let hundreds of boundaries pass between two votes; rounds that take seconds must not."""
+def test_evaluation_micro_steps_have_their_own_vote_interval() -> None:
+    """Quick steps let hundreds of boundaries pass between two votes; micro_steps that take seconds must not."""
     assert pool(2).run(boundaries_until_agreed, False) == [None, None]
     assert pool(2).run(boundaries_until_agreed, True) == [2, 2]
 
 
 def boundaries_until_agreed(paced: bool) -> int | None:
-    """How many rounds pass until all know what one rank wishes at the first of them; None for more than 20."""
+    """How many boundaries pass until all ranks agree on a request made at the first; None for more than 20."""
     ballot = vote.StopVote(GroupVotes(distributed.dist.group.WORLD))
     ballot.now(None)
     for step in (1, 2):
@@ -175,18 +177,18 @@ def boundaries_until_agreed(paced: bool) -> int | None:
     ballot.at(2 + 250, None, 0.001)  # under way when the evaluation begins
     if paced:
         ballot.change_pace()
-    wish = StopRequest(75, "SIGTERM", 1) if distributed.rank() == 1 else None
+    request = StopRequest(75, "SIGTERM", 1) if distributed.rank() == 1 else None
     found = None
-    for round_ in range(1, 21):
-        if ballot.is_due(252 + round_) and ballot.at(252 + round_, wish, 1.0) is not None:
-            found = round_
+    for boundary_index in range(1, 21):
+        if ballot.is_due(252 + boundary_index) and ballot.at(252 + boundary_index, request, 1.0) is not None:
+            found = boundary_index
             break
     ballot.finish()
     distributed.barrier()
     return found
 
 
-def test_a_stop_file_is_found_whenever_it_is_looked_for(tmp_path: Path) -> None:
+def test_a_stop_file_is_found_at_any_check(tmp_path: Path) -> None:
     """The clock by which it is looked for and the steps at which ranks vote are not in time with each other."""
     assert pool(2).run(boundaries_until_file_is_seen, str(tmp_path)) == [2, 2]
 
@@ -196,7 +198,7 @@ def boundaries_until_file_is_seen(output_dir: str) -> int | None:
     clock, real = [0.0], time.perf_counter
     time.perf_counter = lambda: clock[0]  # type: ignore[assignment]
     try:
-        stopper = Stopper(Path(output_dir), True, True, 0.0, GroupVotes(distributed.dist.group.WORLD))
+        stopper = StopController(Path(output_dir), True, True, 0.0, GroupVotes(distributed.dist.group.WORLD))
         stopper.before_first_step()
         found = None
         for boundary in range(1, 25):
@@ -213,9 +215,9 @@ def boundaries_until_file_is_seen(output_dir: str) -> int | None:
         time.perf_counter = real  # type: ignore[assignment]
 
 
-def test_time_limits_know_how_long_rounds_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limits_account_for_evaluation_micro_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_TRAINER_JOB_END", str(time.time() + 300.0))
-    stopper = Stopper(tmp_path, True, True, 0.0, None)
+    stopper = StopController(tmp_path, True, True, 0.0, None)
     stopper.note_save(0.0)
     clock = [0.0]
 

@@ -1,0 +1,58 @@
+"""Checks of argument types: whether each value fits the type hint of its field."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import typing
+from enum import Enum
+from typing import Any
+
+from ds_trainer.arguments.enums import CHOICES
+from ds_trainer.arguments.typed import WrongType, describe, read_as
+from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.utils.secrets import is_secret, masked, without_secrets
+
+
+def type_problems(args: Any) -> list[str]:
+    """One sentence for each field whose value does not fit its type."""
+    problems = []
+    cls: Any = type(args)
+    for name, hint in _hints(cls).items():
+        value = getattr(args, name)
+        if name in CHOICES:
+            continue  # a wrong choice gets the list of valid ones instead of a type
+        try:
+            read_as(located(value, hint), hint)
+        except RecursionError:
+            problems.append(f"{name}: the mapping is nested without end; does it contain itself?")
+        except WrongType as error:
+            secret = is_secret(name)
+            shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{without_secrets(value)!r}: {error}"
+            problems.append(f"{name}={shown}.")
+    return problems
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Type hints of the fields that this package declares. Fields of a user's subclass are not checked."""
+    hints: dict[str, Any] = {}
+    for parent in reversed(cls.__mro__):
+        if parent.__module__.startswith("ds_trainer.") and dataclasses.is_dataclass(parent):
+            known = typing.get_type_hints(parent)
+            hints.update({item.name: known[item.name] for item in dataclasses.fields(parent)})
+    return hints
+
+
+def located(value: Any, hint: Any) -> Located:
+    """A Python value as the reader of files and command lines gives it, to be read by its type hint."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, dict):
+        return Located({key: located(entry, Any) for key, entry in value.items()}, "")
+    if isinstance(value, list | tuple | set):
+        return Located([located(entry, Any) for entry in value], "")
+    return Located(value, "", value if hint is float and isinstance(value, str) else None)

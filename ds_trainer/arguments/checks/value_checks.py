@@ -1,0 +1,242 @@
+"""Checks of argument values: ranges, closed lists, and combinations that contradict each other."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.arguments.checks.divergence_checks import divergence_problems
+from ds_trainer.arguments.checks.evaluation_checks import evaluation_problems
+from ds_trainer.arguments.enums import CHOICES, DebugOption, TokenCount
+from ds_trainer.arguments.parallelism_config import parallelism_config_problems
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.ranks import resolve_ranks
+from ds_trainer.utils.sizes import parse_size
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
+
+_POSITIVE_INTEGER = "a positive integer"
+_NOT_NEGATIVE = "a number that is not negative"
+_FRACTION = "a number of at least 0 and below 1"
+_RANGES: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "tensor_parallel_size",
+            "context_parallel_size",
+            "sequence_parallel_size",
+            "torch_empty_cache_steps",
+            "save_keep_every",
+            "loss_spike_window",
+            "divergence_window",
+            "eval_accumulation_steps",
+            "dataloader_prefetch_factor",
+            "ddp_timeout",
+            "generation_max_length",
+            "generation_num_beams",
+        ),
+        _POSITIVE_INTEGER,
+    ),
+    **dict.fromkeys(
+        (
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "adam_epsilon",
+            "max_grad_norm",
+            "eval_delay",
+            "dataloader_num_workers",
+            "neftune_noise_alpha",
+            "time_limit_margin",
+            *("hang_timeout", "hang_factor", "straggler_steps"),
+            "divergence_limit",
+        ),
+        _NOT_NEGATIVE,
+    ),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _FRACTION),
+}
+_REMEDIES = {"torch_empty_cache_steps": " (steps between two calls); leave it out to keep the cache"}
+
+
+def argument_problems(args: Any) -> list[str]:
+    """One sentence for each invalid value or combination: the field, the value and what to change. Types must be right."""
+    return [
+        *value_problems(args),
+        *_combination_problems(args),
+        *evaluation_problems(args),
+        *divergence_problems(args),
+    ]
+
+
+def value_problems(args: Any) -> list[str]:
+    """One sentence for each value that is invalid whatever the other arguments are."""
+    problems: list[str] = []
+    for name, wanted in _RANGES.items():
+        value = getattr(args, name, None)
+        if value is not None and not _in_range(value, wanted):
+            problems.append(f"{name}={value!r} must be {wanted}{_REMEDIES.get(name, '')}.")
+    for name, choices in CHOICES.items():
+        if hasattr(args, name):
+            problems += _choice_problems(name, getattr(args, name), choices)
+    return problems + _number_problems(args) + _interval_problems(args) + _text_problems(args)
+
+
+def _in_range(value: Any, wanted: str) -> bool:
+    number = float(value)
+    if wanted == _POSITIVE_INTEGER:
+        return number >= 1
+    if wanted == _NOT_NEGATIVE:
+        return number >= 0 and math.isfinite(number)
+    return 0 <= number < 1
+
+
+def _choice_problems(name: str, value: Any, choices: type[Enum]) -> list[str]:
+    known = [str(choice.value) for choice in choices]
+    if value is None and name == "dataloader_multiprocessing_context":
+        return []
+    if str(value) in known:
+        return []
+    listed = ", ".join(known) if len(known) <= 16 else f"the {len(known)} of {choices.__name__}"
+    return [f"{name}={value!r} is not one of {listed}.{did_you_mean(str(value), known)}"]
+
+
+def _number_problems(args: TrainingArguments) -> list[str]:
+    problems = []
+    if args.zero_stage is not None and args.zero_stage not in (0, 1, 2, 3):
+        problems.append(
+            f"zero_stage={args.zero_stage!r} must be 0, 1, 2, 3, or None (1 on several ranks and in fp16, else 0)."
+        )
+    factor = args.loss_spike_factor
+    if factor is not None and not (math.isfinite(factor) and factor > 1):
+        problems.append(f"loss_spike_factor={factor!r} must be a finite number above 1, or None (no detection).")
+    if args.warmup_steps > 1 and args.warmup_steps != int(args.warmup_steps):
+        problems.append(
+            f"warmup_steps={args.warmup_steps!r} must be a whole number of steps, or below 1 a fraction of all steps."
+        )
+    for name in ("seed", "data_seed"):
+        value = getattr(args, name)
+        if value is not None and value < 0:
+            problems.append(f"{name}={value!r} must be an integer that is not negative.")
+    return problems + _limit_problems(args.save_total_limit)
+
+
+def _limit_problems(limit: int | str | None) -> list[str]:
+    problem = f"save_total_limit={limit!r} must be a positive integer or None (keep all)"
+    if isinstance(limit, str):
+        try:
+            parse_size(limit)
+        except ValueError:
+            return [f"{problem}, or a size such as '500GB' or '200MB'."]
+    elif limit is not None and limit < 1:
+        return [f"{problem}."]
+    return []
+
+
+def _interval_problems(args: TrainingArguments) -> list[str]:
+    problems = []
+    for action in ("logging", "eval", "save"):
+        name = f"{action}_steps"
+        value = getattr(args, name)
+        if (value is None and action == "eval") or str(getattr(args, f"{action}_strategy")) != "steps":
+            continue
+        if not value > 0:
+            problems.append(f"{name}={value!r} must be positive: steps, or below 1 a fraction of all steps.")
+        elif value > 1 and value != int(value):
+            problems.append(f"{name}={value!r} must be a whole number of steps, or below 1 a fraction of all steps.")
+    return problems
+
+
+def _text_problems(args: TrainingArguments) -> list[str]:
+    problems = []
+    try:
+        parse_size(args.max_shard_size)
+    except (ValueError, AttributeError):
+        problems.append(f"max_shard_size={args.max_shard_size!r} is not a size; write it like '5GB' or '200MB'.")
+    for part in (args.optim_args or "").replace(" ", "").split(","):
+        if part and "=" not in part:
+            problems.append(f"optim_args={args.optim_args!r}: '{part}' is not of the form name=value.")
+    kwargs = ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    for name in (*kwargs, "model_init_kwargs"):
+        problems += _json_problems(name, getattr(args, name))
+    problems += [
+        f"debug={args.debug!r}: '{option}' is not one of {', '.join(str(known.value) for known in DebugOption)}."
+        for option in (args.debug.split() if isinstance(args.debug, str) else map(str, args.debug or ()))
+        if option not in [known.value for known in DebugOption]
+    ]
+    token_count = args.include_num_input_tokens_seen
+    if not isinstance(token_count, bool):
+        problems += _choice_problems("include_num_input_tokens_seen", token_count, TokenCount)
+    return problems
+
+
+def _json_problems(name: str, value: Any) -> list[str]:
+    if not isinstance(value, str):
+        return []
+    try:
+        if isinstance(json.loads(value), dict):
+            return []
+    except ValueError as error:
+        return [f"{name}={value!r} is not valid JSON ({error}); write it like '{{\"name\": 1}}'."]
+    return [f"{name}={value!r} must be a mapping in JSON, like '{{\"name\": 1}}'."]
+
+
+# -- combinations ----------------------------------------------------------------------------------------------------
+
+
+def _combination_problems(args: TrainingArguments) -> list[str]:
+    problems = []
+    if args.max_steps <= 0 and not args.num_train_epochs > 0:
+        problems.append(
+            f"num_train_epochs={args.num_train_epochs!r} must be a positive number, or set max_steps to the number of "
+            "optimizer steps."
+        )
+    requested = [name for name in ("bf16", "fp16") if getattr(args, name)]
+    if str(args.torch_autocast) in ("bf16", "fp16"):
+        requested.append(f"torch_autocast={args.torch_autocast}")
+    if len(requested) > 1:
+        problems.append(f"{' and '.join(requested)} are different precisions; keep one of them.")
+    if args.dataloader_num_workers == 0:
+        for name, off in (
+            ("dataloader_prefetch_factor", None),
+            ("dataloader_persistent_workers", False),
+            ("dataloader_multiprocessing_context", None),
+        ):
+            if getattr(args, name) != off:
+                problems.append(
+                    f"{name}={getattr(args, name)!r} configures data loading workers, but dataloader_num_workers=0 "
+                    "starts none. Set dataloader_num_workers to 1 or more."
+                )
+    if str(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy") and str(args.eval_strategy) == "no":
+        problems.append(
+            f"lr_scheduler_type={args.lr_scheduler_type} follows a metric, but eval_strategy=no: no metric is "
+            "computed. Set eval_strategy to steps or epoch."
+        )
+    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        new = old.replace("gradient", "activation")
+        values = getattr(args, old), getattr(args, new)
+        if None not in values and values[0] != values[1]:
+            problems.append(
+                f"{old}={values[0]!r} and {new}={values[1]!r} are two names of one argument; keep the second."
+            )
+    return problems + parallelism_config_problems(args) + _rank_problems(args)
+
+
+def _rank_problems(args: TrainingArguments) -> list[str]:
+    if args.local_rank == -1:
+        return []
+    try:
+        info = resolve_ranks(os.environ)
+    except ConfigError as error:
+        return error.problems
+    if args.local_rank == info.local_rank:
+        return []
+    return [
+        f"local_rank={args.local_rank}, but the environment (launcher: {info.launcher}) says {info.local_rank}. Leave "
+        "local_rank out, or start with `deepspeed`, `torchrun` or `srun`."
+    ]

@@ -1,0 +1,1 @@
+"""Names and methods that scripts written for older versions of transformers use."""

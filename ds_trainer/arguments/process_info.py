@@ -1,0 +1,224 @@
+"""Properties of this process: its rank, its device, whether it logs and saves, and ``main_process_first``.
+
+Ranks come from the environment (:mod:`ds_trainer.utils.ranks`), so that they are known before a process group exists.
+Only the properties that need torch import it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ds_trainer.arguments.enums import NamedValue
+from ds_trainer.utils.devices import device_of
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.ranks import RankInfo, resolve_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger(__name__)
+
+# "detail" is a more verbose "debug"; for Python's logging they are the same.
+_LEVELS = {"detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+
+
+class ParallelMode(NamedValue):
+    """How processes and devices relate. Here every GPU has its own process, so only two of these occur."""
+
+    NOT_PARALLEL = "not_parallel"
+    NOT_DISTRIBUTED = "not_distributed"
+    DISTRIBUTED = "distributed"
+    SAGEMAKER_MODEL_PARALLEL = "sagemaker_model_parallel"
+    SAGEMAKER_DATA_PARALLEL = "sagemaker_data_parallel"
+    TPU = "tpu"
+
+
+class ProcessInfo:
+    """Properties of :class:`TrainingArguments` that follow from the environment and a few of its fields.
+
+    Every property that depends on a rank raises :class:`ConfigError` if the launcher's variables contradict each other.
+    """
+
+    if TYPE_CHECKING:
+        per_device_train_batch_size: int
+        per_device_eval_batch_size: int
+        warmup_steps: float
+        log_level: str
+        log_level_replica: str
+        log_on_each_node: bool
+        save_on_each_node: bool
+        use_cpu: bool
+        ddp_timeout: int
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def process_index(self) -> int:
+        """Global rank of this process."""
+        return resolve_ranks(os.environ).rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its node."""
+        return resolve_ranks(os.environ).local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return resolve_ranks(os.environ).world_size
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """``DISTRIBUTED`` with several processes, else ``NOT_PARALLEL``."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process logs: the main process of each node, or of node 0 only without ``log_on_each_node``."""
+        return _is_main(resolve_ranks(os.environ), local=self.log_on_each_node)
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files that exist once: the main process, or with ``save_on_each_node`` the main
+        process of each node.
+        """
+        return _is_main(resolve_ranks(os.environ), local=self.save_on_each_node)
+
+    # -- devices --------------------------------------------------------------------------------------------------
+
+    @property
+    def device_type(self) -> str:
+        """``"cuda"`` if torch sees a GPU and ``use_cpu`` is off, else ``"cpu"``. Imports torch."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process: ``cpu``, or its GPU (:mod:`ds_trainer.utils.devices`). Imports torch.
+
+        Raises:
+            ConfigError: this process sees GPUs, but fewer than the ranks on its node.
+        """
+        return device_of(resolve_ranks(os.environ), self.device_type)
+
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs of this process: 1, or 0 on the CPU. Imports torch."""
+        return 1 if self.device_type == "cuda" else 0
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """False: the engine moves the model to the device. Subclasses may override it."""
+        return False
+
+    # -- derived values -------------------------------------------------------------------------------------------
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples in one forward pass of this process, which has at most one device."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in one forward pass of this process in evaluation."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """``ddp_timeout`` (seconds) as a timedelta: how long a collective may take before the job ends."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    def get_process_log_level(self) -> int:
+        """Level of this package's loggers on this process, as a number of Python's :mod:`logging`.
+
+        ``log_level`` if :attr:`should_log`, else ``log_level_replica``. ``passive`` returns the current level.
+        """
+        name = str(self.log_level if self.should_log else self.log_level_replica)
+        return get_logger().getEffectiveLevel() if name == "passive" else _LEVELS[name]
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Number of linear warmup steps in ``num_training_steps``."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+    # -- main process first ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run the block on the main process while all other processes wait, then on the others at the same time.
+
+        Use it for work whose result the others then find in a cache, such as ``datasets``' ``map``. All ranks must
+        enter it. It starts the process group if there is none. If the block raises on the main process, the others
+        are released nevertheless. With one process it does nothing.
+
+        Args:
+            local: the main process of every node goes first. Otherwise only that of node 0, which is right for a
+                shared file system.
+            desc: description of the work for the debug log.
+
+        Raises:
+            ConfigError: the size of the process group differs from the environment's.
+        """
+        info = resolve_ranks(os.environ)
+        group_size = _existing_group_size()
+        if group_size not in (None, info.world_size):
+            raise ConfigError(
+                f"The process group has {group_size} ranks, but the environment says {info.world_size} "
+                f"({info.launcher}). Start the processes with `deepspeed`, `torchrun` or `srun`, or set RANK, "
+                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each of them."
+            )
+        if info.world_size == 1:
+            yield
+            return
+        if group_size is None:
+            _start_group(info, self.device_type, self.ddp_timeout_delta)
+        from ds_trainer.utils.distributed import barrier
+
+        is_main = _is_main(info, local=local)
+        try:
+            if not is_main:
+                logger.debug("rank %d waits for the main process: %s", info.rank, desc)
+                barrier()
+            yield
+        finally:
+            if is_main:
+                logger.debug("rank %d releases the others: %s", info.rank, desc)
+                barrier()
+
+
+def _is_main(info: RankInfo, *, local: bool) -> bool:
+    return (info.local_rank if local else info.rank) == 0
+
+
+def _existing_group_size() -> int | None:
+    """Number of ranks of the process group; None without one. Without torch imported there is none."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+
+
+def _start_group(info: RankInfo, device_type: str, timeout: timedelta) -> None:
+    """Start the process group that the engine uses later."""
+    from ds_trainer.utils.torch_group import start_torch_group
+
+    start_torch_group(info, device_type, timeout)
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # else the engine has destroyed it
+        dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""Exports a checkpoint to a directory that ``from_pretrained`` loads: no GPU, no process group, little memory.
+
+One tensor of the model is in memory at a time; when adapters are merged, one layer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ds_trainer.checkpoint.export.adapter_merging import MergedWeights, export_adapters
+from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights
+from ds_trainer.checkpoint.export.directory_description import describe_directory
+from ds_trainer.checkpoint.export.meta_model import check_against_model
+from ds_trainer.checkpoint.shards.engine_files import CLIENT_STATE_FILE
+from ds_trainer.checkpoint.weights.base_digest import BaseDigest
+from ds_trainer.checkpoint.weights.model_description import (
+    CONFIGURATION_FILES,
+    DESCRIPTION_FILE,
+    ModelDescription,
+    stored_file,
+)
+from ds_trainer.checkpoint.weights.model_saving import complete_configuration, write_sections
+from ds_trainer.checkpoint.weights.sections import tensor_names
+from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, plan_files
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class ExportResult(NamedTuple):
+    """The exported directory, and the size of each file by name."""
+
+    directory: Path
+    files: dict[str, int]
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    directory: Path,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None = None,
+    merge_lora: bool = False,
+    model: Path | None = None,
+) -> ExportResult:
+    """Write the model of ``checkpoint`` to ``directory``, which is created atomically when the export is complete.
+
+    Args:
+        checkpoint: a ``checkpoint-N`` directory of any layout and ZeRO stage.
+        directory: must not exist, or be empty.
+        max_shard_bytes: maximum size of one weight file; a single tensor may exceed it.
+        dtype: dtype of floating-point tensors; None: the dtype in which the model computed. The stored values
+            (32-bit master weights if training had them) are rounded once.
+        merge_lora: write full weights with the adapters merged into them instead of only the adapters.
+        model: a transformers directory of the same model, for a converted checkpoint that does not describe its
+            model; its weights are not read. For adapters: the directory of the base model, if it has moved.
+
+    Raises:
+        ConfigError: the checkpoint is incomplete or cannot be exported, the shape of a tensor does not match the
+            model, or the directory is not empty.
+        WeightFilesError: a file reads back differently than it was written.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"--to {directory}: the directory exists and is not empty. Choose a new directory.")
+    has_model = (checkpoint / SINGLE_FILE).is_file() or (checkpoint / INDEX_FILE).is_file()
+    if has_model and not any(checkpoint.glob("rank_*.safetensors")):
+        raise ConfigError(
+            f"{checkpoint} was written with save_only_model=True: from_pretrained loads it directly, so there is "
+            "nothing to export."
+        )
+    with ExitStack() as stack:
+        described = checkpoint
+        base = model if BaseDigest.read(checkpoint) is not None else None
+        if model is not None and base is None:
+            if (checkpoint / DESCRIPTION_FILE).is_file():
+                raise ConfigError(f"--model {model}: {checkpoint} describes its model itself. Remove --model.")
+            described = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            describe_directory(model, described)
+        return _export(checkpoint, described, directory, max_shard_bytes, dtype, merge_lora, base)
+
+
+def _export(
+    checkpoint: Path,
+    described: Path,
+    directory: Path,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+    merge_lora: bool,
+    base: Path | None,
+) -> ExportResult:
+    """Write the weights in ``checkpoint``; ``described`` is the directory with the description of the model."""
+    description = ModelDescription.read(described)
+    if merge_lora and not description.adapters:
+        raise ConfigError(f"--merge-lora: the model of {checkpoint} has no adapters. Remove --merge-lora.")
+    _check_optimizer_weights(checkpoint)
+    source = CheckpointWeights(checkpoint, base)
+    adapters_only = bool(description.adapters) and not merge_lora
+    if problems := source.problems([t for t in description.tensors if t.adapter or not adapters_only]):
+        raise ConfigError(problems)
+    # A hidden sibling of the directory: on the same file system, so that the rename is atomic.
+    partial = directory.absolute().with_name(f".{directory.absolute().name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        _copy_files(described, description, partial, adapters_only)
+        if adapters_only:
+            export_adapters(source, description, partial, dtype)
+        else:
+            _write_weights(source, described, description, partial, max_shard_bytes, dtype)
+        os.replace(partial, directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return ExportResult(directory, {path.relative_to(directory).as_posix(): path.stat().st_size for path in files})
+
+
+def _copy_files(checkpoint: Path, description: ModelDescription, directory: Path, adapters_only: bool) -> None:
+    for name in description.files:
+        if not (adapters_only and name in CONFIGURATION_FILES):  # adapters have their own configuration
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(stored_file(checkpoint, name), target)
+
+
+def _write_weights(
+    source: CheckpointWeights,
+    described: Path,
+    description: ModelDescription,
+    directory: Path,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write full weights, with adapters merged into them if there are any."""
+    if description.adapters:
+        merged = MergedWeights(source, description, dtype)
+        sections, read = merged.sections, merged.read
+    else:
+        # Without transformers, the description is the only source of shapes.
+        known = description.from_transformers and "config.json" in description.files
+        if known and importlib.util.find_spec("transformers") is not None:
+            unknown = check_against_model(described, description)
+            if unknown:
+                logger.warning(
+                    "%s has no tensors named %s; they are exported anyway.", description.model_class, ", ".join(unknown)
+                )
+        sections = description.file_sections(dtype)
+        by_name = {tensor.name: tensor for tensor in description.tensors}
+
+        def read(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name in names:
+                yield name, source.read(by_name[name], by_name[name].weight(dtype).dtype)
+
+    files = plan_files(sections, max_shard_bytes)
+    write_sections(directory, files, chain.from_iterable(read(tensor_names(file)) for file in files))
+    complete_configuration(directory, description.model_class, [section.dtype for section in sections])
+
+
+def _check_optimizer_weights(checkpoint: Path) -> None:
+    """Raise for a schedule-free optimizer: a checkpoint holds its training weights, not its evaluation weights."""
+    path = checkpoint / CLIENT_STATE_FILE
+    groups = torch.load(path, weights_only=True)["groups"] if path.is_file() else []
+    if any(group.get("train_mode") for group in groups):
+        raise ConfigError(
+            f"{checkpoint} was written with a schedule-free optimizer. It contains the training weights, which differ "
+            "from the evaluation weights. In a script, call train(resume_from_checkpoint=...) and save_model() to "
+            "write the evaluation weights."
+        )

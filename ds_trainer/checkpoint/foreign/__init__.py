@@ -1,1 +1,0 @@
-"""Checkpoints of plain DeepSpeed and of transformers, read and written."""

@@ -1,1 +1,0 @@
-"""What a checkpoint holds: pieces of tensors by place, random states, the engine's own progress."""

@@ -1,0 +1,213 @@
+"""The directory of a run's checkpoints: their names, and how they are published, replaced, found and removed.
+
+``checkpoint-N``                 the state after step N; complete, because it gets this name by a rename once
+                                 everything is on disk
+``.checkpoint-N.<hex>.partial``  being written
+``.checkpoint-N.<hex>.old``      the previous checkpoint of this name, while it is being replaced
+``.checkpoint-N.<hex>.removed``  being deleted
+``latest``                       a file with the name of the newest checkpoint, for people and scripts; written last
+
+A killed process leaves one of the three hidden names behind; :meth:`CheckpointDirectory.tidy` cleans them up.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.checkpoint.protocol.file_records import find_damage
+from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
+from ds_trainer.checkpoint.protocol.other_formats import detect_format
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+POINTER = "latest"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_HIDDEN = re.compile(r"\.(checkpoint-\d+|latest)\.[0-9a-f]{8}\.(partial|old|removed)")
+
+
+class Entry(NamedTuple):
+    """A directory named ``checkpoint-N`` that has a manifest.
+
+    Attributes:
+        path: of the directory.
+        manifest: None if it is damaged.
+        problem: what is wrong with a damaged manifest.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    problem: str = ""
+
+
+def checkpoint_name(step: int) -> str:
+    """Returns the name of the checkpoint of a step."""
+    return f"checkpoint-{step}"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Returns the checkpoints in ``output_dir`` with an intact manifest, in the order in which they were written."""
+    return [entry.path for entry in CheckpointDirectory(output_dir).entries() if entry.manifest is not None]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether ``path`` is a checkpoint with an intact manifest. Does not read its files."""
+    try:
+        Manifest.read(path)
+    except BrokenCheckpoint:
+        return False
+    return True
+
+
+class CheckpointDirectory:
+    """The checkpoints in ``path``. Only one process at a time may call the methods that change them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entries(self) -> list[Entry]:
+        """Returns all checkpoints: damaged ones first, then the others in the order in which they were written."""
+        if not self.path.is_dir():
+            return []
+        entries = []
+        for path in self.path.iterdir():
+            if _NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file():
+                try:
+                    entries.append(Entry(path, Manifest.read(path)))
+                except BrokenCheckpoint as error:
+                    entries.append(Entry(path, None, str(error)))
+        return sorted(entries, key=lambda entry: (_generation(entry), entry.path.name))
+
+    def has_checkpoints(self) -> bool:
+        """Returns whether there is any checkpoint, damaged or not. Reads no files."""
+        if not self.path.is_dir():
+            return False
+        return any(_NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file() for path in self.path.iterdir())
+
+    def next_generation(self) -> int:
+        """Returns the ``generation`` of the next checkpoint."""
+        return 1 + max((_generation(entry) for entry in self.entries()), default=0)
+
+    # -- publishing ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Path:
+        """Creates and returns a hidden directory to write the checkpoint of ``step`` into.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        partial = self._hidden(checkpoint_name(step), "partial")
+        disk.make_directory(partial)
+        return partial
+
+    def publish(self, partial: Path, step: int) -> Path | None:
+        """Rename the complete directory ``partial`` to its final name, and point ``latest`` at it.
+
+        Returns:
+            The checkpoint that had this name before, if any; remove it once the new one is safe on all nodes.
+
+        Raises:
+            OSError: a file operation failed; call :meth:`tidy` to clean up.
+        """
+        final = self.path / checkpoint_name(step)
+        pointer = self._write_pointer(final)  # first, because it needs disk space
+        replaced = None
+        if final.exists():
+            replaced = self._hidden(final.name, "old")
+            disk.rename(final, replaced)
+        disk.rename(partial, final)
+        disk.flush_file(self.path)
+        self._set_pointer(pointer)
+        return replaced
+
+    def point_at(self, checkpoint: Path) -> None:
+        """Point ``latest`` at ``checkpoint``."""
+        self._set_pointer(self._write_pointer(checkpoint))
+
+    def _write_pointer(self, checkpoint: Path) -> Path:
+        partial = self._hidden(POINTER, "partial")
+        with CheckpointFileWriter(self.path).create(partial.name) as stream:
+            stream.write(f"{checkpoint.name}\n".encode())
+        return partial
+
+    def _set_pointer(self, partial: Path) -> None:
+        disk.rename(partial, self.path / POINTER)
+        disk.flush_file(self.path)
+
+    # -- removing -----------------------------------------------------------------------------------------------------
+
+    def remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint. It loses its name first, so no partial checkpoint is left if the process is killed."""
+        removed = self._hidden(checkpoint.name, "removed")
+        disk.rename(checkpoint, removed)
+        disk.flush_file(self.path)
+        disk.remove_tree(removed)
+
+    def tidy(self) -> list[str]:
+        """Clean up what a killed process left behind. Returns what was done, for a log.
+
+        A checkpoint that was being replaced gets its name back, unless the new one already has it.
+        """
+        actions = []
+        for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
+            match = _HIDDEN.fullmatch(path.name)
+            if match is None:
+                continue
+            final = self.path / match[1]
+            if match[2] == "old" and not final.exists():
+                disk.rename(path, final)
+                disk.flush_file(self.path)
+                actions.append(f"restored {final.name}: a process was killed while replacing it")
+            elif path.is_dir():
+                disk.remove_tree(path)
+                actions.append(f"removed {path.name}: a process was killed while writing or removing it")
+            else:
+                disk.remove_file(path)
+        return actions
+
+    def _hidden(self, name: str, kind: str) -> Path:
+        return self.path / f".{name}.{uuid.uuid4().hex[:8]}.{kind}"
+
+
+def check_sizes(entry: Entry) -> bool:
+    """Returns whether all files of a checkpoint exist and have the recorded sizes. Does not read them."""
+    if entry.manifest is None:
+        return False
+    return not any(find_damage(entry.path, record, compare_checksum=False) for record in entry.manifest.files.values())
+
+
+def find_checkpoint(requested: str | bool, output_dir: Path) -> Path | None:
+    """Checks the argument of ``train(resume_from_checkpoint=...)`` before the process group exists.
+
+    Returns:
+        The path of the checkpoint; None for the newest one in ``output_dir``, which the ranks select together.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if str(requested).lower() == "true":  # recipes and command lines pass strings
+        directory = CheckpointDirectory(output_dir)
+        replaced = output_dir.glob(".checkpoint-*.old") if output_dir.is_dir() else ()  # tidy() may restore one
+        if not directory.has_checkpoints() and not any(replaced):
+            raise ConfigError(
+                f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint-N directory. Start "
+                "without resume_from_checkpoint, or give the path of a checkpoint."
+            )
+        return None
+    path = Path(str(requested)).expanduser()
+    if not (path / MANIFEST_FILE).is_file() and detect_format(path) is None:
+        raise ConfigError(
+            f"resume_from_checkpoint={str(path)!r} is not a complete checkpoint: it has no {MANIFEST_FILE}. "
+            f"{output_dir} has these: {', '.join(p.name for p in list_checkpoints(output_dir)) or 'none'}."
+        )
+    return path
+
+
+def _generation(entry: Entry) -> int:
+    return 0 if entry.manifest is None else entry.manifest.generation

@@ -1,0 +1,95 @@
+"""The files that one rank contributes to a checkpoint. Each has a name and writes itself to a stream."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import torch
+
+from ds_trainer.checkpoint.protocol.file_records import StoredFile
+from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
+
+
+class CheckpointFile(Protocol):
+    """One file of a checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint directory."""
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write the whole file from the beginning, without seeking."""
+
+
+@runtime_checkable
+class WritesSharedFiles(Protocol):
+    """A checkpoint file that also writes this rank's part of files that all ranks write together."""
+
+    def write_shared(self, files: SharedFiles) -> None:
+        """Write this rank's part; called after the file itself is written."""
+
+
+@dataclass(frozen=True)
+class InMemoryFile:
+    """A small file whose bytes are already in memory, so later steps do not change it."""
+
+    name: str
+    data: bytes
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> InMemoryFile:
+        """A file that holds ``value`` as ``torch.save`` writes it."""
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        return cls(name, stream.getvalue())
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write the content to ``stream``."""
+        stream.write(self.data)
+
+
+@dataclass(frozen=True)
+class GeneratedFile:
+    """A file whose bytes are generated when it is written, in the thread that writes it.
+
+    Attributes:
+        name: its name in the checkpoint directory.
+        generate: returns the bytes; must not depend on anything that later steps change.
+    """
+
+    name: str
+    generate: Callable[[], bytes]
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write the content to ``stream``."""
+        stream.write(self.generate())
+
+
+@dataclass(frozen=True)
+class UnchangedFile:
+    """A file that an earlier checkpoint holds already: hard-linked if possible, written again otherwise.
+
+    Attributes:
+        file: written if the link fails.
+        stored: the earlier file; None if the file is always written and only its shared files are linked.
+    """
+
+    file: CheckpointFile
+    stored: StoredFile | None
+
+    @property
+    def name(self) -> str:
+        """Name of the file in the checkpoint."""
+        return self.file.name
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write the content to ``stream``."""
+        self.file.write(stream)
+
+    def write_shared(self, files: SharedFiles) -> None:
+        """Write the elements that shared files hold."""
+        if isinstance(self.file, WritesSharedFiles):
+            self.file.write_shared(files)

@@ -1,0 +1,137 @@
+"""Selects the checkpoint to resume from. The ranks verify it together; each reads a part of its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.crc32 import finalize
+from ds_trainer.checkpoint.protocol.file_records import FileRecord, describe_mismatch, find_damage, partial_checksum
+from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
+from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_SPLIT_BYTES = 64 * 2**20
+"""Size from which a file that belongs to no single rank is read by all ranks of a shared directory, a part each."""
+
+
+class VerifiedCheckpoint(NamedTuple):
+    """A checkpoint whose files all match its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+
+def verify_checkpoint(path: Path, writer_group: WriterGroup, communicator: Communicator) -> VerifiedCheckpoint:
+    """Read all files of the checkpoint at ``path`` and compare them with its manifest. Collective.
+
+    Raises:
+        BrokenCheckpoint: it is damaged on some node; the message says what is wrong.
+    """
+    manifest, problems, parts = None, [], {}
+    try:
+        manifest = Manifest.read(path)
+        whole, split = _assign_files(manifest, writer_group)
+        problems = [problem for record in whole if (problem := find_damage(path, record))]
+        problems += [problem for record in split if (problem := find_damage(path, record, compare_checksum=False))]
+        if not problems:
+            part = writer_group.ranks.index(writer_group.rank), len(writer_group.ranks)
+            parts = {record.name: partial_checksum(path / record.name, record.size, *part) for record in split}
+    except (BrokenCheckpoint, OSError) as error:
+        problems = [str(error)]
+    results = communicator.gather_to_main((None if manifest is None else manifest.save_id, problems, parts))
+    verdict: Any = None
+    if results is not None:
+        problems = list(dict.fromkeys(problem for _, of_rank, _ in results for problem in of_rank))
+        if not problems and manifest is not None:
+            problems = list(_checksum_mismatches(manifest, [parts for *_, parts in results]))
+        verdict = problems, len({save_id for save_id, *_ in results}) > 1
+    problems, differ = communicator.broadcast_object(verdict)
+    if problems or manifest is None:
+        raise BrokenCheckpoint(f"{path} cannot be resumed from: {'; '.join(problems)}.")
+    if differ:
+        raise BrokenCheckpoint(f"{path} cannot be resumed from: other nodes hold a checkpoint of another save.")
+    if manifest.nodes != writer_group.nodes:
+        raise BrokenCheckpoint(
+            f"{path} cannot be resumed from: it is the part of node {manifest.node} of {manifest.nodes} "
+            f"(save_on_each_node), and this run has {writer_group.nodes} directories."
+        )
+    return VerifiedCheckpoint(path, manifest)
+
+
+def _checksum_mismatches(manifest: Manifest, parts_by_rank: Iterable[Mapping[str, int]]) -> Iterator[str]:
+    """Describes the damaged files among those that the ranks read in parts."""
+    combined: dict[str, int] = {}
+    for parts in parts_by_rank:
+        for name, part in parts.items():
+            combined[name] = combined.get(name, 0) ^ part
+    for name, value in combined.items():
+        record = manifest.files[name]
+        if (crc32 := finalize(value, record.size)) != record.crc32:
+            yield describe_mismatch(record, crc32)
+
+
+def _assign_files(manifest: Manifest, writer_group: WriterGroup) -> tuple[list[FileRecord], list[FileRecord]]:
+    """Returns the files that this rank reads as a whole, and those of which every rank reads a part.
+
+    A rank reads the files of its own number, which it will load anyway, and some of the others. Large files that belong
+    to no rank are read in parts.
+    """
+    of_this_rank: list[FileRecord] = []
+    others: list[FileRecord] = []
+    split: list[FileRecord] = []
+    for record in sorted(manifest.files.values(), key=lambda record: record.size):
+        match = re.search(r"rank_?(\d+)\.|_(\d{5})\.", record.name)
+        writer = int(match[1] or match[2]) if match else -1
+        if writer == writer_group.rank:
+            of_this_rank.append(record)
+        elif writer not in writer_group.ranks:
+            (split if record.size >= _SPLIT_BYTES and writer_group.nodes == 1 else others).append(record)
+    return of_this_rank + others[writer_group.work_slice()], split
+
+
+def newest_valid_checkpoint(
+    directory: CheckpointDirectory, writer_group: WriterGroup, communicator: Communicator
+) -> VerifiedCheckpoint:
+    """Returns the newest undamaged checkpoint on all nodes; warns of each damaged one. Collective.
+
+    Raises:
+        BrokenCheckpoint: there is none; the message says what is wrong with each checkpoint.
+    """
+    entries = directory.entries() if writer_group.is_leader else []
+    for entry in entries:
+        if entry.manifest is None:
+            logger.warning("Skipping %s: %s", entry.path.name, entry.problem)
+    by_rank = communicator.gather_to_main(
+        [(entry.path.name, entry.manifest and entry.manifest.save_id, entry.problem) for entry in entries]
+        if writer_group.is_leader
+        else None
+    )
+    verdict: Any = None
+    if by_rank is not None:
+        listings = [[tuple(entry) for entry in listing] for listing in by_rank if listing is not None]
+        common = set.intersection(*({(name, save_id) for name, save_id, _ in listing} for listing in listings))
+        # The first directory's order counts: generations are the same in all directories.
+        intact = [(name, (name, save_id) in common) for name, save_id, problem in reversed(listings[0]) if not problem]
+        verdict = intact, [problem for listing in listings for _, _, problem in listing if problem]
+    candidates, problems = communicator.broadcast_object(verdict)
+    for name, on_all_nodes in candidates:
+        if not on_all_nodes:
+            problems.append(f"{name} is not on all nodes")
+        else:
+            try:
+                return verify_checkpoint(directory.path / name, writer_group, communicator)
+            except BrokenCheckpoint as error:
+                problems.append(str(error))
+        if writer_group.rank == 0:
+            logger.warning("Skipping %s: %s", name, problems[-1])
+    raise BrokenCheckpoint(
+        f"resume_from_checkpoint=True, but {directory.path} holds no valid checkpoint. "
+        f"{' '.join(problems) or 'It has no checkpoint-N directory.'} Start without resume_from_checkpoint, or give "
+        "the path of another checkpoint."
+    )

@@ -1,0 +1,59 @@
+"""Preprocessing of a command line before argparse parses it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+
+def without_local_rank(args: Sequence[str]) -> list[str]:
+    """``args`` without ``--local_rank=N``, which the ``deepspeed`` launcher inserts.
+
+    The launcher also sets LOCAL_RANK, which the engine reads.
+    """
+    return [arg for arg in args if not re.fullmatch(r"--local[_-]rank=\d+", arg)]
+
+
+def split_overrides(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``args`` into other arguments and recipe overrides: ``--a.b value`` and ``--a.b=value``."""
+    others: list[str] = []
+    overrides: list[str] = []
+    position = 0
+    while position < len(args):
+        arg = args[position]
+        is_override = arg.startswith("--") and "." in arg.partition("=")[0]
+        takes_next = is_override and "=" not in arg and position + 1 < len(args)
+        takes_next = takes_next and not args[position + 1].startswith("--")
+        size = 2 if takes_next else 1
+        (overrides if is_override else others).extend(args[position : position + size])
+        position += size
+    return others, overrides
+
+
+def add_recipe(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Add the optional positional argument RECIPE, which must come first, to a subcommand called with ``args``.
+
+    Without it all arguments are training arguments, whose values argparse would take for the recipe.
+    """
+    if not args or not args[0].startswith("-") or {"-h", "--help"} & set(args):
+        parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
+    else:
+        parser.set_defaults(recipe=None)
+
+
+def unknown_choice(kind: str, given: str, choices: Iterable[str], command: str = "") -> ConfigError:
+    """The error for a subcommand or action that does not exist, with a suggestion.
+
+    Args:
+        kind: ``"subcommand"`` or ``"action"``.
+        given: the argument.
+        choices: the valid ones.
+        command: the subcommand that has the action.
+    """
+    prefix = f"{command}: " if command else ""
+    return ConfigError(
+        f"{prefix}unknown {kind} {given!r}.{did_you_mean(given, choices)} Valid {kind}s: {', '.join(choices)}."
+    )

@@ -1,0 +1,1 @@
+"""Scripts and libraries written for transformers.Trainer, unchanged on this package's Trainer."""

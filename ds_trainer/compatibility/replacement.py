@@ -1,0 +1,168 @@
+"""Replaces the classes of transformers in this process, for code imported afterwards and for code imported before.
+
+*Afterwards*: an import hook (``sys.meta_path``) makes the modules of :data:`REPLACED` when they are imported. Such a
+module hands out the objects of this package. Its source is executed only when a name is requested that this package
+does not replace, so that ``from transformers import Trainer`` does not import transformers' Trainer at all.
+
+*Before*: every global variable of every imported module that holds an original object gets the replacement. A subclass
+of an original class cannot be changed and is refused.
+
+Source: ``_LazyModule`` of transformers 5 reads top-level names from the submodules at first use, and stores them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import ds_trainer
+from ds_trainer.compatibility.replaced_names import (
+    NEEDS_OUR_BASE,
+    REPLACED,
+    WITHOUT_OTHER_NAMES,
+    all_names,
+    replacement,
+)
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.ranks import likely_rank
+
+
+def replace_transformers() -> None:
+    """Replace the names of :data:`REPLACED` in this process; the main process prints one line. Imports nothing of it.
+
+    A second call does nothing.
+
+    Raises:
+        ConfigError: modules imported before define subclasses of the original classes; nothing is replaced then.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    originals = _originals()
+    problems = [problem for value, name in originals.values() for problem in _subclass_problems(value, name, originals)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    sys.meta_path.insert(0, _Finder())
+    if originals:
+        _replace_globals(originals)
+    if likely_rank(os.environ) == 0:
+        print(
+            f"ds-trainer: this process uses ds_trainer {ds_trainer.__version__} in place of transformers' "
+            f"{', '.join(all_names())}.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+# -- imported afterwards -----------------------------------------------------------------------------------------------
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of :data:`REPLACED`, and gives them a loader of this file."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in REPLACED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Makes a :class:`_ReplacedModule`, and executes the original source when one of its own names is requested."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.started = False
+        self.lock = threading.RLock()
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _ReplacedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing yet: see :meth:`execute`."""
+
+    def execute(self, module: ModuleType) -> None:
+        """Execute the source in ``module``, then set the replaced names. A second call does nothing."""
+        with self.lock:
+            if self.started:
+                return
+            self.started = True
+            try:
+                self.original.exec_module(module)
+            except BaseException:
+                self.started = False  # the next request raises the same error
+                raise
+            for name in REPLACED[module.__name__]:
+                setattr(module, name, replacement(name))
+
+
+class _ReplacedModule(ModuleType):
+    """A module of transformers with objects of this package."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__name__
+        if name in REPLACED[module]:
+            value = replacement(name)
+            setattr(self, name, value)
+            return value
+        special = name.startswith("__") and name.endswith("__") and name != "__all__"
+        if not special and module not in WITHOUT_OTHER_NAMES:
+            loader = self.__dict__["__loader__"]
+            loader.execute(self)
+            if name in self.__dict__:
+                return self.__dict__[name]
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=self)
+
+
+# -- imported before ---------------------------------------------------------------------------------------------------
+
+
+def _originals() -> dict[int, tuple[Any, str]]:
+    """The original objects that this process has imported, and their names, by ``id``."""
+    found: dict[int, tuple[Any, str]] = {}
+    for module, names in REPLACED.items():
+        for name in names:
+            value = vars(sys.modules[module]).get(name) if module in sys.modules else None
+            if value is not None:
+                found[id(value)] = (value, name)
+    return found
+
+
+def _subclass_problems(value: Any, name: str, originals: dict[int, tuple[Any, str]]) -> list[str]:
+    if not isinstance(value, type) or name not in NEEDS_OUR_BASE:
+        return []
+    return [
+        f"{found.__module__}.{found.__qualname__} is a subclass of transformers' {name}, because its module was "
+        "imported before ds_trainer.as_transformers. Make `import ds_trainer.as_transformers` the first import of the "
+        "script (in a notebook: restart the kernel first), or start the script with `ds-trainer run SCRIPT`."
+        for found in _subclasses(value)
+        if id(found) not in originals
+    ]
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    children: list[type] = type.__subclasses__(cls)
+    for found in children:
+        yield found
+        yield from _subclasses(found)
+
+
+def _replace_globals(originals: dict[int, tuple[Any, str]]) -> None:
+    for module in list(sys.modules.values()):
+        variables = getattr(module, "__dict__", None)
+        if not isinstance(variables, dict):  # libraries may put any object into sys.modules
+            continue
+        for variable, value in list(variables.items()):
+            if id(value) in originals:
+                variables[variable] = replacement(originals[id(value)][1])

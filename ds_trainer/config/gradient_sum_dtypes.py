@@ -1,0 +1,71 @@
+"""The dtypes in which gradients are summed: over ranks (``communication_data_type``) and over micro-batches
+(``data_types.grad_accum_dtype``).
+
+By default DeepSpeed sums in the dtype of the weights. A ring adds one rank after the other, and accumulation one
+micro-batch after the other: a term below half a unit in the last place of the partial sum is lost. bf16 has 8
+significant bits, fp16 has 11. ``benchmarks/gradient_sums.py`` simulates this; up to the limits below the error stays
+near 1 %.
+"""
+
+from __future__ import annotations
+
+from ds_trainer.arguments.enums import GradientDtype
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.config_builder import ConfigBuilder
+from ds_trainer.parallel.layout import ParallelLayout
+
+TERMS = {"bf16": 64, "fp16": 512}
+"""From this number of terms on, a sum in this dtype is off by 1 % or more and is made in float32 instead."""
+
+_ZERO = "zero_optimization"
+_ACCUMULATE = "data_types.grad_accum_dtype"
+_COMMUNICATE = "communication_data_type"
+_SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
+
+
+def write_gradient_dtypes(builder: ConfigBuilder, args: TrainingArguments, layout: ParallelLayout) -> None:
+    """Write both dtypes if the arguments set them, or if the sum has too many terms for 16 bits.
+
+    Args:
+        builder: the configuration; precision, ZeRO, offload and optimizer are already set.
+        args: the arguments.
+        layout: gradients are summed over its data-parallel, context-parallel and sequence-parallel ranks.
+    """
+    model = builder.config.precision.dtype
+    ranks, micro_batches = layout.seq_data_parallel_size, args.gradient_accumulation_steps
+    _communication(builder, args, model, ranks)
+    if args.grad_accum_dtype != GradientDtype.AUTO:
+        builder.argument(_ACCUMULATE, str(args.grad_accum_dtype), "grad_accum_dtype")
+    elif micro_batches >= TERMS.get(model, micro_batches + 1) and _can_accumulate_in_float32(builder, model, layout):
+        builder.derive(_ACCUMULATE, "fp32", f"{model} with {micro_batches} micro-batches: the sum would lose precision")
+
+
+def _communication(builder: ConfigBuilder, args: TrainingArguments, model: str, ranks: int) -> None:
+    requested = args.communication_data_type
+    why = f"{model} with {ranks} ranks: the sum would lose precision"
+    if requested != GradientDtype.AUTO:
+        builder.argument(_COMMUNICATE, str(requested), "communication_data_type")
+    elif ranks >= TERMS.get(model, ranks + 1) and builder.requested(f"{_ZERO}.zero_quantized_gradients") is not True:
+        builder.derive(_COMMUNICATE, "fp32", why)
+    if not builder.config.get("torch_autocast.enabled", builder.requested("torch_autocast.enabled")):
+        return
+    # With autocast, DeepSpeed's ZeRO reduces gradients of these modules in bf16 and ignores other settings.
+    if requested == GradientDtype.FP32:
+        builder.derive(_SAFE_MODULES, [], f"communication_data_type=fp32 ({args.where('communication_data_type')})")
+    elif requested == GradientDtype.AUTO and ranks >= TERMS["bf16"]:
+        builder.derive(_SAFE_MODULES, [], f"autocast with {ranks} ranks: a sum in bf16 would lose precision")
+
+
+def _can_accumulate_in_float32(builder: ConfigBuilder, model: str, layout: ParallelLayout) -> bool:
+    """Whether DeepSpeed 0.19.8 supports float32 accumulation with the other settings."""
+    if any(builder.requested(f"{model}.{model}_{key}") for key in ("master_weights_and_grads", "optimizer_states")):
+        return False  # low-precision gradients are requested
+    if builder.mentions(f"{_ZERO}.zenflow") or builder.requested(f"{_ZERO}.offload_optimizer.super_offload"):
+        return False  # they accumulate in their own way
+    optimizer = str(builder.config.get("optimizer.type", "")).lower()
+    if optimizer == "lamb":
+        return False  # its kernel needs gradients in the dtype of the weights
+    if model != "bf16" or builder.config.zero_stage != 1:
+        return True
+    muon_with_tp = optimizer == "muon" and layout.tp > 1
+    return not muon_with_tp and builder.requested(f"{_ZERO}.compute_grad_norm") is not False

@@ -1,0 +1,185 @@
+"""Rules about settings that the Trainer manages, and about packages that must be installed."""
+
+from __future__ import annotations
+
+from ds_trainer.config.rules.rule_context import Rule, RuleContext
+
+
+def _too_new_for_autoep(context: RuleContext) -> bool:
+    version = context.environment.version("transformers") if context.environment is not None else None
+    if version is None:
+        return False
+    major, minor, *_ = version.split(".")
+    return (int(major), int(minor)) >= (5, 23)
+
+
+TRAINER = (
+    Rule(
+        "gradients-are-averaged",
+        "Settings that the Trainer manages",
+        ("gradient_allreduce_op",),
+        lambda c: str(c.get("gradient_allreduce_op", "mean")).lower() not in ("mean", "avg", "average"),
+        "the Trainer scales the loss for gradients that are averaged",
+        "Remove gradient_allreduce_op; the gradient is always that of the mean over all tokens.",
+    ),
+    Rule(
+        "activation-checkpointing-is-enabled",
+        "Settings that the Trainer manages",
+        (
+            "activation_checkpointing.cpu_checkpointing",
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.number_checkpoints",
+            "activation_checkpointing.profile",
+        ),
+        lambda c: c.get("activation_checkpointing") is not None and not c.args.activation_checkpointing,
+        "these keys configure activation checkpointing, which is not enabled",
+        "Set activation_checkpointing=True.",
+    ),
+    Rule(
+        "activations-on-the-host-need-gpu",
+        "Settings that the Trainer manages",
+        ("activation_checkpointing.cpu_checkpointing",),
+        lambda c: c.on("activation_checkpointing.cpu_checkpointing") and c.on_cpu,
+        "it moves activations from the GPU to the host, and this job runs on CPUs",
+        "Remove cpu_checkpointing.",
+    ),
+    Rule(
+        "partitioned-activations-need-tensor-parallelism",
+        "Settings that the Trainer manages",
+        ("activation_checkpointing.partition_activations", "tensor_parallel.autotp_size"),
+        lambda c: c.on("activation_checkpointing.partition_activations") and c.layout.tp == 1,
+        "activations are partitioned over tensor-parallel ranks, and there is only one",
+        "Set tensor_parallel_size, or use activation_checkpointing.cpu_checkpointing instead.",
+    ),
+    Rule(
+        "contiguous-activations",
+        "Settings that the Trainer manages",
+        (
+            "activation_checkpointing.contiguous_memory_optimization",
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.number_checkpoints",
+        ),
+        lambda c: (
+            c.on("activation_checkpointing.contiguous_memory_optimization")
+            and (
+                not c.on("activation_checkpointing.partition_activations")
+                or c.get("activation_checkpointing.number_checkpoints") is None
+            )
+        ),
+        "contiguous activations need partition_activations and number_checkpoints",
+        "Set partition_activations to true and number_checkpoints to the number of layers, or remove it.",
+    ),
+    Rule(
+        "weight-quantization",
+        "Settings that the Trainer manages",
+        ("weight_quantization.enabled", "weight_quantization.num_bits"),
+        lambda c: c.get("weight_quantization") is not None,
+        "quantizing weights at creation is for inference",
+        "Remove weight_quantization.",
+    ),
+    Rule(
+        "accumulation-is-managed",
+        "Settings that the Trainer manages",
+        ("managed_gradient_accumulation",),
+        lambda c: c.get("managed_gradient_accumulation", True) is False,
+        "the Trainer tells the engine which micro-batch is the last of a step",
+        "Remove managed_gradient_accumulation.",
+    ),
+    Rule(
+        "data-efficiency",
+        "Settings that the Trainer manages",
+        ("data_efficiency.enabled",),
+        lambda c: c.on("data_efficiency.enabled"),
+        "the Trainer decides the order of samples",
+        "Remove data_efficiency, and put the dataset in the order that you want.",
+    ),
+    Rule(
+        "pipeline",
+        "Settings that the Trainer manages",
+        ("pipeline.stages",),
+        lambda c: c.get("pipeline") is not None,
+        "the Trainer does not support pipeline parallelism",
+        "Remove pipeline; use tensor_parallel_size or ZeRO-3 for models that do not fit.",
+    ),
+    Rule(
+        "batch-size-search-needs-one-rank-per-replica",
+        "Settings that the Trainer manages",
+        ("auto_find_batch_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
+        lambda c: c.args.auto_find_batch_size and c.layout.replica_size > 1,
+        "the batch size search tries forward passes on each rank alone, but the ranks of a replica communicate in "
+        "every layer",
+        "Set auto_find_batch_size=False and a per_device_train_batch_size that fits, or set the parallel sizes to 1.",
+    ),
+    Rule(
+        "hybrid-engine",
+        "Settings that the Trainer manages",
+        ("hybrid_engine.enabled",),
+        lambda c: c.on("hybrid_engine.enabled"),
+        "the hybrid engine is for reinforcement learning, which the Trainer does not do",
+        "Remove hybrid_engine.",
+    ),
+    Rule(
+        "autotuning",
+        "Settings that the Trainer manages",
+        ("autotuning.enabled",),
+        lambda c: c.on("autotuning.enabled"),
+        "DeepSpeed's autotuner starts its own jobs and ends this one",
+        "Remove autotuning, and run deepspeed --autotuning with a separate script.",
+    ),
+    Rule(
+        "expert-parallel-transformers",
+        "Settings that the Trainer manages",
+        ("expert_parallel.enabled",),
+        lambda c: c.on("expert_parallel.enabled") and _too_new_for_autoep(c),
+        "AutoEP of DeepSpeed 0.19.8 cannot read the models of transformers 5.23 or later",
+        "Install transformers below 5.23, or remove expert_parallel.",
+    ),
+    Rule(
+        "deepcompile-needs-gpu",
+        "Settings that the Trainer manages",
+        ("compile.deepcompile",),
+        lambda c: c.on("compile.deepcompile") and c.on_cpu,
+        "DeepCompile needs a GPU, and this job runs on CPUs",
+        "Remove compile.deepcompile.",
+    ),
+    Rule(
+        "checkpoint-writer-needs-gpu",
+        "Settings that the Trainer manages",
+        ("checkpoint.writer.type",),
+        lambda c: c.get("checkpoint.writer") is not None and c.on_cpu,
+        "DeepSpeed's checkpoint writers need a GPU, and this job runs on CPUs",
+        "Remove checkpoint.writer.",
+    ),
+    Rule(
+        "datastates-needs-package",
+        "Settings that the Trainer manages",
+        ("datastates_ckpt.host_cache_size",),
+        lambda c: c.get("datastates_ckpt") is not None and c.lacks("datastates"),
+        "this checkpoint engine needs a package that is not installed: datastates",
+        "Install datastates-llm, or remove datastates_ckpt.",
+    ),
+    Rule(
+        "tensorboard-needs-package",
+        "Settings that the Trainer manages",
+        ("tensorboard.enabled",),
+        lambda c: c.on("tensorboard.enabled") and c.lacks("tensorboard"),
+        "DeepSpeed's tensorboard monitor needs a package that is not installed",
+        "Run pip install tensorboard.",
+    ),
+    Rule(
+        "wandb-needs-package",
+        "Settings that the Trainer manages",
+        ("wandb.enabled",),
+        lambda c: c.on("wandb.enabled") and c.lacks("wandb"),
+        "DeepSpeed's wandb monitor needs a package that is not installed",
+        "Run pip install wandb.",
+    ),
+    Rule(
+        "comet-needs-package",
+        "Settings that the Trainer manages",
+        ("comet.enabled",),
+        lambda c: c.on("comet.enabled") and c.lacks("comet_ml"),
+        "DeepSpeed's comet monitor needs a package that is not installed",
+        "Run pip install comet_ml.",
+    ),
+)

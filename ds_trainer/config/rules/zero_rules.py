@@ -1,0 +1,187 @@
+"""Rules about ZeRO: sharding, offload, ZeRO++."""
+
+from __future__ import annotations
+
+from ds_trainer.config.rules.rule_context import Rule, RuleContext
+
+_STAGE = "zero_optimization.stage"
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+_OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+
+
+def _nvme(context: RuleContext) -> bool:
+    return context.offloads("optimizer", "nvme") or context.offloads("param", "nvme")
+
+
+def _nvme_paths(context: RuleContext) -> list[str | None]:
+    return [
+        context.zero(f"offload_{state}.nvme_path")
+        for state in ("optimizer", "param")
+        if context.offloads(state, "nvme")
+    ]
+
+
+def _zeropp(context: RuleContext) -> bool:
+    return _quantized(context) or int(context.zero("zero_hpz_partition_size", 1)) > 1
+
+
+def _quantized(context: RuleContext) -> bool:
+    kinds = ("weights", "gradients", "nontrainable_weights")
+    return any(context.on(f"zero_optimization.zero_quantized_{kind}") for kind in kinds)
+
+
+ZERO = (
+    Rule(
+        "offload-optimizer-needs-zero",
+        "ZeRO",
+        (_OFFLOAD_OPTIMIZER, _STAGE),
+        lambda c: c.offloads("optimizer") and c.stage == 0,
+        "optimizer offload needs ZeRO stage 1, 2 or 3",
+        "Set zero_stage to 1, 2 or 3.",
+    ),
+    Rule(
+        "offload-param-needs-stage-3",
+        "ZeRO",
+        (_OFFLOAD_PARAM, _STAGE),
+        lambda c: c.offloads("param") and c.stage != 3,
+        "parameter offload needs ZeRO stage 3",
+        "Set zero_stage=3, or offload the optimizer only.",
+    ),
+    Rule(
+        "nvme-optimizer-needs-stage-3",
+        "ZeRO",
+        (_OFFLOAD_OPTIMIZER, _STAGE),
+        lambda c: c.offloads("optimizer", "nvme") and c.stage in (1, 2),
+        "optimizer offload to NVMe needs ZeRO stage 3; stages 1 and 2 would keep it in host memory",
+        "Set zero_stage=3, or offload_optimizer=cpu.",
+    ),
+    Rule(
+        "nvme-needs-path",
+        "ZeRO",
+        (_OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM),
+        lambda c: None in _nvme_paths(c),
+        "offload to NVMe needs a directory on a local disk",
+        "Set nvme_path.",
+    ),
+    Rule(
+        "nvme-path-writable",
+        "ZeRO",
+        ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path"),
+        lambda c: (
+            c.environment is not None
+            and any(path is not None and not c.environment.is_writable_directory(path) for path in _nvme_paths(c))
+        ),
+        "this is not a writable directory on this machine",
+        "Create it, or set another directory.",
+    ),
+    Rule(
+        "nvme-needs-libaio",
+        "ZeRO",
+        (_OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM),
+        lambda c: _nvme(c) and c.environment is not None and not c.environment.has_async_io(),
+        "offload to NVMe needs libaio, and its header libaio.h is not installed on this machine",
+        "Install libaio-dev (Debian) or libaio-devel (Red Hat), or offload to cpu.",
+    ),
+    Rule(
+        "partial-offload-needs-stage-3",
+        "ZeRO",
+        ("zero_optimization.offload_optimizer.ratio", _STAGE),
+        lambda c: c.offloads("optimizer") and c.zero("offload_optimizer.ratio", 1.0) < 1.0 and c.stage != 3,
+        "partial optimizer offload needs ZeRO stage 3",
+        "Set zero_stage=3, or ratio to 1.0.",
+    ),
+    Rule(
+        "partial-offload-needs-cpu-adam",
+        "ZeRO",
+        ("zero_optimization.offload_optimizer.ratio", "optimizer.type", "optimizer.params.torch_adam"),
+        lambda c: (
+            c.offloads("optimizer")
+            and c.zero("offload_optimizer.ratio", 1.0) < 1.0
+            and c.stage == 3
+            and not c.uses_cpu_adam
+        ),
+        "partial optimizer offload works with DeepSpeed's CPUAdam only",
+        "Set optimizer.params.torch_adam to false and optim=adamw_torch, or ratio to 1.0.",
+    ),
+    Rule(
+        "zeropp-needs-stage-3",
+        "ZeRO",
+        (
+            "zero_optimization.zero_hpz_partition_size",
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_gradients",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            _STAGE,
+        ),
+        lambda c: c.stage != 3 and _zeropp(c),
+        "ZeRO++ needs ZeRO stage 3",
+        "Set zero_stage=3, or remove these keys.",
+    ),
+    Rule(
+        "zeropp-quantization-needs-gpu",
+        "ZeRO",
+        (
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_gradients",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+        ),
+        lambda c: c.on_cpu and _quantized(c),
+        "quantized communication needs a GPU, and this job runs on CPUs",
+        "Remove these keys; zero_hpz_partition_size works without a GPU.",
+    ),
+    Rule(
+        "hpz-divides-ranks",
+        "ZeRO",
+        ("zero_optimization.zero_hpz_partition_size",),
+        lambda c: c.layout.seq_data_parallel_size % max(1, int(c.zero("zero_hpz_partition_size", 1))) != 0,
+        "the secondary partition of ZeRO++ (hpZ) must divide the number of ranks over which ZeRO shards",
+        "Set it to the number of GPUs per node.",
+    ),
+    Rule(
+        "compute-grad-norm-off",
+        "ZeRO",
+        ("zero_optimization.compute_grad_norm", "gradient_clipping", _STAGE),
+        lambda c: (
+            c.zero("compute_grad_norm", True) is False
+            and (c.stage not in (1, 2) or c.get("gradient_clipping") != 0.0 or c.offloads("optimizer"))
+        ),
+        "skipping the gradient norm works with ZeRO stage 1 or 2, without clipping and without offload",
+        "Set max_grad_norm=0, or remove compute_grad_norm.",
+    ),
+    Rule(
+        "legacy-stage-1",
+        "ZeRO",
+        ("zero_optimization.legacy_stage1",),
+        lambda c: c.on("zero_optimization.legacy_stage1"),
+        "DeepSpeed has removed the legacy ZeRO stage 1",
+        "Remove legacy_stage1.",
+    ),
+    Rule(
+        "elastic-checkpoint",
+        "ZeRO",
+        ("zero_optimization.elastic_checkpoint",),
+        lambda c: c.on("zero_optimization.elastic_checkpoint"),
+        "DeepSpeed has removed elastic checkpoints",
+        "Remove elastic_checkpoint.",
+    ),
+    Rule(
+        "bucket-is-even",
+        "ZeRO",
+        ("zero_optimization.allgather_bucket_size",),
+        lambda c: c.stage in (1, 2) and int(c.zero("allgather_bucket_size", 2)) % 2 == 1,
+        "DeepSpeed requires an even number of elements",
+        "Add one.",
+    ),
+    Rule(
+        "predivide-with-reduce-scatter",
+        "ZeRO",
+        ("prescale_gradients", "gradient_predivide_factor", "zero_optimization.reduce_scatter"),
+        lambda c: (
+            c.stage > 0
+            and c.zero("reduce_scatter", True) is True
+            and (c.on("prescale_gradients") or float(c.get("gradient_predivide_factor", 1.0)) != 1.0)
+        ),
+        "with reduce-scatter, DeepSpeed can only divide gradients after the reduction",
+        "Remove both keys, or set zero_optimization.reduce_scatter to false.",
+    ),
+)

@@ -1,0 +1,103 @@
+"""Completes DeepSpeed's partitioning of a model, before the optimizer is built over the slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ds_trainer.engine.tensor_parallel.embedding_partitioning import partition_embeddings_in_place
+from ds_trainer.engine.tensor_parallel.lora_partitioning import partition_lora_layers
+from ds_trainer.engine.tensor_parallel.repairs import mark_sliced_embeddings, repair_layers
+from ds_trainer.engine.tensor_parallel.slices import is_sliced
+from ds_trainer.engine.tensor_parallel.tensor_parallel_rng import separate_randomness
+from ds_trainer.engine.tensor_parallel.vocab_parallel_head import custom_loss_function, install_logit_gathering
+from ds_trainer.parallel.groups import ParallelGroups
+from ds_trainer.utils.errors import ConfigError
+
+
+@contextmanager
+def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterator[None]:
+    """Inside, constructing an engine also completes DeepSpeed's partitioning of the model.
+
+    Args:
+        groups: the process groups; the slices are distributed over ``tp``.
+        gather_logits: code other than the model's own loss reads logits in training.
+
+    Raises:
+        ConfigError: DeepSpeed partitioned no parameter.
+    """
+    if groups.layout.tp == 1:
+        yield
+        return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine._apply_autotp_partitioning
+
+    def partition(engine: Any, model: nn.Module, settings: Any) -> Any:
+        if getattr(model, "ds_autotp_parsed", False):
+            return original(engine, model, settings)  # an earlier engine has completed it
+        given_loss = custom_loss_function(model)
+        with (
+            partition_lora_layers(),
+            partition_embeddings_in_place(),
+            _on_the_host(settings),
+            _input_embeddings_may_be_missing(model),
+        ):
+            replaced = original(engine, model, settings)
+        mark_sliced_embeddings(model, groups.tp)
+        if not any(is_sliced(parameter) for parameter in model.parameters()):
+            raise ConfigError(
+                f"tensor_parallel_size={groups.layout.tp}, but DeepSpeed partitioned no parameter of "
+                f"{type(model).__name__}: every rank would compute the same. Configure the layers in "
+                "tensor_parallel.partition_config of the DeepSpeed configuration, or set tensor_parallel_size=1."
+            )
+        install_logit_gathering(model, gather_logits, given_loss)
+        separate_randomness(model, groups)
+        return replaced
+
+    repair_layers()
+    DeepSpeedEngine._apply_autotp_partitioning = partition
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._apply_autotp_partitioning = original
+
+
+@contextmanager
+def _on_the_host(settings: Any) -> Iterator[None]:
+    """Inside, slices stay on the device of the full tensors; they move to the GPU one at a time later.
+
+    DeepSpeed would move every slice to the GPU at once, where ZeRO-3 should hold only shards. The switch is reset
+    afterwards, because DeepSpeed also reads it when a gathered weight is partitioned again.
+    """
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    settings.keep_module_on_host = True
+    try:
+        yield
+    finally:
+        TensorParallel_Layer.set_keep_module_on_host(False)
+
+
+@contextmanager
+def _input_embeddings_may_be_missing(model: Any) -> Iterator[None]:
+    """DeepSpeed 0.19.8 calls ``get_input_embeddings()``, which models with two towers (CLIP) do not implement.
+
+    It only needs the result for a tied embedding that is not an ``nn.Embedding``; others it finds itself.
+    """
+    getter = getattr(model, "get_input_embeddings", None)
+    try:
+        if getter is not None:
+            getter()
+        missing = False
+    except NotImplementedError:
+        missing = True
+        model.get_input_embeddings = lambda: None
+    try:
+        yield
+    finally:
+        if missing:
+            del model.get_input_embeddings

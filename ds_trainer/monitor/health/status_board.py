@@ -1,0 +1,76 @@
+"""``StatusBoard``: values that threads of all ranks share through the store of the process group.
+
+Collectives cannot be used: they belong to the training, and hang when it hangs. Nothing here waits for another rank.
+But one process serves the store: if it hangs, every call hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from ds_trainer.utils import distributed
+from ds_trainer.utils.store import RankStore
+
+_PREFIX = "ds_trainer/health"
+
+
+class StatusBoard:
+    """Values by key; values are plain data. Creating it is collective. Only one thread may use it.
+
+    Attributes:
+        keeper: host and process ID of rank 0.
+
+    All methods raise RuntimeError or OSError if the process that serves the store has ended.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = distributed.rank(), distributed.world_size()
+        here = socket.gethostname(), os.getpid()
+        name, *keeper = distributed.broadcast_object((secrets.token_hex(8), *here))
+        self.keeper: tuple[str, int] = (keeper[0], keeper[1])
+        self._values: dict[str, str] = {}  # used if there is one rank
+        self._store = RankStore(f"{_PREFIX}/{name}") if self.world_size > 1 else None
+        self.put(f"members/{self.rank}", here)
+
+    def member(self, rank: int) -> tuple[str, int] | None:
+        """Host and process ID of a rank; None if it never started."""
+        if rank == 0:
+            return self.keeper
+        found = self.get(f"members/{rank}")
+        return None if found is None else (found[0], found[1])
+
+    def put(self, key: str, value: Any) -> None:
+        """Set ``key`` to ``value``."""
+        if self._store is None:
+            self._values[key] = json.dumps(value)
+        else:
+            self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        """The value of ``key``; None if it is not set."""
+        found = self.get_all([key])
+        return None if found is None else found[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
+        """The values of ``keys``; None unless all of them are set."""
+        if self._store is None:
+            return [json.loads(self._values[key]) for key in keys] if self._values.keys() >= set(keys) else None
+        return self._store.get_all(keys)
+
+    def claim(self, key: str, value: Any) -> bool:
+        """Set ``key`` to ``value`` unless another rank was first. Returns whether this rank was first."""
+        if self._store is None:
+            return self._values.setdefault(key, text := json.dumps(value)) is text
+        return self._store.set_first(key, value)
+
+    def drop(self, key: str) -> None:
+        """Delete ``key``."""
+        if self._store is None:
+            self._values.pop(key, None)
+        else:
+            self._store.delete(key)

@@ -1,0 +1,86 @@
+"""The class and arguments of an optimizer name, and optimizers of a class that the user passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.enums import OptimizerNames
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.library_optimizer_table import library_optimizer
+from ds_trainer.config.optimizer_types import BUILT_HERE, OF_NAME, TYPES
+from ds_trainer.optim.library_optimizer_builder import library_arguments, library_class, target_parameters
+from ds_trainer.optim.optimizer_builder import construct
+from ds_trainer.utils.errors import ConfigError
+
+
+def optimizer_class_and_arguments(
+    args: TrainingArguments, model: nn.Module | None = None
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and keyword arguments of ``args.optim``, like transformers' ``Trainer.get_optimizer_cls_and_kwargs``.
+
+    For a low-rank optimizer the arguments contain ``params``: the parameter groups of ``model``. Weight decay is in the
+    parameter groups of the Trainer, and here too if the class takes it as a default. If the compiled configuration uses
+    DeepSpeed's own AdamW or Adagrad (offload on a GPU), this returns torch's class with the same formula.
+
+    Raises:
+        ConfigError: DeepSpeed builds the optimizer itself; or a library or the model is missing.
+    """
+    source = f"optim={args.optim} ({args.where('optim')})"
+    library = library_optimizer(args)
+    if library is not None:
+        cls = library_class(args, library)
+        arguments, of_matrices = library_arguments(args, library)
+        if library.low_rank:
+            if model is None:
+                raise ConfigError(f"{source} works on matrices of the model: pass the model, too.")
+            targets = target_parameters(args, model)
+            rest = [parameter for name, parameter in model.named_parameters() if name not in targets]
+            arguments["params"] = [{"params": rest}, {"params": list(targets.values()), **of_matrices}]
+        return cls, arguments
+    kind = TYPES[OF_NAME[OptimizerNames(args.optim)].lower()]
+    if kind.name not in BUILT_HERE:
+        raise ConfigError(
+            f"{source}: DeepSpeed builds it from the compiled configuration; there is no class to return."
+        )
+    arguments = {}
+    for name, fields in kind.arguments:
+        values = tuple(getattr(args, item) for item in fields)
+        if name != "weight_decay":
+            arguments[name] = values if len(values) > 1 else values[0]
+    if args.optim == OptimizerNames.ADAMW_TORCH_FUSED:
+        arguments["fused"] = True
+    arguments |= {name: value for name, value in args.optimizer_arguments().items() if name in kind.own}
+    return getattr(torch.optim, kind.name), arguments
+
+
+def build_given_optimizer(
+    cls: Any, arguments: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Builds an optimizer of the class that the user passed as ``optimizer_cls_and_kwargs``.
+
+    Args:
+        cls: an optimizer class, called with parameter groups and ``arguments``; or a factory class, whose instance is
+            called with the model and ``arguments``.
+        arguments: keyword arguments; ``params`` (or ``model``) among them replaces ``groups``.
+        model: the model.
+        groups: the Trainer's parameter groups.
+
+    Raises:
+        ConfigError: the class rejects the arguments, or does not build an optimizer.
+    """
+    source = "optimizer_cls_and_kwargs passed to the Trainer"
+    rest = {name: value for name, value in arguments.items() if name not in ("params", "model")}
+    if not callable(cls):
+        raise ConfigError(f"{source}: {cls!r} is neither an optimizer class nor a factory class.")
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        return construct(cls, arguments.get("params", arguments.get("model", groups)), rest, source)
+    try:
+        factory = cls()
+    except TypeError as error:
+        raise ConfigError(f"{source}: the factory {cls!r} must be constructible without arguments: {error}.") from error
+    if not callable(factory):
+        raise ConfigError(f"{source}: {cls!r} is not an optimizer class, and its instances are not callable.")
+    return construct(factory, model, arguments, source)

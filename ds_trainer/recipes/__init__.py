@@ -1,0 +1,1 @@
+"""The built-in language-model job: recipe, corpus, tokenizers, model, training, report."""

@@ -1,0 +1,325 @@
+"""Recipes: one YAML file that names the model, the data and the arguments of a training run.
+
+::
+
+    model:                      # path or architecture
+      path: DIR                 #   a local directory with config.json and weights, or a name on the Hub
+      architecture: {...}       #   a transformers config (model_type: llama, hidden_size: ...); random weights
+      auto_class: NAME          #   transformers class; default: AutoModelForCausalLM
+      dtype: NAME               #   type of the weights; default: float32
+      peft: {...}               #   a PEFT config (peft_type: LORA, r: 16 ...): only the adapters are trained
+    data:        {...}          # DataSpec
+    arguments:   {...}          # fields of TrainingArguments
+    report:      {...}          # ReportSpec
+
+Any value can be overridden on the command line: ``--arguments.max_steps 20`` or ``--data.train=[a.txt,b.txt]``. Paths
+are relative to the working directory. This module opens neither the model nor the data, so a recipe may be valid even
+if its files do not exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.arguments.typed import WrongType, read_as
+from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import read_user_file
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model: a directory or Hub name, or an architecture with random weights.
+
+    Attributes:
+        path: directory or Hub name.
+        architecture: fields of a transformers config.
+        auto_class: name of the transformers class; default: AutoModelForCausalLM.
+        dtype: type of the weights before the engine converts them; default: float32.
+        peft: fields of a PEFT config: adapters are added to the model, and only they are trained.
+    """
+
+    path: str | None = None
+    architecture: dict[str, Any] | None = None
+    auto_class: str | None = None
+    dtype: str | None = None
+    peft: dict[str, Any] | None = None
+
+    def problems(self) -> list[str]:
+        """What cannot work, as one sentence per problem."""
+        if (self.path is None) == (self.architecture is None):
+            state = "both are given" if self.path is not None else "neither is given"
+            return [f"model: give either 'path' or 'architecture', but {state}."]
+        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
+            return ["model.architecture: 'model_type' is missing; name a transformers model type such as llama."]
+        if self.peft is not None and not isinstance(self.peft.get("peft_type"), str):
+            return ["model.peft: 'peft_type' is missing; name a PEFT method such as LORA."]
+        return []
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The text. ``train`` and ``eval`` are paths: files, directories, glob patterns or ``python-stdlib``.
+
+    Attributes:
+        train: training data.
+        eval: evaluation data; its files are excluded from training.
+        held_out_every: instead of ``eval``: hold out every N-th document of ``train``, starting with the first in path
+            order. A document is a text file, or a record of another format.
+        format: ``auto`` detects it from directory contents and file names.
+        text_key: key (jsonl) or column (parquet, dataset) of the text.
+        file_pattern: pattern for the files of a directory; default: all; for ``python-stdlib``: ``*.py``.
+        exclude: patterns; a file is excluded if one matches its path within the directory, or any component of it.
+        tokenizer: ``bytes`` (a token is a byte), or a directory or Hub name with a Hugging Face tokenizer; default:
+            the tokenizer of ``model.path``, or ``bytes`` for an architecture.
+        sequence_length: tokens per sample.
+    """
+
+    train: tuple[str, ...] = ()
+    eval: tuple[str, ...] = ()
+    held_out_every: int | None = None
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
+    text_key: str = "text"
+    file_pattern: str | None = None
+    exclude: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    sequence_length: int = 0
+
+    def problems(self) -> list[str]:
+        """What cannot work, as one sentence per problem."""
+        problems = []
+        if not self.train:
+            problems.append("data.train is missing; list files, directories or 'python-stdlib'.")
+        if self.eval and self.held_out_every is not None:
+            problems.append(
+                f"data: 'eval' ({', '.join(self.eval)}) and 'held_out_every' ({self.held_out_every}) both select "
+                "evaluation data; remove one."
+            )
+        if self.held_out_every is not None and self.held_out_every < 2:
+            problems.append(f"data.held_out_every={self.held_out_every} must be 2 or more.")
+        if self.sequence_length == 0:
+            problems.append("data.sequence_length is missing; set it to the number of tokens per sample.")
+        elif self.sequence_length < 2:
+            problems.append(f"data.sequence_length={self.sequence_length} must be 2 or more.")
+        return problems
+
+
+@dataclass(frozen=True)
+class ReportSpec:
+    """The report after training.
+
+    Attributes:
+        compression_baselines: compare the model with gzip -9 and xz -9 on the evaluation text.
+        sample_prompt: prompt of the generated sample.
+        sample_tokens: length of the generated sample; 0: no sample.
+        sample_temperature: 0: greedy decoding.
+    """
+
+    compression_baselines: bool = True
+    sample_prompt: str = ""
+    sample_tokens: int = 200
+    sample_temperature: float = 0.8
+
+    def problems(self) -> list[str]:
+        """What cannot work, as one sentence per problem."""
+        return [
+            f"report.{name}={getattr(self, name)} must not be negative."
+            for name in ("sample_tokens", "sample_temperature")
+            if not getattr(self, name) >= 0
+        ]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A complete recipe.
+
+    ``arguments`` has only the fields that were given; :meth:`training_arguments` adds the defaults. ``origins`` maps
+    the dotted name of every given key to its source.
+    """
+
+    model: ModelSpec
+    data: DataSpec
+    arguments: dict[str, Any] = field(default_factory=dict)
+    report: ReportSpec = ReportSpec()
+    path: str = ""
+    origins: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def where(self, key: str) -> str:
+        """The source of the value of a dotted ``key``: ``file:line``, ``command line``, or the recipe file."""
+        return self.origins.get(key, self.path or "the recipe")
+
+    def training_arguments(self) -> TrainingArguments:
+        """The recipe's arguments, with defaults for all others."""
+        args = TrainingArguments(**self.arguments)
+        prefix = "arguments."
+        sources = {key.removeprefix(prefix): source for key, source in self.origins.items() if key.startswith(prefix)}
+        for name in list(args.origins):
+            given = name_as_given(name, self.arguments)
+            if given is not None:
+                args.origins[name] = sources.get(given, args.origins[name])
+        # The line of every key of a DeepSpeed configuration inside the recipe.
+        args.origins.update({key: source for key, source in sources.items() if "." in key})
+        return args
+
+    def to_dict(self) -> dict[str, Any]:
+        """The four sections as plain values, ready for JSON."""
+        return {section: dataclasses.asdict(self)[section] for section in SECTIONS}
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "arguments": TrainingArguments,
+    "report": ReportSpec,
+}
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe ``path`` and apply ``overrides`` (arguments ``--a.b value`` or ``--a.b=value``).
+
+    Raises:
+        ConfigError: the file cannot be read, or a value in it or in ``overrides`` cannot work; lists all problems, each
+            with its source (``file:line`` or ``command line``).
+    """
+    name = os.fspath(path)
+    root, problems = read_yaml(read_user_file(name, f"The recipe {name!r}", "YAML file"), name)
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
+    problems += _apply_overrides(root.value, overrides)
+
+    for key, section in root.value.items():
+        if key not in SECTIONS:
+            problems.append(_unknown_key(section.where, key, "", SECTIONS))
+    values: dict[str, dict[str, Any]] = {}
+    readable = set()  # sections without a wrong key or type, which would cause further problems
+    for key in SECTIONS:
+        before = len(problems)
+        values[key] = _read_section(key, root.value.get(key), problems)
+        if len(problems) == before:
+            readable.add(key)
+
+    model, data, report = ModelSpec(**values["model"]), DataSpec(**values["data"]), ReportSpec(**values["report"])
+    for key, spec in (("model", model), ("data", data), ("report", report)):
+        if key in readable:
+            problems += [f"{name}: {problem}" for problem in spec.problems()]
+    origins = dict(_origins(root.value, ""))
+    recipe = Recipe(model, data, values["arguments"], report, path=name, origins=origins)
+    try:
+        recipe.training_arguments()
+    except ConfigError as error:
+        problems += [_with_source(problem, root.value.get("arguments"), name) for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def _apply_overrides(root: dict[str, Located], args: Sequence[str]) -> list[str]:
+    """Set the values of the command line in the tree ``root``; returns the problems."""
+    problems = []
+    position = 0
+    while position < len(args):
+        arg = args[position]
+        position += 1
+        if not arg.startswith("--") or arg == "--":
+            problems.append(f"command line: {arg!r} is not understood; write --section.key value.")
+            continue
+        key, equals, text = arg[2:].partition("=")
+        if not equals:
+            if position == len(args) or args[position].startswith("--"):
+                problems.append(f"command line: --{key} needs a value: --{key} VALUE (or --{key}=VALUE).")
+                continue
+            text = args[position]
+            position += 1
+        problems += _set(root, key, text)
+    return problems
+
+
+def _set(root: dict[str, Located], dotted: str, text: str) -> list[str]:
+    keys = dotted.split(".")
+    if keys[0] not in SECTIONS:
+        full_names = [f"--{section}.{name}" for section, spec in SECTIONS.items() for name in _hints(spec)]
+        same_name = [full for full in full_names if full.endswith(f".{dotted}")]
+        hint = f" Did you mean '{same_name[0]}'?" if same_name else did_you_mean(f"--{dotted}", full_names)
+        return [f"command line: unknown key '--{dotted}'.{hint or _valid(SECTIONS)}"]
+    if len(keys) == 1:
+        return [f"command line: '{dotted}' is a section; set one of its keys, as in --{dotted}.KEY VALUE."]
+    section = root
+    for depth, key in enumerate(keys[:-1], 1):
+        entry = section.get(key)
+        if entry is None or entry.value is None:
+            entry = section[key] = Located({}, "command line")
+        if not isinstance(entry.value, dict):
+            above = ".".join(keys[:depth])
+            return [f"command line: '--{dotted}' cannot be set, because {above} is {entry.plain()!r} ({entry.where})."]
+        section = entry.value
+    section[keys[-1]] = read_command_line_value(text)
+    return []
+
+
+def _read_section(section: str, located: Located | None, problems: list[str]) -> dict[str, Any]:
+    """The fields of one section, converted to their types; errors are appended to ``problems``."""
+    if located is None or located.value is None:
+        return {}
+    if not isinstance(located.value, dict):
+        problems.append(f"{located.where}: {section} must be a mapping, got {located.plain()!r}.")
+        return {}
+    hints = _hints(SECTIONS[section])
+    if section == "arguments":
+        hints = {**{old: row.hint for old, row in RENAMED.items()}, **hints}
+    values: dict[str, Any] = {}
+    for key, entry in located.value.items():
+        if key not in hints:
+            problems.append(_unknown_key(entry.where, key, section, hints))
+            continue
+        try:
+            values[key] = read_as(entry, hints[key])
+        except WrongType as error:
+            problems.append(f"{entry.where}: {section}.{key}: {error}.")
+    return values
+
+
+def _origins(entries: dict[str, Located], above: str) -> typing.Iterator[tuple[str, str]]:
+    """``(dotted key, source)`` of every entry below the prefix ``above``."""
+    for key, entry in entries.items():
+        yield above + key, entry.where
+        if isinstance(entry.value, dict):
+            yield from _origins(entry.value, f"{above}{key}.")
+
+
+def _hints(spec: type) -> dict[str, Any]:
+    """Type hints of the fields of a dataclass, in order of definition."""
+    hints = typing.get_type_hints(spec)
+    return {item.name: hints[item.name] for item in dataclasses.fields(spec)}
+
+
+def _unknown_key(where: str, key: str, section: str, valid: typing.Iterable[str]) -> str:
+    valid = list(valid)
+    full = f"{section}.{key}" if section else key
+    elsewhere = [other for other, spec in SECTIONS.items() if other != section and key in _hints(spec)]
+    hint = did_you_mean(key, valid)
+    if not hint and elsewhere:
+        hint = f" It belongs in the section '{elsewhere[0]}'."
+    return f"{where}: unknown key '{full}'.{hint or _valid(valid)}"
+
+
+def _valid(names: typing.Iterable[str]) -> str:
+    names = list(names)
+    listed = ", ".join(names) if len(names) <= 12 else f"the {len(names)} fields of TrainingArguments"
+    return f" Valid keys: {listed}."
+
+
+def _with_source(problem: str, arguments: Located | None, name: str) -> str:
+    """``problem`` of TrainingArguments (``field=value ...``) with the source of that field."""
+    match = re.match(r"(\w+)=", problem)
+    given = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
+    key = name_as_given(match.group(1), {name: entry.plain() for name, entry in given.items()}) if match else None
+    where = given[key].where if key is not None else name
+    return f"{where}: arguments: {problem}"

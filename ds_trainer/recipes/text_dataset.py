@@ -1,0 +1,102 @@
+"""Text as blocks of a fixed number of tokens, in which every token is a target exactly once.
+
+The documents are concatenated, each after a separator token::
+
+    <sep> d0 d0 d0 <sep> d1 d1 ...
+
+and divided into blocks of ``sequence_length`` tokens that overlap by one token::
+
+    block 0: t0 t1 t2 t3            A causal language model shifts the labels: the first token of a block is context,
+    block 1:          t3 t4 t5 t6   every other token is a target. So t1, t2, ... are targets once; t0 is the separator.
+
+Hence the loss summed over all blocks is the model's code length of the whole text (all bytes, plus the separators
+between documents), from which bits per byte follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ds_trainer.recipes.corpus_readers import Document
+from ds_trainer.recipes.tokenizers import Tokenizer
+from ds_trainer.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Documents as one sequence of tokens.
+
+    Attributes:
+        tokens: uint16 or uint32 of shape [tokens].
+        documents: number of documents.
+        bytes: their size without separators.
+    """
+
+    tokens: np.ndarray
+    documents: int
+    bytes: int
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens: all but the first, which is a separator."""
+        return max(len(self.tokens) - 1, 0)
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
+    """All ``documents`` concatenated, each after the tokenizer's separator."""
+    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    separator = np.asarray([tokenizer.separator_id], dtype=kind)
+    arrays: list[np.ndarray] = []
+    count = size = 0
+    for document in documents:
+        arrays += (separator, tokenizer.encode(document).astype(kind, copy=False))
+        count += 1
+        size += len(document.data)
+    return TokenStream(np.concatenate(arrays) if arrays else np.empty(0, kind), count, size)
+
+
+class TokenBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Blocks of ``sequence_length`` tokens that overlap by one token; see the module docstring.
+
+    Args:
+        tokens: unsigned integers of shape [tokens].
+        sequence_length: tokens per block, 2 or more.
+        keep_ragged: keep the incomplete last block, padded with id 0 and label -100, so that evaluation covers every
+            token. Padding is on the right, where a causal model cannot attend to it from a real token, so no attention
+            mask is needed.
+
+    A sample is ``{"input_ids": int64[sequence_length], "labels": int64[sequence_length]}``, labels not shifted.
+
+    Raises:
+        ConfigError: the tokens do not fill a block (with ``keep_ragged``: there is no target).
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, *, keep_ragged: bool = False) -> None:
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self._stride = sequence_length - 1
+        targets = max(len(tokens) - 1, 0)
+        self._blocks = -(-targets // self._stride) if keep_ragged else targets // self._stride
+        if self._blocks == 0:
+            raise ConfigError(
+                f"data: {len(tokens)} tokens are too few for samples of data.sequence_length={sequence_length}; "
+                "use more text or a shorter length."
+            )
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self._blocks:
+            raise IndexError(f"block {index} of {self._blocks}")
+        start = index * self._stride
+        block = self.tokens[start : start + self.sequence_length]
+        input_ids = torch.zeros(self.sequence_length, dtype=torch.int64)
+        input_ids[: len(block)] = torch.from_numpy(block.astype(np.int64))
+        labels = input_ids.clone()
+        labels[len(block) :] = -100
+        return {"input_ids": input_ids, "labels": labels}

@@ -1,0 +1,103 @@
+"""The interface of a recipe's tokenizer, and Hugging Face tokenizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.corpus_readers import Document
+from ds_trainer.utils.errors import ConfigError
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; all ids are below it."""
+
+    @property
+    def separator_id(self) -> int:
+        """The token before each document."""
+
+    def encode(self, document: Document) -> np.ndarray:
+        """Token ids of one document without special tokens, unsigned integers of shape [tokens]."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids."""
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the tokenizer to ``directory``."""
+
+
+class PretrainedTokenizer:
+    """A Hugging Face tokenizer from a local directory.
+
+    Raises:
+        ConfigError: the directory does not exist or has no tokenizer, or the tokenizer has no token that can separate
+            documents.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if not Path(directory).is_dir():
+            raise ConfigError(f"data.tokenizer: {directory!r} is neither 'bytes' nor a directory.")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError("data.tokenizer needs transformers: pip install 'ds-trainer[hf]'.") from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"data.tokenizer: {directory!r} has no tokenizer that can be loaded: {reason}") from error
+        separator = self._tokenizer.eos_token_id
+        separator = self._tokenizer.bos_token_id if separator is None else separator
+        if separator is None:
+            raise ConfigError(
+                f"data.tokenizer: the tokenizer in {directory!r} has neither an end-of-text nor a beginning-of-text "
+                "token to separate documents; set eos_token in its tokenizer_config.json."
+            )
+        self.separator_id: int = int(separator)
+        self.vocab_size: int = max(len(self._tokenizer), self.separator_id + 1)
+
+    def encode(self, document: Document) -> np.ndarray:
+        """Token ids, uint32 of shape [tokens].
+
+        Raises:
+            ConfigError: the document is not UTF-8.
+        """
+        try:
+            text = document.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{document.source}: not UTF-8 text (byte {error.start}). Convert or exclude it, or set data.tokenizer "
+                "to bytes, which accepts any file."
+            ) from error
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the tokenizer's files to ``directory``."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer ``name`` of a recipe: ``bytes``, or a directory (with a Hugging Face or a saved byte tokenizer).
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    directory = os.path.expanduser(name)
+    if (Path(directory) / ByteTokenizer.FILE_NAME).is_file():
+        return ByteTokenizer.load(directory)
+    return PretrainedTokenizer(directory)

@@ -1,1 +1,0 @@
-"""``Trainer.accelerator``: what scripts and subclasses of Hugging Face's Trainer call, on our own engine."""

@@ -1,0 +1,400 @@
+"""``Assembly``: builds the components of the Trainer: configuration, engine, run, loop."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.callbacks.integrations import reporting_callbacks
+from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback
+from ds_trainer.callbacks.protocol import CallbackHandler
+from ds_trainer.callbacks.state import TrainerState
+from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
+from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
+from ds_trainer.optim.weight_swapping import check_weight_swapping
+from ds_trainer.training.engines import Engines
+from ds_trainer.training.hub.publisher import HubPublisher
+from ds_trainer.training.loading.weight_check import note_origin
+from ds_trainer.training.loop.batches import check_names
+from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
+from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
+from ds_trainer.training.loop.token_counter import peak_of
+from ds_trainer.training.loop.training_run import TrainingRun
+from ds_trainer.training.model.preparation import adapt_model
+from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
+from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
+from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
+from ds_trainer.training.overrides.optimization import Optimization, check_optimizer
+from ds_trainer.training.overrides.saving import Saving
+from ds_trainer.training.overrides.search_methods import SearchMethods
+from ds_trainer.training.resume.checkpointer import Checkpointer
+from ds_trainer.training.resume.compatibility import compatibility_of
+from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.running_model import parameters_of_groups
+from ds_trainer.training.search.trial_runner import TrialRunner
+from ds_trainer.training.signatures import accepted_arguments
+from ds_trainer.training.startup.batch_size_search import rehearse_first_step
+from ds_trainer.training.startup.configuration import TrainerInputs, compile_run, configure
+from ds_trainer.training.startup.process_setup import configure_process
+from ds_trainer.training.stopping.stop_controller import StopController
+from ds_trainer.training.telemetry import Telemetry
+from ds_trainer.training.train_loop import TrainLoop
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import fails_together
+from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.seeds import set_seed
+
+# Methods that receive the item count of the global batch, or train with the accelerator.
+_USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"})
+
+
+class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
+    """Builds the components of a Trainer, and rebuilds them if arguments or model change."""
+
+    checkpointer: Checkpointer | None = None
+    """Saves and restores the current or last training."""
+    unsharded: list[str]
+    """Reasons against the sequence sharding that the layout requests; if there are any, training is not possible."""
+    stage: Stage
+    """Measures the memory of the run; does nothing without ``skip_memory_metrics=False``."""
+    configured_with: dict[str, Any]
+    """The arguments when :meth:`configure` was last called."""
+
+    # -- components and model -----------------------------------------------------------------------------------------
+
+    def make_components(self, args: TrainingArguments, processing_class: Any) -> None:
+        """Create the components that live as long as the Trainer."""
+        self.events = TrainingEvents(args, TrainerState(), CallbackHandler([], None, processing_class, None, None))
+        self.telemetry = Telemetry(self.events)
+        # Lambdas, because a method may be replaced on this object later.
+        self.publisher = HubPublisher(
+            self.events,
+            self.save_as_part,
+            lambda **given: self.init_hf_repo(**given),
+            lambda **given: self.create_model_card(**given),
+        )
+        self.trials = TrialRunner(self.events, self.use_arguments, self.refresh, self.release)
+        self.start_process()
+
+    def start_process(self) -> None:
+        """Create the components of this process; again after the Trainer was copied to another process."""
+        self.device = self.args.device  # cached, because it searches for GPUs
+        self.memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
+        self.engines = Engines(self.device)
+        self.use_model(nn.Module())
+
+    def make_checkpointer(self, run: TrainingRun, directory: OutputDirectory, stop: StopController) -> Checkpointer:
+        """Create the checkpointer of a new training."""
+        self.checkpointer = Checkpointer(run, directory, stop, self.publisher, self.save_as_part)
+        return self.checkpointer
+
+    # -- configuration ------------------------------------------------------------------------------------------------
+
+    def configure(self) -> None:
+        """Derive the configuration from arguments, model and subclass.
+
+        Raises:
+            ConfigError: the run cannot work; lists all problems.
+        """
+        derived = configure(self.inputs())
+        self.layout, self.compiled, self.unsharded = derived.layout, derived.config, derived.unsharded
+        self.label_names, self.label_smoother = derived.label_names, derived.smoother
+        self.create_accelerator_and_postprocess()
+        self.losses = LossComputation(
+            derived.rule,
+            loss_function=self.compute_loss_func,
+            smoother=self.label_smoother,
+            label_names=self.label_names,
+            sharder=derived.sharder,
+            layout=self.layout,
+            device=self.device,
+            overlap_count=self.compute_loss_func is None and _USE_THE_COUNT.isdisjoint(self.overridden),
+        )
+        self.eval_loaders = {}
+        self.configured_with = dict(vars(self.args))
+
+    def step_methods(self) -> StepMethods:
+        """The methods of a step, including those that a subclass overrides or that were replaced on this object."""
+        changed = self.overridden | vars(self).keys()
+        contexts = {"compute_loss_context_manager", "autocast_smart_context_manager"} & changed
+        return StepMethods(
+            self.get_batch_samples,
+            self.training_step,
+            bool(accepted_arguments(self.training_step, {"num_items_in_batch"})),
+            LossMethod.of(self.compute_loss),
+            self._prepare_inputs,
+            self.compute_loss_context_manager if contexts else None,
+            uses_accelerator=self.compute_loss_func is not None or not _USE_THE_COUNT.isdisjoint(changed),
+        )
+
+    def inputs(self) -> TrainerInputs:
+        """The current values of the constructor arguments."""
+        return TrainerInputs(
+            self.model,
+            self.args,
+            self.train_dataset,
+            self.eval_dataset,
+            self.processing_class,
+            self.compute_metrics,
+            self.compute_loss_func,
+            self.optimizer,
+            self.lr_scheduler,
+            self.optimizer_class,
+            self.compute_loss,
+            self.overridden,
+            type(self).__name__,
+        )
+
+    def refresh(self) -> None:
+        """Configure again if the user has changed arguments since the last time."""
+        if dict(vars(self.args)) != self.configured_with:
+            self.args.complete()
+            self.start_fresh()
+            self.configure()
+
+    def use_arguments(self, args: TrainingArguments) -> None:
+        """Use other arguments, with a new model."""
+        self.release()
+        self.events.args = args
+        configure_process(args)
+        self.use_new_model()
+        self.configure()
+        self.events.handler.model = self.model
+        self.trials.reset_callbacks()
+
+    def use_new_model(self) -> None:
+        """Use a new model, and the optimizer and schedule of the user, if any."""
+        self.use_optimizers(*self.user_optimizers)
+        if self.model_init is not None:
+            self.use_model(nn.Module())  # free the memory of the old model first
+            trial = self.trials.trial
+            self.use_model(self.call_model_init(None if trial is None else trial.source))
+        self.model_wrapped = self.model
+
+    def use_model(self, model: nn.Module) -> None:
+        """Use ``model``, which has no engine yet."""
+        self.model = self.model_wrapped = model
+
+    def start_fresh(self) -> None:
+        """Start a training with the initial seed and, if there is a ``model_init``, a new model."""
+        set_seed(self.args.seed)
+        trained = self.engines.training_or_none is not None
+        self.engines.close()
+        if trained:
+            self.use_new_model()
+
+    def release(self) -> None:
+        """Drop all references to engine, model and process groups. Call :meth:`use_new_model` next."""
+        self.engines.close()
+        self.telemetry.release()
+        handler = self.events.handler
+        handler.model = handler.optimizer = handler.lr_scheduler = None
+        handler.train_dataloader = handler.eval_dataloader = None
+        self.use_optimizers(None, None)
+        self.group_parameters = self.checkpointer = None
+        self.micro_batches = None
+        self.use_model(nn.Module())  # hooks on the model keep the engine alive
+        self.label_smoother = None
+        self.losses.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def new_state(self, plan: RunPlan | None = None) -> TrainerState:
+        """The state of a new run."""
+        state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+        if (trial := self.trials.trial) is not None:
+            state.is_hyper_param_search = True
+            state.trial_name, state.trial_params = trial.name, dict(trial.params)
+        if plan is not None:
+            state.max_steps, state.num_train_epochs = plan.max_steps, plan.epochs
+            state.train_batch_size = self.args.per_device_train_batch_size
+            state.compute_steps(self.args, plan.max_steps)
+        return state
+
+    def add_callbacks(self, user_callbacks: Sequence[Any]) -> None:
+        """Add the default callbacks, those of ``report_to``, and the user's."""
+        args = self.args
+        progress = PrinterCallback if args.disable_tqdm else ProgressCallback
+        trackers = reporting_callbacks(
+            args.report_to,
+            lambda: self.compiled.to_dict(),
+            main_process=self.is_world_process_zero(),
+            first_of_machine=self.is_local_process_zero(),
+        )
+        handler = self.events.handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        for callback in (DefaultFlowCallback, MetricsFileCallback, progress, *trackers, *user_callbacks):
+            handler.add_callback(callback)
+        self.events.user_callbacks = bool(user_callbacks)
+
+    # -- a training ---------------------------------------------------------------------------------------------------
+
+    def build_engine(self, num_training_steps: int) -> None:
+        """Build optimizer, schedule and engine, in this order: the engine wraps the results of overridable methods."""
+        note_origin(self.model)
+        adapt_model(self.model, self.args, self.compiled, self.processing_class)
+        use_sharded_attention(self.model, self.layout)
+        self.create_optimizer_and_scheduler(num_training_steps)
+        check_optimizer(self.optimizer, self.lr_scheduler, self.model, self.compiled, type(self).__name__)
+        check_weight_swapping(self.optimizer, self.compiled.zero_stage, self.compiled.precision.dtype)
+        move_grokadamw_state_to_optimizer_state(self.optimizer)
+        optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
+        self.group_parameters = parameters_of_groups(optimizer)
+        engine = self.engines.build(self.model, optimizer, self.args, self.compiled, self.layout, self.reads_logits)
+        schedule = self.lr_scheduler or engine.deepspeed_schedule
+        self.use_optimizers(engine.basic_optimizer, schedule)
+        if schedule is None:
+            self.use_optimizers(self.optimizer, self.create_scheduler(num_training_steps, self.optimizer))
+        self.model_wrapped = engine.deepspeed
+        self.model_wrapped.train()
+        self.micro_batches = MicroBatchRunner(
+            self.step_methods(), self.losses, engine, self.accelerator, self.args.seed
+        )
+        handler = self.events.handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        if self.is_world_process_zero():
+            write_text_atomic(self.output_dir / "ds_config.json", self.compiled.to_json() + "\n")
+
+    def training_run(self, plan: RunPlan, loader: Any) -> TrainingRun:
+        """The objects that the components of this training share."""
+        self.events.handler.train_dataloader = loader
+
+        def final_metrics() -> dict[str, Any]:
+            report = self.engines.load_report
+            return {**({} if report is None else report.metrics()), **self.stage.end()}
+
+        return TrainingRun(
+            self.events,
+            self.compiled,
+            self.batch_plan,
+            plan,
+            self.model,
+            self.engines.training,
+            self.optimizer,
+            self.lr_scheduler,
+            loader,
+            self.processing_class,
+            self.device,
+            self.fingerprint(plan),
+            self.log,
+            final_metrics,
+        )
+
+    def train_loop(
+        self, run: TrainingRun, checkpointer: Checkpointer, stop: StopController, ignore_keys: list[str] | None
+    ) -> TrainLoop:
+        """The loop of a training, after a possible restore."""
+        engine, meter = run.engine, ThroughputMeter()
+        of_user = "floating_point_ops" in self.overridden or callable(getattr(self.model, "floating_point_ops", None))
+        counter = self.telemetry.count_work(
+            self.model,
+            meter,
+            self.layout,
+            peak_of(self.compiled, self.device),
+            getattr(self.processing_class, "pad_token_id", None),
+            self.floating_point_ops if of_user else None,
+        )
+        health = self.telemetry.watch(self.output_dir, checkpointer.finish_before_exit)
+        group = self.groups.seq_data_parallel if distributed.world_size() > 1 else None
+        window = LossWindow(self.device, self.args.logging_nan_inf_filter, group)
+        step = StepRunner(
+            self.step_methods(),
+            self.micro_batch_runner,
+            self.losses,
+            engine,
+            self.events,
+            checkpointer.guard,
+            health,
+            counter,
+            meter,
+            window,
+            run.optimizer,
+            run.lr_scheduler,
+            self.device,
+            self.check_first_batch,
+        )
+
+        def evaluate(stop_requested: Callable[[], bool] | None) -> dict[str, float]:
+            return self.evaluate_in_training(stop_requested, ignore_keys)
+
+        return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate)
+
+    def check_first_batch(self, batch: Any) -> None:
+        """Before the first step, check the keys of a batch, and that sequence sharding does not change the results."""
+        if self.losses.overlap_count:
+            check_names(batch, self.model)
+        if self.sequence_sharder is not None:
+            check_sequence_sharding(self.model_wrapped, self.sequence_sharder, batch, self.groups, self._prepare_inputs)
+
+    def fingerprint(self, plan: RunPlan) -> dict[str, Any]:
+        """The compatibility fingerprint, which is compared when a run resumes."""
+        return compatibility_of(
+            self.args, self.batch_plan, self.compiled, self.train_dataset, plan.max_steps, self.has_user_schedule
+        )
+
+    def save_as_part(self, directory: str | None = None) -> None:
+        """:meth:`save_model` as part of a checkpoint or a push."""
+        known = accepted_arguments(self.save_model, {"_internal_call"})
+        self.save_model(directory, **dict.fromkeys(known, True))
+
+    @fails_together
+    def save_checkpoint(self) -> Path | None:
+        """Write a checkpoint to ``checkpoint-<global_step>`` while training waits. Collective.
+
+        Returns:
+            Its path; None if it could not be written and ``save_failure_policy="continue"``.
+
+        Raises:
+            ConfigError: there has been no training.
+            SaveFailed: it could not be written; on all ranks.
+        """
+        if self.checkpointer is None:
+            raise ConfigError("There is nothing to save yet: call train() before save_checkpoint().")
+        return self.checkpointer.save()
+
+    # -- auto_find_batch_size -----------------------------------------------------------------------------------------
+
+    def rehearse(self) -> str | None:
+        """Rehearse the first step. Returns the out-of-memory message of this rank, or None. Closes the engine."""
+        loader = self.get_train_dataloader()
+        self.build_engine(1)
+        try:
+            return rehearse_first_step(
+                loader,
+                self.args.gradient_accumulation_steps,
+                self.engine,
+                self.micro_batch_runner,
+                self.losses,
+                self.device,
+            )
+        finally:
+            self.start_fresh()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def resize_micro_batch(self, size: int, accumulation: int) -> TrainingArguments:
+        """Use micro-batches of ``size`` samples: change a copy of the arguments, and compile it again."""
+        args = copy.copy(self.args)
+        args.per_device_train_batch_size = size
+        args.gradient_accumulation_steps = accumulation
+        self.events.args = args
+        self.compiled = compile_run(self.inputs(), self.layout)
+        self.configured_with = dict(vars(args))
+        return args

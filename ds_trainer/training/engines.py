@@ -1,0 +1,157 @@
+"""``Engines``: builds the DeepSpeed engines of a Trainer, and loads the weights of the model into them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.evaluation_engine import EvaluationEngine
+from ds_trainer.engine.loading.load_report import LoadReport
+from ds_trainer.engine.training_engine import HALF_TYPES, TrainingEngine
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.loading.model_argument import MeasuredLoad, is_on_meta, put_on_device
+from ds_trainer.training.loading.weight_check import WeightCheck, note_origin
+from ds_trainer.training.model.compilation import compile_options
+from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
+from ds_trainer.utils.errors import ConfigError
+
+
+class Engines:
+    """At most one engine at a time: that of a training, or before a training an engine for evaluation only.
+
+    Args:
+        device: the device of this rank.
+
+    Attributes:
+        load_report: duration and size of the last load of weights from files; None if there was none.
+        weight_check: compares the weights with the files of the model.
+        input_dtype: dtype to which floating-point tensors of a batch are converted (bf16 or fp16); None keeps theirs.
+        preparation_seconds: time to prepare the model for its first evaluation; None before that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.load_report: LoadReport | None = None
+        self.weight_check = WeightCheck()
+        self.preparation_seconds: float | None = None
+        self.input_dtype: torch.dtype | None = None
+        self._device = device
+        self._training: TrainingEngine | None = None
+        self._evaluation: EvaluationEngine | None = None
+
+    @property
+    def training(self) -> TrainingEngine:
+        """The engine of the training. Raises ConfigError before there is one."""
+        if self._training is None:
+            raise ConfigError("There is no engine yet: train() builds it.")
+        return self._training
+
+    @property
+    def training_or_none(self) -> TrainingEngine | None:
+        """The engine of the training; None before there is one."""
+        return self._training
+
+    @property
+    def current(self) -> TrainingEngine | EvaluationEngine | None:
+        """The engine of the model; None if there is none."""
+        return self._training or self._evaluation
+
+    def build(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        args: TrainingArguments,
+        config: CompiledConfig,
+        layout: ParallelLayout,
+        reads_logits: bool,
+    ) -> TrainingEngine:
+        """Build the engine of a training. Collective.
+
+        Args:
+            model: the module; its weights are loaded now if they are on meta.
+            optimizer: an optimizer over its parameters, or parameter groups.
+            args: whether and how to compile the model.
+            config: the compiled configuration.
+            layout: the layout of the job.
+            reads_logits: whether code other than the loss of the model may read the logits of a training step.
+        """
+        with self._measured_load(model):
+            self._training = TrainingEngine(model, optimizer, config, layout, compile_options(args), reads_logits)
+        self.input_dtype = HALF_TYPES.get(self._training.precision)
+        return self._training
+
+    def model_for_evaluation(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        config: CompiledConfig,
+        layout: ParallelLayout,
+        half: str | None,
+        reads_logits: bool,
+        sharded: bool,
+    ) -> nn.Module:
+        """The module to call in an evaluation. Collective.
+
+        This is the training engine if there is one. Otherwise, with ZeRO-3 or tensor parallelism, it is an engine for
+        evaluation, and without them the model on the device.
+
+        Args:
+            model: the module.
+            args: the training arguments.
+            config: the compiled configuration.
+            layout: the layout of the job.
+            half: number format of the weights in an evaluation outside of training; None keeps theirs.
+            reads_logits: see :meth:`build`.
+            sharded: whether sequences are sharded.
+        """
+        if self._training is not None:
+            module: nn.Module = self._training.deepspeed
+            return module
+        if sharded:
+            use_sharded_attention(model, layout)
+        note_origin(model)
+        start = time.perf_counter()
+        if config.zero_stage == 3 or layout.tp > 1:
+            if self._evaluation is None:
+                with self._measured_load(model):
+                    self._evaluation = EvaluationEngine(model, config, layout, half, reads_logits)
+                self.input_dtype = HALF_TYPES.get(self._evaluation.precision)
+                self.preparation_seconds = round(time.perf_counter() - start, 4)
+                self.weight_check.loaded(model, args, self._evaluation)
+            evaluation: nn.Module = self._evaluation.deepspeed
+            return evaluation
+        with self._measured_load(model):
+            if half is None or is_on_meta(model):
+                put_on_device(model, self._device)
+        if self.preparation_seconds is None:
+            self.preparation_seconds = round(time.perf_counter() - start, 4)
+            self.weight_check.loaded(model, args, None)
+        return model
+
+    def close(self) -> None:
+        """Close the engines and release their memory."""
+        self.close_evaluation()
+        if self._training is not None:
+            self._training.close()
+            self._training = self.input_dtype = None
+
+    def close_evaluation(self) -> None:
+        """Close the engine for evaluation, before a training engine replaces it."""
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = self.input_dtype = None
+        self.preparation_seconds = None
+
+    @contextmanager
+    def _measured_load(self, model: nn.Module) -> Iterator[None]:
+        load = MeasuredLoad()
+        with load.of(model):
+            yield
+        if load.report is not None:
+            self.load_report = load.report

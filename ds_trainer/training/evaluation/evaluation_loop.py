@@ -1,0 +1,180 @@
+"""The evaluation loop: loss, predictions and metrics over a dataset, equal for every layout.
+
+One pass::
+
+    for each micro-step (one batch of every replica):
+        prediction_step: forward pass -> mean loss of the batch, logits, labels
+        preprocess_logits_for_metrics
+        gather the results of all ranks, in the dataset's order
+        every eval_accumulation_steps: copy them to host memory, to their position in the result
+    divide the summed loss by the items of all ranks, once
+    compute_metrics
+
+All ranks end with all predictions, as in Hugging Face's Trainer, so that ``compute_metrics`` can run anywhere: every
+rank needs host memory for the whole result. ``preprocess_logits_for_metrics`` can reduce each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.optim.weight_swapping import use_evaluation_weights
+from ds_trainer.training.evaluation.aligned_batches import aligned_batches, mark_last
+from ds_trainer.training.evaluation.gathering import gather_micro_steps
+from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
+from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_numbers
+from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
+from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
+from ds_trainer.training.loop.batches import number_of_samples, on_device
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
+
+_KINDS = ("predictions", "label_ids", "inputs", "losses")
+
+
+class EvalLoop:
+    """One pass over a loader.
+
+    Args:
+        trainer: its overrides and callbacks are used.
+        loader: the batches of this replica.
+        loss_only: compute only the loss.
+        keep: keep predictions for the caller, even if metrics are computed per batch.
+    """
+
+    def __init__(self, trainer: EvaluationMethods, loader: Any, loss_only: bool, keep: bool) -> None:
+        args = trainer.args
+        self.trainer = trainer
+        self.loader = loader
+        self.loss_only = loss_only
+        self._batch_metrics = args.batch_eval_metrics and trainer.compute_metrics is not None
+        self._keep = keep or not self._batch_metrics
+        self._as_objects = args.eval_use_gather_object
+        rows = loader.samples if isinstance(loader, PlannedLoader) else 0
+        self._results = {
+            kind: PredictionAccumulator(args.eval_do_concat_batches, self._as_objects, rows) for kind in _KINDS
+        }
+        self._every = args.eval_accumulation_steps or self._default_interval(trainer.device)
+        # A CUDA graph overwrites the outputs with those of the next batch. Gathered outputs are copies already.
+        self._copies = args.torch_compile and distributed.world_size() == 1 and self._every != 1
+        self._is_leader = trainer.layout.is_replica_leader(distributed.rank())
+        self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._is_leader)
+        self._samples = 0
+        self._metrics: dict[str, Any] = {}
+
+    @staticmethod
+    def _default_interval(device: torch.device) -> int | None:
+        """Micro-steps whose results stay on ``device`` by default: all of them (None), except on the CPU."""
+        return 1 if device.type == "cpu" else None
+
+    def run(self, model: nn.Module, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
+        """Evaluate ``model``; metric names start with ``prefix``. The model is left in evaluation mode."""
+        trainer, every = self.trainer, self._every
+        model.eval()
+        use_evaluation_weights(trainer.optimizer)
+        for index, (inputs, last) in enumerate(mark_last(aligned_batches(self.loader, trainer.layout)), start=1):
+            found = self._micro_step(model, inputs, ignore_keys)
+            trainer.events.notify("on_prediction_step")
+            trainer.telemetry.beat()
+            if not last:
+                trainer.stop_if_requested()
+            if found is None:
+                continue
+            if self._batch_metrics and found["predictions"] is not None and found["label_ids"] is not None:
+                self._metrics = self._compute(found, compute_result=last)
+            if self._keep:
+                positions = self.loader.result_positions(index - 1) if isinstance(self.loader, PlannedLoader) else None
+                for kind in _KINDS[:2] if self._batch_metrics else _KINDS:
+                    result = map_leaves(_copied, found[kind]) if self._copies else found[kind]
+                    self._results[kind].add(result, positions)
+            if every is not None and index % every == 0:
+                for accumulator in self._results.values():
+                    accumulator.to_host()
+        return self._output(prefix)
+
+    def _micro_step(self, model: nn.Module, inputs: Mapping[str, Any], ignore_keys: list[str] | None) -> Any:
+        """One micro-step: the results of all ranks by kind, or None if only the loss is needed."""
+        trainer = self.trainer
+        dummy = isinstance(inputs, DummyBatch)
+        items = trainer.loss_rule.count(inputs)
+        samples = number_of_samples(inputs)
+        self._samples += 0 if dummy else samples
+        wanted = self._inputs_wanted(inputs)
+        # A subclass may override prediction_step with the signature of transformers.
+        with trainer.accelerator.batch(inputs):
+            loss, logits, labels = trainer.prediction_step(
+                model,
+                inputs,  # type: ignore[arg-type]
+                self.loss_only,
+                ignore_keys=ignore_keys,
+            )
+        if loss is not None:
+            loss = torch.as_tensor(loss).detach().mean()
+            if not dummy:
+                self._loss.add(loss, items)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        if self.loss_only and logits is None and labels is None:
+            return None
+        tree = {"predictions": detached(logits), "label_ids": detached(labels), "inputs": wanted, "losses": None}
+        if loss is not None and self._includes("loss"):
+            tree["losses"] = loss.to(trainer.device).repeat(samples)
+        return gather_micro_steps(tree, dummy, trainer.layout, self._as_objects)
+
+    def _includes(self, what: str) -> bool:
+        return self.trainer.compute_metrics is not None and what in self.trainer.args.include_for_metrics
+
+    def _inputs_wanted(self, inputs: Mapping[str, Any]) -> Any:
+        """The inputs for ``compute_metrics``: the main input, or all of them if it is called per batch."""
+        if not self._includes("inputs") or self.loss_only:
+            return None
+        if self._batch_metrics:
+            return on_device({k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, self.trainer.device)
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        if name not in inputs:
+            raise ConfigError(
+                f"include_for_metrics has 'inputs', but a batch of {', '.join(inputs)} has no '{name}', the main input "
+                f"of {type(self.trainer.model).__name__}. Set the model's main_input_name to one of them."
+            )
+        return on_device({name: inputs[name]}, self.trainer.device)[name]
+
+    def _compute(self, found: Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
+        assert self.trainer.compute_metrics is not None  # checked before
+        metrics = self.trainer.compute_metrics(EvalPrediction(*(found[kind] for kind in _KINDS)), **keywords)
+        if keywords.get("compute_result", True) and not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"compute_metrics returned a {type(metrics).__name__}. Return a dict like {{'accuracy': 0.5}}."
+            )
+        return dict(metrics or {})
+
+    def _output(self, prefix: str) -> EvalLoopOutput:
+        arrays = {kind: accumulator.result() for kind, accumulator in self._results.items()}
+        complete = arrays["predictions"] is not None and arrays["label_ids"] is not None
+        if self.trainer.compute_metrics is not None and complete and not self._batch_metrics:
+            self._metrics = self._compute(arrays)
+        metrics = plain_numbers(self._metrics)
+        loss: Loss | None = self._loss.result()
+        if loss is not None:
+            metrics = {**metrics, f"{prefix}_loss": loss.mean, f"{prefix}_items": loss.items}
+        named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+        return EvalLoopOutput(arrays["predictions"], arrays["label_ids"], named, self._number_of_samples())
+
+    def _number_of_samples(self) -> int:
+        if isinstance(self.loader, PlannedLoader):
+            return self.loader.samples
+        counted = torch.tensor(self._samples if self._is_leader else 0)
+        counted = counted.to(distributed.collective_device())
+        distributed.all_reduce_sum(counted)
+        return int(counted)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,1 @@
+"""The parts of the training loop: run plan, optimizer step, loss, batches."""

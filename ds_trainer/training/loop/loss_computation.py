@@ -1,0 +1,219 @@
+"""``LossComputation``: the loss of one micro-batch, for training and evaluation.
+
+It implements ``Trainer.compute_loss``, calls the ``compute_loss`` of a subclass, and applies sequence sharding. The
+rule that turns the loss of a micro-batch into a contribution to the loss of the global batch is in
+:mod:`ds_trainer.training.loop.loss_rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_trainer.data.sequence_sharding import SequenceSharder
+from ds_trainer.parallel.attention import use_sharding
+from ds_trainer.parallel.groups import parallel_groups
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
+from ds_trainer.training.loop.batches import checked_batch, labels_in
+from ds_trainer.training.loop.item_count import ItemCount, count_for
+from ds_trainer.training.loop.loss_rule import LossRule, loss_in
+from ds_trainer.training.model.label_smoothing import LabelSmoother
+from ds_trainer.training.model.sequence_sharding.setup import takes_shifted_labels
+from ds_trainer.training.signatures import accepted_arguments
+from ds_trainer.utils import distributed
+from ds_trainer.utils.seeds import random_state, restore_random_state
+
+
+class LossMethod(NamedTuple):
+    """``compute_loss`` of a Trainer, as a subclass may override it."""
+
+    call: Callable[..., Any]
+    takes_item_count: bool
+    """Whether it takes ``num_items_in_batch``."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> LossMethod:
+        """Inspect the signature of ``function``."""
+        return cls(function, bool(accepted_arguments(function, {"num_items_in_batch"})))
+
+
+class LossComputation:
+    """Computes losses of micro-batches.
+
+    Args:
+        rule: turns a loss into a contribution to the loss of the global batch.
+        loss_function: ``compute_loss_func`` of the Trainer.
+        smoother: computes the loss with label smoothing.
+        label_names: keys of a batch that may have labels.
+        sharder: shards the sequences of a batch over the ranks of a replica; None without sequence sharding.
+        layout: the layout of the job.
+        device: the device of this rank.
+        overlap_count: whether the all-reduce of the item count may run during the first forward pass. Only possible
+            if no user code can read the count.
+
+    Attributes:
+        rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
+        sharder: see above.
+        for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
+            that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
+        items: item count of the current step.
+        overlap_count: see above.
+    """
+
+    def __init__(
+        self,
+        rule: LossRule,
+        *,
+        loss_function: Callable[..., torch.Tensor] | None,
+        smoother: LabelSmoother | None,
+        label_names: Sequence[str],
+        sharder: SequenceSharder | None,
+        layout: ParallelLayout,
+        device: torch.device,
+        overlap_count: bool,
+    ) -> None:
+        self.rule = rule
+        self.sharder = sharder
+        self.for_loop = False
+        self.items: ItemCount | None = None
+        self.overlap_count = overlap_count
+        # Batches of the step and their items, which are the weights of mean losses.
+        self._counted: Mapping[int, tuple[Any, torch.Tensor]] = {}
+        self._loss_function = loss_function
+        self._shifts_for_function = loss_function is not None and takes_shifted_labels(loss_function)
+        self._smoother = smoother
+        self._label_names = tuple(label_names)
+        self._layout = layout
+        self._device = device
+
+    def release(self) -> None:
+        """Drop the references to the model."""
+        self._smoother = self.sharder = None
+        self._counted = {}
+
+    def count_step(self, batches: Sequence[Any], device: torch.device) -> ItemCount:
+        """Count the items of a global batch: one all-reduce over the replicas.
+
+        Args:
+            batches: the micro-batches of this replica before sequence sharding, the same on all its ranks.
+            device: the device of the count.
+
+        Raises:
+            ConfigError: a batch is no mapping of tensors.
+        """
+        for batch in batches if self.items is None else ():  # the first batches of this Trainer
+            checked_batch(batch)
+        counts = [self.rule.count(batch if isinstance(batch, Mapping) else checked_batch(batch)) for batch in batches]
+        self._counted = {}
+        if not self.rule.normalized:
+            self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
+        local = count_for(device, torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64))
+        group = parallel_groups(self._layout).dp if distributed.world_size() > 1 else None
+        self.items = ItemCount.of_all_ranks(local, self.overlap_count, group)
+        return self.items
+
+    def items_of_step(self, divisor: Any) -> ItemCount:
+        """The item count of the step; ``divisor`` replaces it if it came from user code."""
+        if self.items is None or (divisor is not None and divisor is not self.items.divisor):
+            self.items = ItemCount(torch.as_tensor(divisor, dtype=torch.float32, device=self._device))
+        return self.items
+
+    def local_items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Items of a micro-batch, on the device; those counted at the fetch if it is the same object."""
+        fetched, count = self._counted.get(id(inputs), (None, None))
+        if count is None or fetched is not inputs:
+            count = self.rule.count(inputs)
+        return count_for(self._device, count)
+
+    def of(
+        self, method: LossMethod, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor, **keywords: Any
+    ) -> Any:
+        """Call ``method`` for the loop.
+
+        Args:
+            method: ``compute_loss`` of the Trainer.
+            model: the engine, or the module if there is no engine.
+            inputs: one micro-batch on the device; with sequence sharding, the shard of this rank.
+            items: items of the global batch, a float32 scalar.
+            keywords: further arguments (``return_outputs``).
+        """
+        if method.takes_item_count:
+            keywords["num_items_in_batch"] = items
+        before, self.for_loop = self.for_loop, True
+        try:
+            return method.call(model, inputs, **keywords)
+        finally:
+            self.for_loop = before
+
+    def default(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        """Loss and outputs of one micro-batch: the implementation of ``Trainer.compute_loss``.
+
+        Args:
+            model: the engine, or the module if there is no engine.
+            inputs: one micro-batch; with a ``compute_loss_func``, labels are removed from it.
+            items: items of the global batch; None for the mean over the micro-batch.
+
+        Raises:
+            ConfigError: the model returned no loss.
+        """
+        if self._loss_function is not None:
+            name = labels_in(inputs, self._label_names)
+            labels = inputs.pop(name) if name is not None else None
+            shifted = {}
+            if self._shifts_for_function and "shift_labels" in inputs:
+                shifted = {"shift_labels": inputs.pop("shift_labels")}
+            outputs = model(**inputs)
+            loss = self._loss_function(outputs, labels, num_items_in_batch=items, **shifted)
+        elif self._smoother is not None:
+            targets = self._smoother.take_targets(inputs)
+            outputs = model(**inputs)
+            loss = self._smoother(outputs, targets, items)
+            outputs = self._smoother.with_loss(outputs, loss)
+        else:
+            loss, outputs = self._of_model(model, inputs, items)
+        if not self.for_loop and items is not None and self.rule.normalized:
+            loss = loss * self._layout.seq_data_parallel_size
+        return loss, outputs
+
+    def _of_model(
+        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss of the model, in the form that the rule needs, and the outputs of the model."""
+        rule = self.rule
+        if rule.auxiliary and self.sharder is not None:
+            inputs = with_unmasked_tokens(inputs)
+        if not rule.normalized or items is None:
+            keywords = {"num_items_in_batch": None} if rule.normalized else {}
+            outputs = model(**inputs, **keywords)
+            return loss_in(outputs, model, inputs), outputs
+        if not rule.auxiliary:
+            first = not rule.verified
+            before = random_state() if first and torch.is_grad_enabled() else None
+            outputs = model(**inputs, num_items_in_batch=items)
+            if not (first and shows_auxiliary_loss(outputs)):
+                return loss_in(outputs, model, inputs), outputs
+            rule.auxiliary = True  # compute the first micro-batch again
+            if before is not None:
+                restore_random_state(before)
+        local = count_for(self._device, rule.count(inputs))
+        outputs = model(**inputs, num_items_in_batch=local.clamp(min=1).to(torch.float32))
+        return loss_in(outputs, model, inputs) * (local / items), outputs
+
+    @contextmanager
+    def sharded(self, inputs: Any, needs_labels: bool = True) -> Iterator[Any]:
+        """Context with the shard of this rank of a replica's batch. In it, attention uses the sequence sharding.
+
+        Keep it open during the backward pass, because activation checkpointing runs attention again.
+        """
+        if self.sharder is None:
+            yield inputs
+            return
+        groups = parallel_groups(self._layout)
+        local, plan = self.sharder.shard(inputs, groups.coordinates.cp, groups.coordinates.sp, needs_labels)
+        with use_sharding(plan, groups):
+            yield local

@@ -1,0 +1,210 @@
+"""The loss rule: the gradient is a sum over items divided by the items of the whole global batch.
+
+An *item* is one term of the loss: a predicted token if labels are token ids, otherwise a sample. With the loss ``l_i``
+of item ``i`` and the number ``N`` of items of all micro-batches of all replicas in one optimizer step, the loss of the
+step is ``sum_i l_i / N``, for any layout, accumulation and padding.
+
+There are two kinds of losses:
+
+* *normalized*: the model (or ``compute_loss``) takes ``num_items_in_batch = N`` and returns its own sum divided by
+  ``N``, as Hugging Face models do. It needs no change.
+* *mean*: the model returns the mean over the ``n`` items of its micro-batch. It is weighted by ``n / N``, which gives
+  exactly the same sum.
+
+A model that adds an auxiliary loss is called with ``n`` instead of ``N``, and its loss is weighted by ``n / N``
+(:mod:`ds_trainer.training.loop.auxiliary_loss`).
+
+The first batch verifies the kind of the loss: a model may accept the argument and ignore it, and then the gradient
+would be too large without any error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.sequence_sharding import (
+    IGNORED as IGNORED,  # as in torch's cross-entropy and Hugging Face's collators
+)
+from ds_trainer.training.loop.auxiliary_loss import adds_auxiliary_loss
+from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.training.loop.item_count import ItemCount
+from ds_trainer.training.model.label_shift import shifts_labels
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_GRAPH_NODES_LOOKED_AT = 200
+
+
+def accepts_item_count(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` can be called with ``num_items_in_batch``."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return takes_any or "num_items_in_batch" in parameters
+
+
+class ItemCounter:
+    """Counts the items of a micro-batch.
+
+    Args:
+        label_names: keys of the batch that may have labels; the first one present is used.
+        shifted: whether the model shifts labels itself (:func:`shifts_labels`).
+    """
+
+    def __init__(self, label_names: Sequence[str], shifted: bool) -> None:
+        self.label_names = tuple(label_names)
+        self.shifted = shifted
+
+    def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Number of items as an int64 scalar, on the device of the labels. Does not wait for the device.
+
+        Integer labels of two or more dimensions are token ids: all labels other than -100 count, except the first one
+        of a row if the model shifts labels. Integer labels of one dimension count if they are not -100. With float
+        labels or no labels, samples count.
+        """
+        if isinstance(inputs, DummyBatch):
+            return torch.zeros((), dtype=torch.int64)
+        shifted = inputs.get("shift_labels")
+        if isinstance(shifted, torch.Tensor):
+            return shifted.ne(IGNORED).sum()
+        labels = None
+        for name in self.label_names:
+            if name in inputs:
+                labels = inputs[name]
+                break
+        if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
+            return torch.tensor(number_of_samples(inputs))
+        targets = labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
+        return targets.ne(IGNORED).sum()
+
+
+def depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether ``loss`` depends on ``leaf`` in the last operations of its graph (a bounded search)."""
+    queue: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while queue and len(seen) < _GRAPH_NODES_LOOKED_AT:
+        node = queue.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is leaf:
+            return True
+        queue += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def loss_in(outputs: Any, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss in the outputs of a model: the entry ``"loss"``, the first element, or the output itself.
+
+    Raises:
+        ConfigError: it is not a scalar.
+    """
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)):
+        loss = outputs[0] if outputs else None
+    else:
+        loss = getattr(outputs, "loss", outputs)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        what = f"only {', '.join(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
+        core = getattr(model, "module", model)  # name the user's model, not the engine
+        raise ConfigError(
+            f"{type(core).__name__} returned no scalar loss for a batch of {', '.join(inputs)}; it returned {what}. "
+            "Add labels to the batch, pass a compute_loss_func, or override compute_loss."
+        )
+    return loss
+
+
+class LossRule:
+    """Turns the loss of one micro-batch into its contribution to the loss of the global batch.
+
+    Args:
+        count: counts the items of a micro-batch.
+        normalized: whether the loss is assumed to be a sum divided by ``num_items_in_batch``.
+        auxiliary: whether the model may add terms that are not a sum over items.
+    """
+
+    def __init__(self, count: ItemCounter, normalized: bool, auxiliary: bool = False) -> None:
+        self.count = count
+        self.normalized = normalized
+        self.auxiliary = auxiliary
+        self.verified = not normalized  # a mean loss needs no verification
+
+    def reject(self) -> None:
+        """Treat the loss as a mean from now on, because it ignores ``num_items_in_batch``."""
+        self.normalized = False
+        self.verified = True
+        logger.warning(
+            "The loss does not depend on num_items_in_batch although the model accepts it: it is treated as the mean "
+            "over the items of each micro-batch and weighted by their number. To make this explicit, divide a summed "
+            "loss by num_items_in_batch, or set `accepts_loss_kwargs = False` on the model."
+        )
+
+    def verify(self, loss: torch.Tensor, items: torch.Tensor, again: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Determine whether ``loss`` uses ``items``.
+
+        Args:
+            loss: computed with ``items``.
+            items: a leaf that requires gradient, or any tensor if there is no graph (evaluation).
+            again: computes the loss once more, without graph and dropout, for another item count; called only if the
+                graph does not show the dependence (a loss may read the number from the tensor).
+        """
+        if loss.requires_grad and depends_on(loss, items):
+            self.verified = True
+            return
+        once, twice = again(items.detach()), again(2 * items.detach())
+        if bool(abs(once - 2 * twice) > abs(once - twice)):
+            self.reject()
+        self.verified = True
+
+    def contribution(self, loss: torch.Tensor, own: torch.Tensor | None, items: ItemCount) -> torch.Tensor:
+        """Contribution of this micro-batch to the loss of the global batch.
+
+        Args:
+            loss: the loss of the model for ``items.divisor``, a scalar.
+            own: items of this micro-batch; needed for a mean loss, and 0 for a dummy batch.
+            items: items of the global batch.
+        """
+        if self.normalized:
+            return loss if items.is_exact else loss * (items.divisor / items.exact())
+        assert own is not None  # the caller counts items for mean losses
+        # The mean over no items is nan with a zero gradient; it must not make the sum nan.
+        return torch.where(own > 0, loss, torch.nan_to_num(loss)) * (own / items.exact())
+
+
+def loss_rule_of(
+    model: nn.Module,
+    label_names: Sequence[str],
+    *,
+    compute_loss: Callable[..., Any] | None = None,
+    loss_function: bool = False,
+    smoothed: bool = False,
+) -> LossRule:
+    """The rule for a Trainer.
+
+    Args:
+        model: the innermost model.
+        label_names: keys of a batch that may have labels.
+        compute_loss: the method of a subclass, if it overrides ``compute_loss``.
+        loss_function: whether a ``compute_loss_func`` computes the loss.
+        smoothed: whether the Trainer computes the loss with label smoothing.
+    """
+    if loss_function:
+        normalized = True
+    elif compute_loss is not None and not accepts_item_count(compute_loss):
+        normalized = False  # without the count it can only return a mean
+    elif smoothed:
+        normalized = True
+    else:
+        declared = getattr(model, "accepts_loss_kwargs", None)
+        normalized = accepts_item_count(model.forward) if declared is None else bool(declared)
+    rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalized, adds_auxiliary_loss(model))
+    rule.verified = rule.verified or (smoothed and compute_loss is None)
+    return rule

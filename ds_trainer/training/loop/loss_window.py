@@ -1,0 +1,77 @@
+"""``LossWindow``: the losses since the last log, kept on the device until they are read."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_trainer.utils import distributed
+from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = get_logger(__name__)
+
+# Steps whose scalar tensors are kept before they are stacked; limits the number of small tensors.
+_CHUNK = 1024
+
+
+class LossWindow:
+    """The loss of every step in a logging window.
+
+    Args:
+        device: the device of the losses.
+        filtered: whether to exclude steps with a non-finite loss from the mean. They are counted, with one warning.
+        group: ranks whose contributions add up to the loss; default: all.
+    """
+
+    def __init__(self, device: torch.device, filtered: bool, group: ProcessGroup | None = None) -> None:
+        self._device = device
+        self._filtered = filtered
+        self._group = group
+        self._warned = False
+        self._steps: list[torch.Tensor] = []
+        self._chunks: list[torch.Tensor] = []
+
+    def add_step(self, contributions: Sequence[torch.Tensor]) -> None:
+        """Add the loss of one optimizer step: the scalar contributions of the micro-batches of this rank."""
+        total = functools.reduce(torch.add, contributions) if contributions else torch.zeros((), device=self._device)
+        self._steps.append(total)
+        if len(self._steps) == _CHUNK:
+            self._stack_steps()
+
+    def forget(self) -> None:
+        """Begin a new window after a rollback."""
+        self._steps, self._chunks = [], []
+
+    def close(self) -> tuple[float, int]:
+        """Return the mean loss of the window and its number of steps, and begin a new window. Collective.
+
+        If no step had a finite loss, the mean is NaN over 0 steps.
+        """
+        self._stack_steps()
+        losses = torch.cat(self._chunks)
+        self._chunks = []
+        distributed.all_reduce_sum(losses, group=self._group)
+        if self._filtered:
+            finite = losses[losses.isfinite()]
+            if finite.numel() < losses.numel() and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "%d of %d steps had a non-finite loss; the logged loss excludes them, and their number is logged. "
+                    "To include them, set logging_nan_inf_filter=False.",
+                    losses.numel() - finite.numel(),
+                    losses.numel(),
+                )
+            losses = finite
+        return (float(losses.mean()), losses.numel()) if losses.numel() else (math.nan, 0)
+
+    def _stack_steps(self) -> None:
+        if self._steps:
+            self._chunks.append(torch.stack(self._steps).double())
+            self._steps = []

@@ -1,0 +1,262 @@
+"""One optimizer step: fetch batches, count items, forward, backward, check for divergence, update, schedule.
+
+:meth:`StepRunner.run` is the step. :meth:`MicroBatchRunner.forward_backward` implements ``Trainer.training_step``. All
+that is constant over a run (which methods are overridden, whether sequences are sharded) is determined before the first
+step, to keep the overhead of a micro-batch small: nothing here waits for the device, logs, or traverses modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.data.loader import DummyBatch
+from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.monitor.health.run_health import RunHealth
+from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
+from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
+from ds_trainer.optim.weight_swapping import use_training_weights
+from ds_trainer.parallel.groups import parallel_groups
+from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
+from ds_trainer.training.loop.first_loss import FirstLoss
+from ds_trainer.training.loop.item_count import ItemCount
+from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
+from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.loop.token_counter import TokenCounter
+from ds_trainer.training.model.micro_batch_rng import micro_batch_rng
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
+
+
+@dataclass(frozen=True)
+class StepMethods:
+    """The methods of the Trainer that a step calls and that a subclass may override.
+
+    Attributes:
+        get_batch_samples: fetches the micro-batches of a step and counts their items.
+        training_step: forward and backward pass of one micro-batch.
+        takes_item_count: whether ``training_step`` takes ``num_items_in_batch``.
+        compute_loss: the loss of one micro-batch.
+        prepare_inputs: moves a batch to the device.
+        loss_context: context managers around the loss computation; None if no subclass adds any.
+        uses_accelerator: whether user code may call ``trainer.accelerator`` in a step.
+    """
+
+    get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], torch.Tensor]]
+    training_step: Callable[..., torch.Tensor]
+    takes_item_count: bool
+    compute_loss: LossMethod
+    prepare_inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
+    loss_context: Callable[[], AbstractContextManager[Any]] | None
+    uses_accelerator: bool
+
+
+class MicroBatchRunner:
+    """Forward and backward passes on one engine.
+
+    Args:
+        methods: methods of the Trainer.
+        losses: computes the loss.
+        engine: runs forward and backward passes.
+        accelerator: ``trainer.accelerator``, for user code.
+        seed: seed of the run.
+    """
+
+    def __init__(
+        self,
+        methods: StepMethods,
+        losses: LossComputation,
+        engine: TrainingEngine,
+        accelerator: TrainerAccelerator,
+        seed: int,
+    ) -> None:
+        self._methods = methods
+        self._losses = losses
+        self._engine = engine
+        self._module = engine.deepspeed.module
+        self._accelerator = accelerator if methods.uses_accelerator else None
+        self._seed = seed
+        self._layout = engine.layout
+        self._spread = engine.layout.replica_size > 1
+        self._loss_context = methods.loss_context or nullcontext
+        self._plain = self._accelerator is None and not self._spread
+        self.accumulation = 1
+        """Micro-batches of this rank in the current step."""
+        self.several_micro_batches = True
+        """Whether the global batch is more than one micro-batch of one rank."""
+
+    def run(self, batch: Any, items: ItemCount, step: int, index: int) -> torch.Tensor:
+        """``training_step`` on one micro-batch.
+
+        Args:
+            batch: the micro-batch of the replica, before sequence sharding.
+            items: items of the global batch.
+            step: optimizer steps done.
+            index: index of the micro-batch in the step.
+
+        Returns:
+            The contribution of this rank to the loss of the global batch: a scalar on the device, without graph.
+        """
+        keywords = {"num_items_in_batch": items.divisor} if self._methods.takes_item_count else {}
+        if self._plain:
+            return self._methods.training_step(self._engine.deepspeed, batch, **keywords)
+        with ExitStack() as stack:
+            enter, accelerator = stack.enter_context, self._accelerator
+            if accelerator is not None:
+                enter(accelerator.batch(batch))
+            local = enter(self._losses.sharded(batch))
+            if self._spread:
+                coordinates = parallel_groups(self._layout).coordinates
+                enter(micro_batch_rng(self._layout, coordinates, self._seed, step, index))
+            loss = self._methods.training_step(self._engine.deepspeed, local, **keywords)
+            return loss if accelerator is None else accelerator.loss_contribution(loss)
+
+    def forward_backward(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """See ``Trainer.training_step``."""
+        losses, rule, method = self._losses, self._losses.rule, self._methods.compute_loss
+        items = losses.items_of_step(num_items_in_batch)
+        if not (model.training and self._module.training):  # a callback may have left it in evaluation mode
+            model.train()
+        first = None if rule.verified else FirstLoss(losses, method, items)
+        local = None if first is None and rule.normalized else losses.local_items(inputs)
+        prepared = self._methods.prepare_inputs(inputs)
+        with self._loss_context():
+            loss = (
+                losses.of(method, model, prepared, items.divisor) if first is None else first.compute(model, prepared)
+            )
+        contribution = rule.contribution(loss, local, items)
+        if isinstance(inputs, DummyBatch):
+            contribution = contribution * 0.0
+        if first is not None:
+            first.before_backward(contribution, self.several_micro_batches)
+        # A copy if it is the tensor of the model: a CUDA graph reuses that memory for the next loss.
+        kept = contribution.detach().clone() if contribution is loss else contribution.detach()
+        self._engine.backward(contribution)
+        if first is not None:
+            first.after_backward()
+        return kept
+
+
+class StepRunner:
+    """Runs the optimizer steps of one training.
+
+    Args:
+        methods: methods of the Trainer.
+        micro_batches: runs each micro-batch.
+        losses: counts items.
+        engine: updates the weights.
+        events: callbacks.
+        guard: handles steps whose loss or gradient diverges.
+        health: is notified of each phase of the step.
+        counter: counts samples, tokens and operations.
+        meter: gets the time spent waiting for data.
+        window: losses since the last log.
+        optimizer, lr_scheduler: those of the run.
+        device: the device of this rank.
+        check_first: called with the first micro-batch, before anything is computed.
+
+    Attributes:
+        learning_rate: learning rate of the last step.
+    """
+
+    def __init__(
+        self,
+        methods: StepMethods,
+        micro_batches: MicroBatchRunner,
+        losses: LossComputation,
+        engine: TrainingEngine,
+        events: TrainingEvents,
+        guard: DivergenceGuard,
+        health: RunHealth,
+        counter: TokenCounter,
+        meter: ThroughputMeter,
+        window: LossWindow,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        device: torch.device,
+        check_first: Callable[[Any], None],
+    ) -> None:
+        self._methods = methods
+        self._micro_batches = micro_batches
+        self._losses = losses
+        self._engine = engine
+        self._events = events
+        self._guard = guard
+        self._health = health
+        self._counter = counter
+        self._meter = meter
+        self._window = window
+        self._optimizer = optimizer
+        self._schedule = (
+            None if engine.deepspeed_schedule is not None or steps_on_metric(lr_scheduler) else lr_scheduler
+        )
+        self._device = device
+        self._check_first: Callable[[Any], None] | None = check_first
+        self.learning_rate: Any = float("nan")
+
+    def run(self, source: Iterator[Any], micro_steps: int) -> Update:
+        """One optimizer step. Collective.
+
+        Args:
+            source: gives the micro-batches of this replica.
+            micro_steps: how many of them make this step.
+
+        Raises:
+            ConfigError: ``source`` ended before that.
+            TrainingDiverged: the guard stops the training.
+        """
+        events, engine, health, guard = self._events, self._engine, self._health, self._guard
+        step = events.state.global_step
+        events.notify("on_step_begin")
+        use_training_weights(self._optimizer)
+
+        timed = TimedIterator(health.begin_data(source))
+        batches, divisor = self._methods.get_batch_samples(timed, micro_steps, self._device)
+        items = self._losses.items_of_step(divisor)
+        self._check(batches, micro_steps, step)
+
+        health.begin_compute()
+        guard.begin_step()
+        losses, notifies = [], bool(events.handler.listeners("on_substep_end"))
+        for index, batch in enumerate(batches):
+            last = index == micro_steps - 1
+            engine.begin_micro_batch(last)
+            self._counter.add(batch)
+            losses.append(self._micro_batches.run(batch, items, step, index))
+            if notifies and not last:
+                events.notify("on_substep_end")
+
+        events.notify("on_pre_optimizer_step")
+        self.learning_rate = current_lr(self._optimizer)
+        health.begin_update()
+        applied = engine.step(skip_update=guard.before_update(losses))
+        update = guard.after_update(applied, batches, losses)
+        events.notify("on_optimizer_step")
+        if applied and self._schedule is not None:
+            self._schedule.step()
+
+        self._window.add_step(losses)
+        self._meter.add(waited=timed.seconds)
+        health.step_done(step + 1, timed.seconds)
+        return update
+
+    def _check(self, batches: list[Any], micro_steps: int, step: int) -> None:
+        if len(batches) != micro_steps:
+            raise ConfigError(
+                f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {micro_steps} "
+                f"micro-batches of step {step + 1}, although its length is larger."
+            )
+        self._micro_batches.accumulation = micro_steps
+        self._micro_batches.several_micro_batches = micro_steps * self._engine.layout.seq_data_parallel_size > 1
+        if self._check_first is not None:
+            self._check_first(batches[0])
+            self._check_first = None

@@ -1,0 +1,51 @@
+"""Random numbers of a replica that spans several ranks (tensor, context or sequence parallelism).
+
+Ranks of a tensor-parallel group work on the same activations and must draw the same numbers (for partitioned
+activations see :mod:`ds_trainer.engine.tensor_parallel.tensor_parallel_rng`). Ranks with different dp, cp or sp
+coordinates see different tokens and must draw different numbers. The current generator state guarantees neither: one
+rank of a replica reads the data, and may draw numbers while doing so.
+
+So the numbers of a micro-batch depend only on the seed, the step, the micro-batch and the rank's coordinates, and a
+resumed run draws the same numbers. With pure data parallelism the generators are not changed, as in transformers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ds_trainer.parallel.layout import Coordinates, ParallelLayout
+from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process
+
+_SEEDS = 62  # bits, as many as every generator takes
+
+
+def micro_batch_seed(seed: int, step: int, micro_batch: int, coordinates: Coordinates) -> int:
+    """The seed of a micro-batch on a rank: the same on all ranks of a tensor-parallel group."""
+    name = "/".join(map(str, (seed, step, micro_batch, coordinates.dp, coordinates.cp, coordinates.sp)))
+    return random.Random(name).getrandbits(_SEEDS)
+
+
+@contextmanager
+def micro_batch_rng(
+    layout: ParallelLayout, coordinates: Coordinates, seed: int, step: int, micro_batch: int
+) -> Iterator[None]:
+    """Inside, all generators of this process are seeded for one micro-batch; afterwards their states are restored.
+
+    Args:
+        layout: the parallel layout; nothing happens if a replica is one rank.
+        coordinates: this rank's coordinates.
+        seed: seed of the run.
+        step: number of finished optimizer steps.
+        micro_batch: index within the step.
+    """
+    if layout.replica_size == 1:
+        yield
+        return
+    outside = random_state()
+    seed_this_process(micro_batch_seed(seed, step, micro_batch, coordinates))
+    try:
+        yield
+    finally:
+        restore_random_state(outside)

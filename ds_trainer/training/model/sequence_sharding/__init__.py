@@ -1,0 +1,1 @@
+"""Models whose sequences are sharded: support, attention modules, verification."""

@@ -1,0 +1,146 @@
+"""Methods of the Trainer for the data of a run: batch sizes and loaders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.data.columns import ColumnFilterCollator, drop_unused_columns, has_columns
+from ds_trainer.data.stream import length_of
+from ds_trainer.training.loop.batches import (
+    Sampling,
+    check_dataset,
+    lengths_for_evaluation,
+    micro_steps_of,
+    planned_loader,
+)
+from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of, evaluation_plan_of
+from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.utils.errors import ConfigError
+
+
+class DataLoading(TrainerBase):
+    """Batch arithmetic and the loaders of training and evaluation."""
+
+    eval_loaders: dict[str, tuple[Any, Any, Any, Any]]
+    """Dataset, collator, sizes and loader by name of the evaluation dataset (``dataloader_persistent_workers``)."""
+
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
+        """Samples of one optimizer step over all ranks: micro-batch x accumulation x data-parallel replicas.
+
+        The number of replicas is ``world size / (tp x cp x sp)``.
+
+        Args:
+            args: the arguments with micro-batch and accumulation; default: those of the Trainer.
+        """
+        return batch_plan_of(self.args if args is None else args, self.layout).global_batch_size
+
+    def get_tp_size(self) -> int:
+        """Ranks that share each weight matrix (tensor parallelism)."""
+        return self.layout.tp
+
+    def get_cp_size(self) -> int:
+        """Ranks that share a sequence by ring attention (context parallelism)."""
+        return self.layout.cp
+
+    def get_sp_size(self) -> int:
+        """Ranks that share a sequence by exchanging heads (sequence parallelism)."""
+        return self.layout.sp
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Samples in one epoch of ``dataloader``, over all replicas.
+
+        If its dataset has no length, this is an estimate from the number of batches and the batch size. Raises
+        TypeError if that is unknown too.
+        """
+        samples = length_of(getattr(dataloader, "dataset", None))
+        return len(dataloader) * self.batch_plan.samples_per_micro_step if samples is None else samples
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """The length of the run. The loop uses these numbers, so a subclass may change them. Collective.
+
+        Returns:
+            Epochs (the last may be partial), optimizer steps in an epoch, samples in an epoch, samples in the whole
+            run, samples in an optimizer step, micro-steps in an epoch (None if the data has no length; then the whole
+            run counts as one epoch), optimizer steps in the run.
+
+        Raises:
+            ConfigError: the lengths of the loaders differ between ranks, or are unknown and there is no ``max_steps``.
+        """
+        plan = RunPlan.of(args, micro_steps_of(dataloader))
+        global_batch_size = self.get_total_train_batch_size(args)
+        examples = (
+            plan.max_steps * global_batch_size if plan.micro_steps_per_epoch is None else self.num_examples(dataloader)
+        )
+        samples = (
+            plan.max_steps * global_batch_size if args.max_steps > 0 else math.ceil(examples * args.num_train_epochs)
+        )
+        return (
+            *(plan.epochs, plan.steps_per_epoch, examples, samples),
+            *(global_batch_size, plan.micro_steps_per_epoch, plan.max_steps),
+        )
+
+    def get_train_dataloader(self) -> Any:
+        """The training loader: micro-batches of this replica, in an order that follows from seed and epoch."""
+        sampling = Sampling(self.args, self.train_dataset, self.processing_class)
+        dataset, collate = self._wanted_columns(self.train_dataset)
+        return planned_loader(dataset, self.batch_plan, self.args, collate, sampling)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The evaluation loader: micro-batches of this replica, in dataset order or by length (``group_by_length``).
+
+        With ``dataloader_persistent_workers``, a dataset keeps its loader and its worker processes from one evaluation
+        to the next. Another dataset (object or length) gets another loader.
+
+        Args:
+            eval_dataset: a dataset, or the name of one in a dict of them; default: the one passed to the Trainer.
+
+        Raises:
+            ConfigError: there is no evaluation data.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        name = dataset if isinstance(dataset, str) else ""
+        if isinstance(dataset, str):
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if dataset not in known:
+                raise ConfigError(
+                    f"eval_dataset={dataset!r} is not an evaluation dataset of the Trainer; known: "
+                    f"{', '.join(known) or 'none'}."
+                )
+            dataset = known[dataset]
+        if dataset is None:
+            raise ConfigError("evaluate() needs an eval_dataset: pass one to the Trainer or to evaluate().")
+        if not self.args.dataloader_persistent_workers:
+            return self._loader_in_order(dataset, "eval_dataset")
+        about = (length_of(dataset), self.args.per_device_eval_batch_size)
+        cached = self.eval_loaders.get(name)
+        if cached is None or cached[0] is not dataset or cached[1] is not self.data_collator or cached[2] != about:
+            self.eval_loaders.pop(name, None)  # ends its worker processes
+            cached = (dataset, self.data_collator, about, self._loader_in_order(dataset, "eval_dataset"))
+            self.eval_loaders[name] = cached
+        return cached[3]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The loader for :meth:`predict`: micro-batches of this replica, in dataset order."""
+        return self._loader_in_order(test_dataset, "test_dataset")
+
+    def _loader_in_order(self, dataset: Any, name: str) -> Any:
+        plan = evaluation_plan_of(self.args, self.layout)
+        check_dataset(dataset, name, plan)
+        lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)
+        dataset, collate = self._wanted_columns(dataset)
+        loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths)
+        loader.during = self.accelerator.batch
+        return loader
+
+    def _wanted_columns(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """Dataset and collator that pass on only the columns that the model takes."""
+        if not self.args.remove_unused_columns:
+            return dataset, self.data_collator
+        if has_columns(dataset):
+            return drop_unused_columns(dataset, self.model, self.label_names), self.data_collator
+        return dataset, ColumnFilterCollator(self.data_collator, self.model, self.label_names)

@@ -1,0 +1,99 @@
+"""Methods of the Trainer for logs, metrics and callbacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ds_trainer.checkpoint.manager import STATE_FILE
+from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
+from ds_trainer.training.loop.token_counter import batch_flops
+from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.utils.files import write_text_atomic
+
+
+class LoggingMethods(TrainerBase):
+    """Logs, metrics and callbacks."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Record ``logs`` in the history and pass them to the callbacks.
+
+        Args:
+            logs: values by name.
+            start_time: the ``time.time()`` at which the training began. If input tokens are counted
+                (``include_num_input_tokens_seen``), their number and their rate since then are logged too.
+        """
+        self.telemetry.log(logs, start_time)
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` to the output directory (main process)."""
+        if self.is_world_process_zero():
+            self.state.save_to_json(self.output_dir / STATE_FILE)
+
+    # -- work and metrics ---------------------------------------------------------------------------------------------
+
+    @property
+    def current_flos(self) -> float:
+        """Operations of this rank that :meth:`store_flos` has not added yet."""
+        return self.telemetry.flops
+
+    def store_flos(self) -> None:
+        """Add the work of all ranks since the last call to ``total_flos`` and ``num_input_tokens_seen`` of the state.
+
+        Collective.
+        """
+        self.telemetry.flush()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Operations of the forward and backward pass of one micro-batch; override it for a custom model.
+
+        If the model has ``floating_point_ops(inputs)``, that is called. Otherwise operations are counted from the
+        architecture (:mod:`ds_trainer.planner.flops`), with 0 if the input is not token ids. An override is called for
+        every micro-batch, so it should read shapes only.
+        """
+        of_model = getattr(self.model, "floating_point_ops", None)
+        if callable(of_model):
+            return float(of_model(inputs))
+        return batch_flops(self.model, self.telemetry.flop_rule(self.model), inputs)
+
+    @staticmethod
+    def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
+        """``metrics`` in readable form: bytes in MB, durations in hours, minutes and seconds, four decimals."""
+        return format_metrics(metrics)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print ``metrics`` as a table (main process); ``split`` is its name: train, eval, test."""
+        if self.is_world_process_zero():
+            print(metrics_table(split, metrics), flush=True)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write ``metrics`` to ``<split>_results.json`` in the output directory (main process).
+
+        With ``combined``, also add them to ``all_results.json``, which keeps the metrics of earlier calls.
+        """
+        if not self.is_world_process_zero():
+            return
+        write_text_atomic(self.output_dir / f"{split}_results.json", _json(metrics))
+        if combined:
+            path = self.output_dir / "all_results.json"
+            earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            write_text_atomic(path, _json({**earlier, **metrics}))
+
+    # -- callbacks ----------------------------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback (class or instance)."""
+        self.events.user_callbacks = True
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback (instance, or first of a class) and return it; None if there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback (instance, or first of a class)."""
+        self.callback_handler.remove_callback(callback)
+
+
+def _json(metrics: dict[str, Any]) -> str:
+    return json.dumps(metrics, indent=4, sort_keys=True)

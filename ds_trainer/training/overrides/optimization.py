@@ -1,0 +1,195 @@
+"""Methods of the Trainer for the optimizer and its schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.arguments.completion import as_mapping
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.library_optimizer_table import library_optimizer
+from ds_trainer.engine.weights import full_numel
+from ds_trainer.optim.library_optimizer_builder import build_library_optimizer
+from ds_trainer.optim.optimizer_builder import build_optimizer, decay_parameter_names, is_built_here, parameter_groups
+from ds_trainer.optim.optimizer_classes import build_given_optimizer, optimizer_class_and_arguments
+from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
+from ds_trainer.optim.schedules import build_schedule
+from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.training.resume.running_model import parameters_of_groups, running_model
+from ds_trainer.utils.errors import ConfigError
+
+
+class Optimization(TrainerBase):
+    """Builds the optimizer and its schedule, and returns information about them."""
+
+    group_parameters: list[list[Any]] | None = None
+    """The model parameters in each parameter group of the optimizer: ZeRO replaces them by its flat partitions."""
+
+    def use_optimizers(self, optimizer: Any, lr_scheduler: Any) -> None:
+        """Use this optimizer and schedule; None means that the next training builds one."""
+        self.optimizer, self.lr_scheduler = optimizer, with_rates_of_the_optimizer(lr_scheduler)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Build ``self.optimizer`` and then ``self.lr_scheduler``, unless they exist.
+
+        If DeepSpeed builds them (its own optimizers; a ``scheduler`` of the DeepSpeed file; any schedule of such an
+        optimizer), they stay None until the engine is built.
+        """
+        if self.optimizer is None:
+            self.optimizer = self.create_optimizer()
+        if self.lr_scheduler is None and self.optimizer is not None and "scheduler" not in self.compiled:
+            self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
+        """Build ``self.optimizer`` if there is none yet; returns None if DeepSpeed builds it.
+
+        Parameters are in two groups, with and without weight decay.
+
+        Args:
+            model: the model that it updates; default: that of the Trainer.
+        """
+        if self.optimizer is not None:
+            return self.optimizer
+        over = self.model if model is None else model
+        library = library_optimizer(self.args)
+        if self.optimizer_class is not None:
+            cls, arguments, _ = self.optimizer_class
+            self.optimizer = build_given_optimizer(cls, arguments, over, self.parameter_groups(over))
+        elif library is not None:
+            self.optimizer = build_library_optimizer(self.args, library, over, self.parameter_groups(over))
+        elif is_built_here(self.compiled):
+            self.optimizer = build_optimizer(self.compiled, self.parameter_groups(over))
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Class and keyword arguments of ``args.optim``. Weight decay is not included: the parameter groups have it."""
+        return optimizer_class_and_arguments(args, model)
+
+    def parameter_groups(self, model: nn.Module | None = None) -> list[dict[str, Any]]:
+        """Trainable parameters with and without weight decay."""
+        model = self.model if model is None else model
+        return parameter_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Build ``self.lr_scheduler`` over ``num_training_steps`` optimizer steps if there is none yet.
+
+        Args:
+            num_training_steps: optimizer steps of the whole training.
+            optimizer: the optimizer; default: that of the Trainer.
+
+        Raises:
+            ConfigError: there is no optimizer.
+        """
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            if optimizer is None:
+                raise ConfigError("create_scheduler needs an optimizer: call create_optimizer first, or pass one.")
+            self.lr_scheduler = build_schedule(
+                self.args.lr_scheduler_type,
+                optimizer,
+                self.args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                as_mapping(self.args.lr_scheduler_kwargs),
+            )
+        return self.lr_scheduler
+
+    @property
+    def has_user_schedule(self) -> bool:
+        """Whether the user passed the schedule or overrides ``create_scheduler``."""
+        return self.user_optimizers[1] is not None or "create_scheduler" in self.overridden
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters with weight decay: all except biases and norms."""
+        return decay_parameter_names(model)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Number of elements in all trainable parameters; with ZeRO-3 those of the whole tensors, not of the shards."""
+        return sum(full_numel(p) for p in self.model.parameters() if p.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group.
+
+        Raises:
+            ConfigError: there is no optimizer yet.
+        """
+        return [float(group["lr"]) for group in self._existing_optimizer().param_groups]
+
+    def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
+        """The parameter group of ``param``; without ``param``, a list of the parameters of each group.
+
+        Args:
+            param: a parameter of the model, or its name.
+
+        Raises:
+            ConfigError: there is no optimizer yet, or none of its groups has ``param``.
+        """
+        optimizer = self._existing_optimizer()
+        if param is None:
+            return [group["params"] for group in optimizer.param_groups]
+        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
+        # ZeRO replaces the parameters in the groups by its flat partitions, so search the original parameters.
+        for group, members in zip(
+            optimizer.param_groups, self.group_parameters or parameters_of_groups(optimizer), strict=True
+        ):
+            if any(member is wanted for member in members):
+                return group
+        raise ConfigError(f"get_optimizer_group: {param if isinstance(param, str) else 'this tensor'} is in no group.")
+
+    def _existing_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ConfigError("There is no optimizer yet: train() or create_optimizer() builds it.")
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def describe_running_model(self) -> RunningModel:
+        """Parameter groups by name, for checkpoints whose optimizer states have numbers.
+
+        Raises:
+            ConfigError: ``create_optimizer`` is overridden, so the groups are unknown.
+        """
+        if self.user_optimizers[0] is None and "create_optimizer" in self.overridden:
+            raise ConfigError(
+                f"{type(self).__name__} overrides create_optimizer, so the numbered optimizer states of a checkpoint "
+                "of transformers.Trainer cannot be mapped to parameters. Pass the optimizer with "
+                "optimizers=(optimizer, None), or start from the weights only (start_from_weights)."
+            )
+        cls = None if self.optimizer_class is None else self.optimizer_class[0]
+        return running_model(self.model, self.args, self.compiled, self.parameter_groups(), self.user_optimizers, cls)
+
+
+def check_optimizer(
+    optimizer: Any, lr_scheduler: Any, model: nn.Module, config: CompiledConfig, class_name: str
+) -> None:
+    """Reject an optimizer with other parameters than those of the model, and a second schedule.
+
+    Args:
+        optimizer, lr_scheduler: those in use; None if DeepSpeed builds them.
+        model: the module.
+        config: the compiled configuration.
+        class_name: class name of the Trainer, for messages.
+
+    Raises:
+        ConfigError: the optimizer was built for another model, or an earlier engine has put its partitions into it; or
+            there is a schedule although the DeepSpeed file has one.
+    """
+    if config.scheduler is not None and lr_scheduler is not None:
+        raise ConfigError(
+            f"{config.scheduler.source} has a scheduler, but {class_name} has built a "
+            f"{type(lr_scheduler).__name__} (self.lr_scheduler). Keep one of them."
+        )
+    if optimizer is None:
+        return
+    parameters = {id(p) for p in model.parameters()}
+    if any(id(p) not in parameters for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            f"The {type(optimizer).__name__} passed to the Trainer has tensors that are not parameters of its "
+            "model: it was built for another model, or an earlier train() has put ZeRO's partitions into it. "
+            "Build it from model.parameters() again, or pass optimizer_cls_and_kwargs=(class, arguments) instead."
+        )

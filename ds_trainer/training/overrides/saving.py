@@ -1,0 +1,168 @@
+"""Methods of the Trainer that save the model to a directory, and push it to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.checkpoint.weights.model_saving import save_config_and_processor, save_weights
+from ds_trainer.optim.weight_swapping import use_evaluation_weights
+from ds_trainer.training.hub.card import card_text, is_generated
+from ds_trainer.training.hub.card_facts import CardSource, facts_of
+from ds_trainer.training.loading.model_argument import is_on_meta
+from ds_trainer.training.model.cache import original_cache_settings
+from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.training.startup.process_setup import join_ranks
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.failures import fails_together
+from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.sizes import parse_size
+
+logger = get_logger(__name__)
+
+CARD = "README.md"
+
+
+class Saving(TrainerBase):
+    """Saves the model to a directory, and pushes it to a repository on the Hub."""
+
+    @fails_together
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights as safetensors with configuration and tokenizer, for ``from_pretrained``. Collective.
+
+        With ``push_to_hub`` the model is pushed too, unless the save is part of a push or checkpoint
+        (``_internal_call``).
+        """
+        directory = Path(output_dir) if output_dir is not None else self.output_dir
+        join_ranks(self.args)
+        if is_on_meta(self.model):  # its weights have not been loaded yet
+            self.engines.model_for_evaluation(
+                self.model,
+                self.args,
+                self.compiled,
+                self.layout,
+                None,
+                self.reads_logits,
+                self.sequence_sharder is not None,
+            )
+        use_evaluation_weights(self.optimizer)
+        if self.is_world_process_zero():
+            with original_cache_settings(self.model):
+                save_config_and_processor(self.model, self.processing_class, directory)
+        save_weights(self.model, directory, parse_size(self.args.max_shard_size))
+        if self.args.push_to_hub and not (_internal_call or self.publisher.is_saving):
+            self.push_to_hub(commit_message="Model save")
+
+    # -- the Hub ------------------------------------------------------------------------------------------------------
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """``owner/name`` of the repository; None until :meth:`init_hf_repo` has opened it, and on other ranks."""
+        return self.publisher.repository_id
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Open the repository ``args.hub_model_id`` and the branch ``args.hub_revision``; creates them if missing.
+
+        The constructor calls it if ``push_to_hub=True``. Only the main process does anything.
+
+        Args:
+            token: a token with write permission; default: ``args.hub_token``, then that of the environment.
+            private: whether a new repository is private; default: ``args.hub_private_repo``.
+
+        Raises:
+            ConfigError: the Hub rejects the token, the name or the branch; or huggingface_hub is not installed.
+            HubError: the Hub does not answer.
+        """
+        if not self.is_world_process_zero():
+            return
+        self.publisher.open_here(token, private)
+
+    def create_model_card(
+        self,
+        language: str | list[str] | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write ``README.md`` to the output directory (main process): metadata, hyperparameters, results, versions.
+
+        Missing arguments are those of an earlier call, or are derived from the model, the data and the run. A card
+        that a user has written is kept.
+
+        Args:
+            language: language of the model, as abbreviated on the Hub: ``en``.
+            license: license, as abbreviated on the Hub; default: that of the base model, if the Hub has it.
+            tags: further tags for the search on the Hub.
+            model_name: heading.
+            finetuned_from: repository of the base model.
+            tasks: task names of the Hub, such as ``text-classification``.
+            dataset_tags: names of the datasets on the Hub; without them and ``tasks`` there is no ``model-index``.
+            dataset: display names of the datasets.
+            dataset_args: configurations of the datasets.
+
+        Raises:
+            ConfigError: huggingface_hub is not installed.
+        """
+        if not self.is_world_process_zero():
+            return
+        given: dict[str, Any] = dict(
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+        given = {name: value for name, value in given.items() if value is not None}
+        self.publisher.card_arguments = {**self.publisher.card_arguments, **given}
+        path = self.output_dir / CARD
+        if path.exists() and not is_generated(path.read_text(encoding="utf-8")):
+            logger.info("%s was written or edited by a user and is kept.", path)
+            return
+        dataset = self.eval_dataset if self.eval_dataset is not None else self.train_dataset
+        source = CardSource(self.model, self.args, self.state, self.batch_plan, self.compiled, self.optimizer, dataset)
+        try:
+            text = card_text(facts_of(source, self.publisher.card_arguments))
+        except ImportError:
+            raise ConfigError("A model card needs the package huggingface_hub: pip install huggingface_hub.") from None
+        write_text_atomic(path, text)
+
+    @fails_together
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model to the output directory and push that directory without checkpoints. Collective.
+
+        Args:
+            commit_message: the commit message.
+            blocking: whether to wait for the push; otherwise it runs in the background, after earlier pushes.
+            token: the token from now on; default: see :meth:`init_hf_repo`.
+            revision: branch, created if missing; default: ``args.hub_revision``, or the main branch.
+            private: whether a new repository is private.
+            **kwargs: arguments of :meth:`create_model_card`.
+
+        Returns:
+            The ``CommitInfo`` of huggingface_hub on the main process, or without ``blocking`` a ``Future`` of it; None
+            on the other ranks.
+
+        Raises:
+            ConfigError: the Hub rejects the push; on all ranks.
+            HubError: the Hub does not answer; on all ranks. In a background push, the future raises both.
+        """
+        join_ranks(self.args)
+        return self.publisher.push(commit_message, blocking, token, revision, private, kwargs)

@@ -1,0 +1,1 @@
+"""Saving during training, and resuming: contents of a checkpoint, compatibility, rollback."""

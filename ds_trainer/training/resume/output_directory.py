@@ -1,0 +1,158 @@
+"""``OutputDirectory``: the output directory of one training: lock, checkpoints, imported checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.checkpoint.converters.checkpoint_import import import_hidden
+from ds_trainer.checkpoint.converters.conversion import other_format_at
+from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
+from ds_trainer.checkpoint.manager import choose_checkpoint
+from ds_trainer.checkpoint.protocol import disk
+from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_selection import VerifiedCheckpoint
+from ds_trainer.checkpoint.protocol.directory_lock import DirectoryLock
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
+from ds_trainer.checkpoint.protocol.other_formats import CheckpointFormat
+from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+AUTO_RESUME = "DS_TRAINER_AUTO_RESUME"
+"""The environment variable with the meaning of ``auto_resume``, for schedulers that restart jobs."""
+
+# A job that a scheduler restarts may start while the last ranks of the previous one are still exiting.
+_EXITING_SECONDS = 120.0
+
+
+class OutputDirectory:
+    """The output directory of one training.
+
+    Args:
+        args: the training arguments.
+
+    Attributes:
+        path: its path.
+        writer_group: the ranks that share it; set by :meth:`acquire`.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self.path = Path(str(args.output_dir))
+        self.writer_group: WriterGroup
+        self._args = args
+        self._lock: DirectoryLock | None = None
+        self._imported: Path | None = None
+
+    @property
+    def resumes_automatically(self) -> bool:
+        """Whether the run resumes from the newest checkpoint in this directory without a request."""
+        return bool(self._args.auto_resume) or os.environ.get(AUTO_RESUME, "0") not in ("", "0")
+
+    def acquire(self) -> None:
+        """Lock the directory, and remove what a killed process left in it. Collective.
+
+        Raises:
+            ConfigError: another training uses it, or it cannot be written to.
+        """
+        args = self._args
+        self.writer_group = WriterGroup.of(
+            args.save_on_each_node, distributed.rank(), distributed.world_size(), distributed
+        )
+        problem = None
+        if self.writer_group.is_leader:
+            self._lock = DirectoryLock(self.path)
+            try:
+                holder = self._lock.acquire(_EXITING_SECONDS if self.resumes_automatically else 0.0)
+                if holder is not None:
+                    problem = (
+                        f"output_dir={self.path} ({args.where('output_dir')}) is in use by another "
+                        f"training: {holder}. End that training, or choose another directory."
+                    )
+                else:
+                    for action in CheckpointDirectory(self.path).tidy():
+                        logger.info("%s: %s.", self.path, action)
+            except OSError as error:
+                problem = f"output_dir={self.path} ({args.where('output_dir')}) cannot be used: {error}."
+        if distributed.agree(torch.tensor([int(problem is not None)]))[0]:
+            problems = [message for message in distributed.gather_objects(problem) if message is not None]
+            self.release()
+            raise ConfigError(list(dict.fromkeys(problems)))
+
+    def release(self) -> None:
+        """Unlock the directory, and remove the imported checkpoint."""
+        self._remove_imported()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def has_checkpoints(self) -> bool:
+        """Whether there is a checkpoint to resume from, damaged or not. Collective."""
+        here = self.writer_group.is_leader and CheckpointDirectory(self.path).has_checkpoints()
+        return bool(distributed.agree(torch.tensor([int(here)]))[0])
+
+    def choose(self, requested: Path | None) -> VerifiedCheckpoint:
+        """``requested``, or the newest valid checkpoint, verified by all ranks. Collective.
+
+        Raises:
+            BrokenCheckpoint: it is damaged, or there is no valid checkpoint.
+            ConfigError: it has weights only.
+        """
+        return choose_checkpoint(requested, self.path, self.writer_group)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, as the main process sees it. Collective."""
+        found = list_checkpoints(self.path) if distributed.rank() == 0 else []
+        newest: Path | None = distributed.broadcast_object(found[-1] if found else None)
+        return newest
+
+    def imported(self, requested: Path | None, running_model: Callable[[], RunningModel]) -> Path | None:
+        """Convert a checkpoint of DeepSpeed or transformers into a hidden directory, and return its path. Collective.
+
+        A checkpoint of this package is returned unchanged.
+
+        Args:
+            requested: the checkpoint.
+            running_model: describes the model of this run, for checkpoints whose optimizer states have numbers.
+
+        Raises:
+            ConfigError: it cannot be converted; on all ranks.
+        """
+        if requested is None or (requested / MANIFEST_FILE).is_file():
+            return requested
+        group, problem = self.writer_group, None
+        if group.is_leader:
+            try:
+                foreign = other_format_at(requested)
+                logger.info("%s has the format of %s: converting it first.", requested, foreign.format.value)
+                here = running_model() if foreign.format is CheckpointFormat.HF_TRAINER else None
+                name = (group.node, group.nodes, "converted")
+                self._imported, made = import_hidden(
+                    foreign, CheckpointDirectory(self.path), self._args.trust_checkpoint, *name, here
+                )
+                if distributed.rank() == 0:
+                    print("\n  ".join([f"Converted from {requested}:", *made.notes]), flush=True)
+            except ConfigError as error:
+                problem = str(error)
+        reports = distributed.gather_objects((problem, self._imported))
+        if problems := [message for message, _ in reports if message is not None]:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        converted: Path | None = reports[group.leader][1]
+        return converted
+
+    def drop_imported(self) -> None:
+        """Remove the imported checkpoint after all ranks have read it. Collective."""
+        distributed.barrier()
+        self._remove_imported()
+
+    def _remove_imported(self) -> None:
+        if self._imported is not None:
+            disk.remove_tree(self._imported)
+            self._imported = None

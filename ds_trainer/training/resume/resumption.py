@@ -1,0 +1,248 @@
+"""How a run resumes from a checkpoint: files, comparison of arguments, data position, and the printed report.
+
+Besides engine state, schedule and random states, a checkpoint has: ``trainer_state.json``; ``run.json`` (compatibility
+fingerprint, data position, divergence incidents); ``training_args.json``; and ``data_<rank>.pt`` for every rank that
+needs it (state of a stream or loader).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.callbacks.state import TrainerState
+from ds_trainer.checkpoint.manager import STATE_FILE
+from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
+from ds_trainer.checkpoint.protocol.manifest import Manifest
+from ds_trainer.checkpoint.protocol.pickles import load_pickle
+from ds_trainer.data.position import DataPosition
+from ds_trainer.data.stream import StreamLoader
+from ds_trainer.optim.schedule_stepping import steps_on_metric
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.loop.data_cursor import DataCursor
+from ds_trainer.training.loop.divergence_guard import DivergenceGuard
+from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.loop.training_run import TrainingRun
+from ds_trainer.training.resume.compatibility import Changes, compare
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+RUN_FILE = "run.json"
+ARGUMENTS_FILE = "training_args.json"
+
+
+def _data_file(rank: int) -> str:
+    return f"data_{rank:05d}.pt"
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def run_files(
+    run: TrainingRun, cursor: DataCursor, guard: DivergenceGuard, evaluation_is_due: bool
+) -> list[InMemoryFile]:
+    """The files of a checkpoint that describe the run, the same on all ranks.
+
+    Args:
+        run: the training.
+        cursor: the data cursor.
+        guard: the divergence guard.
+        evaluation_is_due: whether an evaluation of this step is due, but not done.
+    """
+    content = {
+        "compatibility": run.fingerprint,
+        "planned_steps": run.plan.planned_steps,
+        "steps": run.plan.max_steps,
+        "epochs": run.plan.epochs,
+        "data": cursor.position.to_json(),
+        "evaluation_is_due": evaluation_is_due,
+        "divergence": guard.to_json(),
+    }
+    return [
+        InMemoryFile(RUN_FILE, (json.dumps(content, indent=2) + "\n").encode()),
+        InMemoryFile(ARGUMENTS_FILE, (run.events.args.to_json_string() + "\n").encode()),
+    ]
+
+
+def rank_files(cursor: DataCursor) -> list[InMemoryFile]:
+    """The files of a checkpoint that describe this rank."""
+    state = cursor.reader_state()
+    return [InMemoryFile.of(_data_file(distributed.rank()), state)] if state else []
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The description of a run in a checkpoint.
+
+    Attributes:
+        path: path of the checkpoint.
+        state: the trainer state in it.
+        run: the content of ``run.json``; None if there is none (a converted checkpoint).
+    """
+
+    path: Path
+    state: TrainerState
+    run: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, path: Path) -> Resumption:
+        """Read the small files of the checkpoint at ``path``."""
+        run = read_json(path / RUN_FILE) if (path / RUN_FILE).is_file() else None
+        return cls(path, TrainerState.load_from_json(path / STATE_FILE), run)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the run was stopped before a due evaluation at the step of the checkpoint."""
+        return self.run is not None and bool(self.run.get("evaluation_is_due"))
+
+    def position(self, plan: RunPlan) -> DataPosition:
+        """The data position of the checkpoint."""
+        if self.run is not None:
+            return DataPosition.from_json(self.run["data"])
+        length = self.state.max_steps or plan.steps_per_epoch
+        written = plan if plan.micro_steps_per_epoch is not None else replace(plan, steps_per_epoch=length)
+        return written.position(self.state.global_step, self.state.epoch)
+
+    def plan(self, args: TrainingArguments, batch_plan: BatchPlan, plan: RunPlan, loader: Any) -> RunPlan:
+        """The plan of the resumed run. With another global batch size, the same epochs have other steps."""
+        if self.run is None or plan.micro_steps_per_epoch is None:
+            return plan
+        at = self.position(plan)
+        if self.run["compatibility"]["global_batch"] != batch_plan.global_batch_size:
+            cursor = DataCursor(args, batch_plan, plan, loader, at)
+            return plan.with_another_batch(args, at.epoch, cursor.micro_steps, self.state.global_step)
+        if self.run["planned_steps"] == plan.max_steps:  # the global batch size changed earlier in this run
+            return replace(plan, max_steps=self.run["steps"], epochs=self.run["epochs"])
+        return plan
+
+    def changes(self, fingerprint: Mapping[str, Any], args: TrainingArguments) -> Changes:
+        """The allowed changes of arguments since the checkpoint was written.
+
+        Args:
+            fingerprint: :func:`compatibility_of` this run.
+            args: the arguments of this run.
+
+        Raises:
+            ConfigError: a change that is not allowed.
+        """
+        if self.run is None:
+            logger.warning(
+                "%s has no %s, so its arguments cannot be compared with those of this run.", self.path, RUN_FILE
+            )
+            return Changes({})
+        return compare(self.run["compatibility"], fingerprint, args, self.path)
+
+    def reader_state(self, loader: Any, same_layout: bool) -> dict[str, Any]:
+        """The saved :meth:`DataCursor.reader_state`: for streams that of the main process, otherwise that of this rank.
+
+        Args:
+            loader: the loader of this run.
+            same_layout: whether the layout is that of the checkpoint.
+        """
+        stream = isinstance(loader, StreamLoader)
+        file = self.path / _data_file(0 if stream else distributed.rank())
+        if not file.is_file() or not (stream or same_layout):
+            return {}
+        return dict(load_pickle(file, trusted=True))  # the checkpoint has been verified
+
+
+def move_schedule(schedule: Any, saved: Mapping[str, Any], steps: int) -> None:
+    """Move a new ``schedule`` to the step at which the old one was ``saved``.
+
+    Args:
+        schedule: a new schedule that has not been stepped.
+        saved: the state of the old schedule, with its number of steps.
+        steps: optimizer steps done, used if ``saved`` has no number of steps.
+    """
+    if steps_on_metric(schedule):
+        logger.warning("The new schedule (%s) follows a metric and starts fresh.", type(schedule).__name__)
+        return
+    done = int(saved.get("last_epoch", saved.get("last_batch_iteration", steps)))
+    if done <= 0:
+        return
+    if "last_batch_iteration" in inspect.signature(schedule.step).parameters:  # a schedule of DeepSpeed
+        schedule.step(done)
+    elif isinstance(schedule, LambdaLR):  # a function of the step only
+        schedule.last_epoch = done - 1
+        schedule._step_count = done + 1
+        schedule.step()
+    else:
+        for _ in range(done):
+            schedule.step()
+
+
+# -- reporting --------------------------------------------------------------------------------------------------------
+
+
+def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest: Manifest, cursor: DataCursor) -> str:
+    """A few lines that tell the user what was restored.
+
+    Args:
+        run: the resumed training.
+        resumption: the checkpoint.
+        changes: the allowed changes of arguments.
+        manifest: the manifest of the checkpoint.
+        cursor: the data cursor.
+    """
+    state, engine = run.events.state, run.engine
+    now = _describe(engine.layout.describe(), engine.stage, engine.precision)
+    sizes = {name: manifest.layout[name] for name in ("world_size", "tp", "cp", "sp")}
+    before = _describe(ParallelLayout(**sizes).describe(), manifest.zero_stage, manifest.precision)
+    same = before == now
+    rates = ", ".join(f"{float(g['lr']):g}" for g in {float(g["lr"]): g for g in run.optimizer.param_groups}.values())
+    schedule = type(run.lr_scheduler).__name__
+    callbacks = ", ".join(state.stateful_callbacks) or "none with a state"
+    rows = [
+        ("state of", before if same else f"{before}; resharded for {now}"),
+        ("weights", "restored"),
+        ("optimizer", "new, because it has changed" if changes.optimizer else "restored"),
+        ("schedule", f"{schedule}, {'moved to' if changes.schedule else 'restored at'} learning rate {rates}"),
+        ("random state", "of every rank" if same else "of the replica with the same number"),
+        ("data", _describe_position(run.events.args, cursor)),
+        ("callbacks", callbacks),
+        *(("changed", line) for line in changes.lines()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"Resumed from {resumption.path}: step {state.global_step} of {state.max_steps}"]
+    return "\n".join([*lines, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _describe(layout: str, stage: int, precision: str) -> str:
+    return f"{layout}, ZeRO {stage}, {precision}"
+
+
+def _describe_position(args: TrainingArguments, cursor: DataCursor) -> str:
+    at = cursor.position
+    if args.ignore_data_skip:
+        return f"epoch {at.epoch} from its beginning (ignore_data_skip=True)"
+    if not at.steps:
+        return f"epoch {at.epoch}, from its beginning"
+    way = cursor.way
+    return f"epoch {at.epoch}, after {at.samples} samples" + (f" ({way})" if way else "")
+
+
+def weights_directory(path: str) -> Path:
+    """The directory of ``start_from_weights``.
+
+    Raises:
+        ConfigError: it does not exist.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(f"start_from_weights={path!r} is not a directory (current directory: {Path.cwd()}).")
+    return directory

@@ -1,0 +1,47 @@
+"""Selects the checkpoint for a rollback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint
+from ds_trainer.monitor.health.divergence import TrainingDiverged
+from ds_trainer.training.resume.compatibility import Changes
+from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.resumption import Resumption
+from ds_trainer.utils import distributed
+
+
+def rollback_checkpoint(
+    directory: OutputDirectory, resumption: Resumption | None, changes: Changes, began: float, reason: str
+) -> Path:
+    """The newest valid checkpoint of this training, or the one from which it resumed. Collective.
+
+    Args:
+        directory: the output directory of the training.
+        resumption: the checkpoint from which it resumed.
+        changes: the arguments that had changed since that checkpoint was written.
+        began: when the training began, in seconds since 1970; older checkpoints belong to another training.
+        reason: for the error message.
+
+    Raises:
+        TrainingDiverged: there is no such checkpoint.
+    """
+    nothing = f"{reason} There is no checkpoint of this training for a rollback"
+    try:
+        path, manifest = directory.choose(None)
+        # The clocks of machines differ, so rank 0 decides: it wrote the manifest, or its machine did.
+        if distributed.broadcast_object(manifest.written >= began):
+            return path
+    except BrokenCheckpoint:
+        pass
+    if resumption is None:
+        raise TrainingDiverged(f"{nothing}: training stops; the weights are those before this step.")
+    if changes.optimizer or changes.schedule:
+        raise TrainingDiverged(
+            f"{nothing} with the current optimizer and schedule, which were changed on resume: training stops."
+        )
+    try:
+        return directory.choose(resumption.path)[0]
+    except BrokenCheckpoint as error:
+        raise TrainingDiverged(f"{nothing} ({error}): training stops.") from error

@@ -1,0 +1,60 @@
+"""Checks of the arguments of ``Trainer(...)``, before anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ds_trainer.training.loading.model_argument import is_model_reference
+from ds_trainer.training.signatures import is_from
+from ds_trainer.utils.errors import ConfigError
+
+
+def check_construction(
+    model: Any, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, data_collator: Any
+) -> None:
+    """Reject arguments that contradict each other; reports all problems together.
+
+    Raises:
+        ConfigError: no model or two, an invalid model, two optimizers, an optimizer together with ``model_init``, or a
+            collator that is not callable.
+    """
+    problems = []
+    if (model is None) == (model_init is None):
+        problems.append("Pass either a model or a model_init, which creates one, and not both.")
+    if model is not None and not isinstance(model, nn.Module) and not is_model_reference(model):
+        hint = " Pass the function as model_init." if callable(model) else ""
+        problems.append(
+            f"model is a {type(model).__name__}, not a torch.nn.Module, the name of a model, or its configuration."
+            f"{hint}"
+        )
+    problems += keras_problems(model)
+    placed = getattr(model, "hf_device_map", None)
+    if isinstance(placed, dict) and len(set(map(str, placed.values()))) > 1:
+        problems.append(
+            f"The model is spread over devices already ({', '.join(sorted(set(map(str, placed.values()))))}): load it "
+            "without device_map; ZeRO stage 3 (zero_stage=3) shards it."
+        )
+    if not isinstance(optimizers, tuple) or len(optimizers) != 2:
+        problems.append(f"optimizers={optimizers!r} must be a pair (optimizer, schedule); either may be None.")
+    elif optimizers != (None, None):
+        if optimizer_cls_and_kwargs is not None:
+            problems.append("Both optimizers and optimizer_cls_and_kwargs are given. Keep one of them.")
+        if model_init is not None:
+            problems.append(
+                "optimizers have the parameters of one model, but model_init creates a new model for every train(). "
+                "Pass optimizer_cls_and_kwargs=(class, arguments), or override create_optimizer."
+            )
+    if data_collator is not None and not callable(data_collator):
+        problems.append(f"data_collator is a {type(data_collator).__name__}, which cannot be called with samples.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def keras_problems(model: Any) -> list[str]:
+    """Reject a bare Keras model: it ignores train() and eval(), so it would train in inference mode."""
+    if not is_from(model, "keras"):
+        return []
+    name = type(model).__name__
+    return [f"{name} is a Keras model, which ignores train() and eval(): pass ds_trainer.KerasModule(model)."]

@@ -1,0 +1,37 @@
+"""Set-up of this process: seeds, log levels, kernels, process group."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.engine.process_group import start_process_group
+from ds_trainer.utils.accelerate_state import attach_accelerate
+from ds_trainer.utils.failures import watch_peers
+from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.seeds import set_seed
+
+
+def configure_process(args: TrainingArguments) -> None:
+    """Set seeds, the level of this package's loggers, TensorFloat-32 and deterministic kernels as asked."""
+    set_seed(args.seed)
+    get_logger("ds_trainer").setLevel(args.get_process_log_level())
+    if args.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        torch.backends.cudnn.allow_tf32 = args.tf32
+    if args.full_determinism:
+        # Read by cuBLAS and NCCL when they start; torch refuses kernels that cannot be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+
+
+def join_ranks(args: TrainingArguments) -> None:
+    """Start the process group, for our own collectives and for accelerate's. Collective at the first call."""
+    start_process_group(args.device_type, args.ddp_timeout_delta)
+    attach_accelerate(args.device_type)  # for the functions of accelerate that scripts call
+    watch_peers()

@@ -1,0 +1,113 @@
+"""``Telemetry``: logs, work counts and health monitoring of a Trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ds_trainer.arguments.enums import HangPolicy, TokenCount
+from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.monitor.health.run_health import HealthSettings, RunHealth
+from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.flops import FlopRule
+from ds_trainer.training.loop.token_counter import TokenCounter, flop_rule
+
+
+class Telemetry:
+    """Records the logs of a Trainer, and counts the work of its trainings.
+
+    Args:
+        events: the state that records logs, and the callbacks that are notified.
+
+    Attributes:
+        health: health monitoring of the training; None before the first one.
+    """
+
+    def __init__(self, events: TrainingEvents) -> None:
+        self.health: RunHealth | None = None
+        self._events = events
+        self._counter: TokenCounter | None = None
+        self._tokens_at_start = 0
+        self._rule: tuple[nn.Module, FlopRule | None] | None = None
+
+    def log(self, logs: dict[str, float], start_time: float | None) -> None:
+        """See ``Trainer.log``."""
+        events, state = self._events, self._events.state
+        entry = {**logs, "epoch": state.epoch}
+        if events.args.include_num_input_tokens_seen != TokenCount.NO:
+            seen = entry["num_input_tokens_seen"] = state.num_input_tokens_seen
+            if start_time is not None and (seconds := time.time() - start_time) > 0:
+                rate = (seen - self._tokens_at_start) / seconds
+                entry.update(train_runtime=round(seconds, 4), train_tokens_per_second=round(rate, 3))
+        state.log_history.append({**entry, "step": state.global_step})
+        events.notify("on_log", entry)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def count_work(
+        self,
+        model: nn.Module,
+        meter: ThroughputMeter,
+        layout: ParallelLayout,
+        peak: float | None,
+        padding: int | None,
+        flops: Callable[[Any], float] | None,
+    ) -> TokenCounter:
+        """Begin to count the work of a training; see :class:`TokenCounter` for the arguments."""
+        self._tokens_at_start = self._events.state.num_input_tokens_seen
+        self._rule = None  # the set of frozen parameters may have changed
+        rule = self.flop_rule(model)
+        self._counter = TokenCounter(
+            model, self._events, meter, layout, rule=rule, peak=peak, padding=padding, flops=flops
+        )
+        return self._counter
+
+    def flush(self) -> None:
+        """Add the work of all ranks since the last call to the state. Collective."""
+        if self._counter is not None:
+            self._counter.flush()
+
+    @property
+    def flops(self) -> float:
+        """Operations of this rank that :meth:`flush` has not added yet."""
+        return 0.0 if self._counter is None else self._counter.flops
+
+    def flop_rule(self, model: nn.Module) -> FlopRule | None:
+        """The rule that counts the operations of ``model``; None for an unknown model."""
+        if self._rule is None or self._rule[0] is not model:
+            self._rule = (model, flop_rule(model))
+        return self._rule[1]
+
+    def release(self) -> None:
+        """Drop the references to the model."""
+        self._counter = self._rule = None
+
+    # -- health -------------------------------------------------------------------------------------------------------
+
+    def watch(self, output_dir: Path, on_abort: Callable[[], None]) -> RunHealth:
+        """Create the health monitoring of a new training.
+
+        Args:
+            output_dir: the directory for reports.
+            on_abort: called before a hung process is ended.
+        """
+        args = self._events.args
+        watch = HealthSettings(
+            hang_seconds=args.hang_timeout,
+            hang_factor=args.hang_factor,
+            patience=float(args.ddp_timeout),
+            abort=args.hang_policy == HangPolicy.ABORT,
+            straggler_steps=args.straggler_steps,
+        )
+        self.health = RunHealth(watch, output_dir, self._events.state.global_step, on_abort)
+        return self.health
+
+    def beat(self) -> None:
+        """Record progress of an evaluation. Called for every batch."""
+        if self.health is not None:
+            self.health.beat()

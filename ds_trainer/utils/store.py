@@ -1,0 +1,176 @@
+"""The rendezvous store: small JSON values that ranks leave for each other outside of collectives.
+
+``RankStore`` is the only client of the store in this package. No method of it waits inside the store: what has to be
+awaited is polled, with pauses that keep all ranks together below ``_POLLS_PER_SECOND``. Each operation is one short
+exchange. Values are JSON, because anyone who can reach the port can write to the store, and unpickling runs code.
+
+Every rank has two connections to the process that holds the store. The one of the process group may be busy: while NCCL
+or gloo connect ranks, it waits for values that other ranks have yet to write, and blocks every other user. Threads that
+watch other ranks (failures, health, saves) therefore share a second connection, :func:`side_store`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+_POLLS_PER_SECOND = 10_000  # of all ranks together, since one process answers them
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two polls
+
+_lock = threading.Lock()
+_side: tuple[Any, Any] | None = None  # the store of a process group, and its clone
+
+
+def group_store() -> Any:
+    """The store of the default process group. torch has no public accessor for it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def side_store() -> Any:
+    """The second connection of this rank to the store, created at the first call for each process group."""
+    global _side
+    default = group_store()
+    with _lock:
+        if _side is None or _side[0] is not default:
+            _side = default, default.clone()
+        return _side[1]
+
+
+def poll(reached: Callable[[], bool], expired: Callable[[], bool], ranks: int = 1) -> bool:
+    """Call ``reached`` until it returns True; returns False once ``expired`` does. Pauses grow from 1 to 100 ms.
+
+    Args:
+        reached: the condition.
+        expired: whether the time limit has passed; called after ``reached`` returned False.
+        ranks: how many ranks may poll at the same time; above 1,000 the pauses grow with their number.
+    """
+    pause, longest = _SHORTEST_PAUSE, max(_LONGEST_PAUSE, ranks / _POLLS_PER_SECOND)
+    while not reached():
+        if expired():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+def expiry(seconds: float) -> Callable[[], bool]:
+    """A function that returns True from ``seconds`` after this call on."""
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() >= deadline
+
+
+class RankStore:
+    """Values under a prefix of the store.
+
+    Every method raises RuntimeError or OSError if the process that holds the store is gone.
+
+    Args:
+        prefix: the same on all ranks, and used for nothing else.
+        store: the connection; default: :func:`side_store`.
+        ranks: how many ranks use it; default: the size of the process group.
+    """
+
+    def __init__(self, prefix: str, store: Any = None, ranks: int | None = None) -> None:
+        self.prefix = prefix
+        self.connection: Any = side_store() if store is None else store
+        self._ranks = ranks if ranks is not None else dist.get_world_size() if dist.is_initialized() else 1
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
+
+    def set(self, key: str, value: Any) -> None:
+        """Write ``value``."""
+        self.connection.set(self._key(key), json.dumps(value))
+
+    def set_first(self, key: str, value: Any) -> bool:
+        """Write ``value`` unless another rank was first; whether the stored value is now ``value``."""
+        text = json.dumps(value)
+        return bool(self.connection.compare_set(self._key(key), "", text).decode() == text)
+
+    def check(self, *keys: str) -> bool:
+        """Whether every key has a value."""
+        return bool(self.connection.check([self._key(key) for key in keys]))
+
+    def get(self, key: str) -> Any:
+        """The value of ``key``; None if it has none."""
+        return json.loads(self.connection.get(self._key(key))) if self.check(key) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
+        """The values of ``keys``; None unless each of them has one."""
+        return self._read(keys) if self.check(*keys) else None
+
+    def _read(self, keys: Sequence[str]) -> list[Any]:
+        values = self.connection.multi_get([self._key(key) for key in keys])
+        return list(json.loads(b"[" + b",".join(values) + b"]"))  # parsed at once: there may be thousands
+
+    def append(self, key: str, value: Any) -> None:
+        """Add ``value`` to the list under ``key``."""
+        self.connection.append(self._key(key), json.dumps(value) + "\n")
+
+    def get_list(self, key: str) -> list[Any]:
+        """All values that ranks have appended to ``key``; empty if there are none."""
+        if not self.check(key):
+            return []
+        return [json.loads(line) for line in self.connection.get(self._key(key)).splitlines()]
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Increase the counter ``key``; returns its new value."""
+        return int(self.connection.add(self._key(key), amount))
+
+    def delete(self, *keys: str) -> None:
+        """Remove the values of ``keys``."""
+        for key in keys:
+            self.connection.delete_key(self._key(key))
+
+    def wait(self, key: str, expired: Callable[[], bool] = _never) -> Any:
+        """The value of ``key``, as soon as a rank has written it.
+
+        Raises:
+            TimeoutError: there is none, and ``expired`` (see :func:`expiry`) returned True.
+        """
+        if not poll(lambda: self.check(key), expired, self._ranks):
+            raise TimeoutError(f"no rank has written {self._key(key)} within the time limit")
+        return json.loads(self.connection.get(self._key(key)))
+
+    def wait_for_count(self, key: str, count: int, expired: Callable[[], bool] = _never) -> int:
+        """The counter ``key``, once it has reached ``count`` or ``expired`` returns True."""
+        value = 0
+
+        def reached() -> bool:
+            nonlocal value
+            value = self.add(key, 0)
+            return value >= count
+
+        poll(reached, expired, self._ranks)
+        return value
+
+    def gather(self, key: str, value: Any, rank: int, expired: Callable[[], bool] = _never) -> list[Any] | None:
+        """Every rank's ``value`` in rank order on rank 0; None elsewhere. Only rank 0 waits.
+
+        Args:
+            key: not used before.
+            value: plain data; tuples become lists.
+            rank: this rank.
+            expired: ends the wait of rank 0 when it returns True.
+
+        Raises:
+            TimeoutError: on rank 0: not all ranks wrote their value.
+        """
+        if rank != 0:
+            self.set(f"{key}/{rank}", value)
+            self.add(f"{key}/count")
+            return None
+        others = self._ranks - 1
+        if (count := self.wait_for_count(f"{key}/count", others, expired)) < others:
+            raise TimeoutError(f"{count} of {others} other ranks have written {self._key(key)} within the time limit")
+        # Each value was written before it was counted, so this does not wait.
+        return [value, *(self._read([f"{key}/{number}" for number in range(1, self._ranks)]) if others else ())]
