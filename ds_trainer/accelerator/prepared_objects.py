@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ds_trainer.accelerator.collectives import Collectives
+from ds_trainer.arguments.accelerator_config import accelerator_config
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.weights.model_saving import save_weights
 from ds_trainer.data.loader import PlannedLoader
@@ -102,7 +103,7 @@ class PreparedObjects(Collectives):
             return data_loader
         if self.use_distributed:
             self.join_group()
-        config = self._args.accelerator_config
+        config = accelerator_config(self._args)
         return prepare_data_loader(
             data_loader,
             self.device,

@@ -23,7 +23,7 @@ from ds_trainer.accelerator.views import (
     StateView,
     mixed_precision,
 )
-from ds_trainer.arguments.accelerator_config import AcceleratorConfig
+from ds_trainer.arguments.accelerator_config import AcceleratorConfig, accelerator_config
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.training_engine import TrainingEngine
@@ -193,8 +193,7 @@ class TrainerAccelerator(PreparedObjects):
 
     @property
     def _settings(self) -> AcceleratorConfig:
-        settings: AcceleratorConfig = self._args.accelerator_config
-        return settings
+        return accelerator_config(self._args)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

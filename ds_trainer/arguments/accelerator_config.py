@@ -118,6 +118,16 @@ def complete_accelerator_config(args: TrainingArguments) -> None:
     args.accelerator_config = config
 
 
+def accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
+    """The settings in force, also where a script assigned a mapping after the arguments were made.
+
+    Raises:
+        ConfigError: what was assigned is wrong; one sentence for each problem.
+    """
+    config = args.accelerator_config
+    return config if isinstance(config, AcceleratorConfig) else accelerator_config_of(config)
+
+
 def replica_batch_size(args: TrainingArguments, name: str, replicas: int) -> int:
     """Samples of one replica in a forward pass: the argument ``name``, or its part with ``split_batches``.
 
@@ -130,10 +140,7 @@ def replica_batch_size(args: TrainingArguments, name: str, replicas: int) -> int
         ConfigError: the batch cannot be divided by ``replicas``.
     """
     size: int = getattr(args, name)
-    config = args.accelerator_config
-    if not isinstance(config, AcceleratorConfig):  # assigned after the arguments were completed
-        config = accelerator_config_of(config)
-    if not config.split_batches:
+    if not accelerator_config(args).split_batches:
         return size
     if size % replicas:
         raise ConfigError(

@@ -33,6 +33,7 @@ def with_rates_of_the_optimizer(schedule: Any) -> Any:
     bases = {(base.__module__, base.__name__) for base in type(schedule).__mro__}
     if ("transformers.optimization", "AdafactorSchedule") not in bases or hasattr(schedule, "reads_states"):
         return schedule
+    # a subclass and not an attribute: a schedule saves all its attributes in its state_dict
     schedule.__class__ = type(type(schedule).__name__, (_RatesOfStates, type(schedule)), {})
     return schedule
 

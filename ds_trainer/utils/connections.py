@@ -51,8 +51,8 @@ def end_connections(store_port: int, store: Any = None) -> int:
     ended = 0
     known = _listening | _published(store)
     for descriptor, name in _sockets().items():
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        with _internet_socket(descriptor) as connection:
+            if connection is None:
                 continue
             try:
                 ends = {connection.getsockname()[:2], connection.getpeername()[:2]}
@@ -79,13 +79,29 @@ def _published(store: Any) -> set[Address]:
 
 
 def _listening_address(descriptor: int) -> Address | None:
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    with _internet_socket(descriptor) as connection:
+        if connection is None or not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return None
         host, port = connection.getsockname()[:2]
         return str(host), int(port)
+
+
+@contextmanager
+def _internet_socket(descriptor: int) -> Iterator[socket.socket | None]:
+    """A second handle on a TCP socket; None for another kind of socket, and for one that a thread closed in between."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # the number was given to a file in between
+        os.close(copy)
+        yield None
+        return
+    with connection:
+        yield connection if connection.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def _sockets() -> dict[int, str]:

@@ -29,6 +29,14 @@ def test_settings_are_read_where_accelerate_has_them() -> None:
     assert (ours.gradient_accumulation_steps, ours.gradient_state.num_steps) == (3, 3)
 
 
+def test_a_mapping_that_is_assigned_to_complete_arguments_is_followed_too() -> None:
+    args = TrainingArguments("unused", use_cpu=True)
+    args.accelerator_config = {"even_batches": False, "split_batches": True}
+    ours = Trainer(PlainLanguageModel(), args).accelerator
+    assert [getattr(ours, name) for name in NAMES] == [True, None, False, True, False]
+    assert len(list(ours.prepare(DataLoader(torch.arange(4), batch_size=2)))) == 2  # type: ignore[arg-type]
+
+
 def runs(output_dir: str) -> dict[str, Any]:
     """A training with and without ``split_batches``, and loaders of a script."""
     found: dict[str, Any] = {}

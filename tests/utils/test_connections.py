@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_trainer.utils import connections as connections_module
 from ds_trainer.utils import store as module
 from ds_trainer.utils.open_files import STORE_CONNECTIONS
 from ds_trainer.utils.ranks import free_port
@@ -158,6 +160,43 @@ def test_a_rank_that_dies_before_the_first_exchange_causes_no_hang() -> None:
     first, _ = run(DIES, 2)
     assert first.startswith("failed") and float(first.split()[1]) < 20
     assert int(first.split()[2]) >= 1, "ranks are connected when the group is made: without that one of two runs hangs"
+
+
+@pytest.mark.parametrize("then", ["nothing", "a file", "a pipe", "a local socket"])
+def test_a_socket_that_a_thread_closes_meanwhile_is_passed_over(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may close a socket, and the number may be given to something else, after the list was made."""
+    seen = connections_module._sockets
+    opened: list[Any] = []
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = listening.getsockname()
+        closed = [socket.socket() for _ in range(2)]
+
+        def list_and_close() -> dict[int, str]:
+            found = seen()
+            while closed and closed[0].fileno() in found:
+                number = closed[0].fileno()
+                closed.pop(0).close()
+                if then == "a file":
+                    opened.append(open(__file__))  # noqa: SIM115
+                elif then == "a pipe":
+                    opened.extend(os.fdopen(end) for end in os.pipe())
+                elif then == "a local socket":
+                    opened.append(socket.socket(socket.AF_UNIX))
+                assert then == "nothing" or number in [one.fileno() for one in opened]
+            return found
+
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(connections_module, "_sockets", list_and_close)
+        listened = [connections_module._listening_address(number) for number in list_and_close()]
+        ended = connections_module.end_connections(store_port=0)
+        after = len(os.listdir("/proc/self/fd"))
+    assert address in listened
+    assert ended == 0
+    assert after == before - 2 + len(opened)  # no handle is left behind
+    for one in opened:
+        one.close()
 
 
 def test_threads_share_one_connection_to_the_store() -> None:

@@ -65,7 +65,7 @@ _REMEDIES = {"torch_empty_cache_steps": " (steps between two calls); leave it ou
 
 
 def argument_problems(args: Any) -> list[str]:
-    """One sentence for each invalid value or combination: the field, the value and what to change. Types must be right."""
+    """One sentence for each invalid value or combination: field, value and remedy. Types must be right."""
     return [
         *value_problems(args),
         *_combination_problems(args),
