@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ds_trainer.accelerator.process_control import ProcessControl
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.loader import Dummy
 from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -46,7 +46,7 @@ class Collectives(ProcessControl):
     @contextmanager
     def batch(self, inputs: Any) -> Iterator[None]:
         """The current batch, set by the loop: results computed from a dummy do not count."""
-        self._dummy = isinstance(inputs, DummyBatch)
+        self._dummy = isinstance(inputs, Dummy)
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.accelerator_config import complete_accelerator_config
+from ds_trainer.arguments.compat.dict_fields import read_dict_fields
 from ds_trainer.arguments.enums import CHOICES, DebugOption, IntervalStrategy, LogLevel
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.utils.logging import get_logger
@@ -45,6 +46,7 @@ _AS_ENUM = (
 def fill_in(args: Any) -> None:
     """Complete ``args``, whose values have been checked. A second call changes nothing."""
     _paths_and_mappings(args)
+    read_dict_fields(args)
     complete_accelerator_config(args)
     for name in _AS_ENUM:
         setattr(args, name, CHOICES[name](str(getattr(args, name))))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ds_trainer.arguments.deepspeed_plugin import DeepSpeedPlugin
 from ds_trainer.arguments.enums import NamedValue
 from ds_trainer.utils.devices import device_of
 from ds_trainer.utils.errors import ConfigError
@@ -91,6 +92,11 @@ class ProcessInfo:
         process of each node.
         """
         return _is_main(resolve_ranks(os.environ), local=self.save_on_each_node)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin:
+        """What scripts ask about DeepSpeed before there is a Trainer: ``zero_stage``."""
+        return DeepSpeedPlugin(self)
 
     # -- devices --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ds_trainer.arguments.checks.generation_checks import generation_problems, is_json
+from ds_trainer.arguments.compat.dict_fields import VALID_DICT_FIELDS
 from ds_trainer.arguments.compat.setters import Setters
 from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
 from ds_trainer.arguments.enums import (
@@ -85,6 +86,8 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     Raises:
         ConfigError: one or more values are invalid; ``problems`` has one sentence for each.
     """
+
+    _VALID_DICT_FIELDS = VALID_DICT_FIELDS
 
     output_dir: str | None = _saving("Directory for checkpoints, weights and metrics.")
 

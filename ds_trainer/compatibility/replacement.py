@@ -32,6 +32,7 @@ from ds_trainer.compatibility.replaced_names import (
 )
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import likely_rank
+from ds_trainer.utils.replaced_transformers import set_replaced
 
 
 def replace_transformers() -> None:
@@ -49,6 +50,7 @@ def replace_transformers() -> None:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     sys.meta_path.insert(0, _Finder())
+    set_replaced()
     if originals:
         _replace_globals(originals)
     if likely_rank(os.environ) == 0:

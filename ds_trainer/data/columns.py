@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -59,13 +59,17 @@ def accepted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] |
     return {*names, *label_names, *_LABEL_COLUMNS} if from_data else None
 
 
-def drop_unused_columns(dataset: Any, model: nn.Module, label_names: Sequence[str]) -> Any:
-    """A ``datasets.Dataset`` without the columns that ``model.forward`` does not name; any other dataset unchanged.
+def drop_unused_columns(dataset: Any, model: nn.Module, wanted: Collection[str] | None) -> Any:
+    """A ``datasets.Dataset`` with the columns in ``wanted`` (None: all) only; any other dataset unchanged.
+
+    Args:
+        dataset: the data.
+        model: named in messages.
+        wanted: :func:`accepted_columns`, or what a subclass of the Trainer accepts.
 
     Raises:
         ConfigError: no column would remain.
     """
-    wanted = accepted_columns(model, label_names)
     if wanted is None or not has_columns(dataset):
         return dataset
     unused = [name for name in dataset.column_names if name not in wanted]
@@ -95,13 +99,13 @@ class ColumnFilterCollator:
 
     Args:
         collate: the wrapped collator. Samples that are not dicts are passed unchanged.
-        model: its ``forward`` defines the accepted keys.
-        label_names: further accepted keys.
+        model: named in messages.
+        wanted: the accepted keys, from :func:`accepted_columns`; None: all.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, label_names: Sequence[str]) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, wanted: Collection[str] | None) -> None:
         self.collate = collate
-        self._wanted = accepted_columns(model, label_names)
+        self._wanted = None if wanted is None else frozenset(wanted)
         self._model_name = type(base_model(model)).__name__
         self._names = forward_names(model)
         self._logged = False

@@ -17,8 +17,21 @@ from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
 from ds_trainer.parallel.batch_plan import BatchPlan
 
 
-class DummyBatch(dict[str, Any]):
-    """A batch without effect, for a replica that has no samples in an incomplete last micro-step."""
+class Dummy:
+    """Marks a batch without effect, for a replica that has no samples in an incomplete last micro-step."""
+
+
+class DummyBatch(dict[str, Any], Dummy):
+    """A dummy that is a mapping."""
+
+
+class DummyList(list[Any], Dummy):
+    """A dummy that is a list, which the Trainer's ``_prepare_inputs`` converts."""
+
+
+def as_dummy(batch: Any) -> Any:
+    """``batch``, a mapping or a list, as a dummy."""
+    return DummyBatch(batch) if isinstance(batch, Mapping) else DummyList(batch)
 
 
 class PlannedLoader(DataLoader[Any]):
@@ -131,8 +144,8 @@ class PlannedLoader(DataLoader[Any]):
         ragged = self._batches.first_ragged
         batches = super().__iter__() if self._reader is None else iter(as_set(self._reader, self))
         for index, batch in enumerate(batches):
-            dummy = index >= ragged and self._batches.is_dummy(index) and isinstance(batch, Mapping)
-            marked = DummyBatch(batch) if dummy else batch
+            dummy = index >= ragged and self._batches.is_dummy(index) and isinstance(batch, (Mapping, list))
+            marked = as_dummy(batch) if dummy else batch
             with self.during(marked):
                 yield marked
 

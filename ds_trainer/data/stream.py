@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ds_trainer.data.loader import DummyBatch, as_set, show_as
+from ds_trainer.data.loader import as_dummy, as_set, show_as
 from ds_trainer.data.lockstep import Lockstep
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.skipping import skip, with_random_state
@@ -224,7 +224,7 @@ class StreamLoader(DataLoader[Any]):
         self._shard.collate = self.collate_fn  # a script may have set another one
         for batch, is_dummy, mark, state in as_set(self._reader, self):
             self.state = state
-            yield (DummyBatch(batch) if is_dummy and isinstance(batch, Mapping) else batch), mark
+            yield (as_dummy(batch) if is_dummy and isinstance(batch, (Mapping, list)) else batch), mark
 
 
 class StreamResume(NamedTuple):

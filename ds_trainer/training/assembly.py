@@ -25,7 +25,7 @@ from ds_trainer.optim.weight_swapping import check_weight_swapping
 from ds_trainer.training.engines import Engines
 from ds_trainer.training.hub.publisher import HubPublisher
 from ds_trainer.training.loading.weight_check import note_origin
-from ds_trainer.training.loop.batches import check_names
+from ds_trainer.training.loop.batches import check_names, checked_batch, checked_raw_batch
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.run_plan import RunPlan
@@ -122,9 +122,16 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
             layout=self.layout,
             device=self.device,
             overlap_count=self.compute_loss_func is None and _USE_THE_COUNT.isdisjoint(self.overridden),
+            check=checked_raw_batch if "_prepare_inputs" in self.overridden else checked_batch,
         )
+        self.declare_loss()
         self.eval_loaders = {}
         self.configured_with = dict(vars(self.args))
+
+    def declare_loss(self) -> None:
+        """Let the loss rule follow ``loss_is_scaled_for_ga``, if a subclass has set it."""
+        if self.loss_is_scaled_for_ga is not None:
+            self.loss_rule.declare(self.loss_is_scaled_for_ga, self.layout.dp)
 
     def step_methods(self) -> StepMethods:
         """The methods of a step, including those that a subclass overrides or that were replaced on this object."""
@@ -263,6 +270,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
             self.use_optimizers(self.optimizer, self.create_scheduler(num_training_steps, self.optimizer))
         self.model_wrapped = engine.deepspeed
         self.model_wrapped.train()
+        self.declare_loss()
         self.micro_batches = MicroBatchRunner(
             self.step_methods(), self.losses, engine, self.accelerator, self.args.seed
         )
@@ -333,7 +341,11 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         def evaluate(stop_requested: Callable[[], bool] | None) -> dict[str, float]:
             return self.evaluate_in_training(stop_requested, ignore_keys)
 
-        return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate)
+        def save() -> None:
+            self._save_checkpoint(self.model, trial)
+
+        trial = self.trials.trial
+        return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate, save)
 
     def check_first_batch(self, batch: Any) -> None:
         """Before the first step, check the keys of a batch, and that sequence sharding does not change the results."""
@@ -367,6 +379,26 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         if self.checkpointer is None:
             raise ConfigError("There is nothing to save yet: call train() before save_checkpoint().")
         return self.checkpointer.save()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Called when a checkpoint is due. Override it to save more; call this method from the override. Collective.
+
+        An override finds the complete checkpoint on the disk after this call. Without one it is written in the
+        background.
+
+        Args:
+            model, trial: ignored; part of the signature in transformers.
+
+        Raises:
+            ConfigError: there has been no training.
+            SaveFailed: it could not be written; on all ranks.
+        """
+        if self.checkpointer is None:
+            raise ConfigError("There is nothing to save yet: call train() before _save_checkpoint().")
+        if "_save_checkpoint" in self.overridden:
+            self.checkpointer.save()
+        else:
+            self.checkpointer.save_in_background()
 
     # -- auto_find_batch_size -----------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class TrainLoop:
         window: losses since the last log.
         evaluate: evaluates and returns metrics. Its argument is called between micro-batches; if it returns True, the
             evaluation is aborted.
+        save_checkpoint: saves a checkpoint, in the background if possible.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TrainLoop:
         counter: TokenCounter,
         window: LossWindow,
         evaluate: Callable[[Callable[[], bool] | None], dict[str, float]],
+        save_checkpoint: Callable[[], None],
     ) -> None:
         self._run = run
         self._plan = run.plan
@@ -97,6 +99,7 @@ class TrainLoop:
         self._counter = counter
         self._window = window
         self._evaluate_model = evaluate
+        self._save_checkpoint = save_checkpoint
         self._log_keywords = {"start_time": time.time()} if accepted_arguments(run.log, {"start_time"}) else {}
         self._window_start = self._first_step = run.events.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
@@ -200,7 +203,7 @@ class TrainLoop:
         if events.control.should_save:
             self._counter.flush()
             with self._paused("saving"):
-                self._checkpointer.save_in_background()
+                self._save_checkpoint()
             events.control.should_save = False
 
     def _report_save(self, wait: bool = False) -> None:
@@ -291,7 +294,7 @@ class TrainLoop:
             if stop.saves and not stop.agreed.hurry:
                 self._counter.flush()
                 checkpointer.evaluation_is_due = events.control.should_evaluate
-                checkpointer.save_in_background()
+                self._save_checkpoint()
                 checkpointer.evaluation_is_due = False
             checkpointer.wait()
             events.notify("on_train_end")

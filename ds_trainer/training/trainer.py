@@ -17,6 +17,7 @@ from ds_trainer.checkpoint.background.background_save import finish_before_sigte
 from ds_trainer.checkpoint.protocol.checkpoint_directory import find_checkpoint
 from ds_trainer.data.collators import collator_for
 from ds_trainer.training.assembly import Assembly
+from ds_trainer.training.evaluation.labels import returns_loss_by_default
 from ds_trainer.training.loading.model_argument import defer_to_checkpoint, put_on_device
 from ds_trainer.training.loop.batches import check_dataset
 from ds_trainer.training.loop.run_plan import RunPlan
@@ -28,7 +29,7 @@ from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
 from ds_trainer.training.startup.constructor_checks import check_construction
 from ds_trainer.training.startup.preflight import check_start
-from ds_trainer.training.startup.process_setup import configure_process, join_ranks
+from ds_trainer.training.startup.process_setup import configure_process, join_ranks, join_ranks_like_transformers
 from ds_trainer.training.startup.run_header import print_header
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.train_loop import TrainOutput
@@ -36,6 +37,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.host_votes import host_votes
 from ds_trainer.utils.problems import Problems
+from ds_trainer.utils.replaced_transformers import is_replaced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +47,7 @@ _OVERRIDABLE = (
     *("compute_loss", "training_step", "get_batch_samples", "floating_point_ops"),
     *("compute_loss_context_manager", "autocast_smart_context_manager"),
     *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
+    *("_prepare_inputs", "_save", "_save_checkpoint"),
 )
 
 
@@ -81,6 +84,7 @@ class Trainer(Assembly):
     Attributes:
         model: the model itself, never wrapped.
         model_wrapped: the outermost module, to be called in the forward pass: the DeepSpeed engine while there is one.
+        can_return_loss: whether the model returns a loss without labels; a subclass may set it.
         is_in_train: whether :meth:`train` is running.
         place_model_on_device: whether the constructor moves the model to the device; False, because the engine does it.
         is_model_parallel: False: the engine shards layers, never the model itself.
@@ -136,6 +140,9 @@ class Trainer(Assembly):
                 self.optimizer_class = (*optimizer_cls_and_kwargs, origin)
             self.is_in_train = False
             self.configure()
+            self.can_return_loss = returns_loss_by_default(self.model)
+            if is_replaced():
+                join_ranks_like_transformers(args, self.accelerator.mixed_precision)
             self.add_callbacks(callbacks or ())
             self.events.state = self.new_state()
             if args.push_to_hub:
@@ -170,6 +177,7 @@ class Trainer(Assembly):
         """
         self.trials.select(trial, self.model_init)
         self._check_can_train()
+        self.note_ignored_overrides()
         requested = find_checkpoint(resume_from_checkpoint, self.output_dir) if resume_from_checkpoint else None
         directory = OutputDirectory(self.args)
 
@@ -200,6 +208,7 @@ class Trainer(Assembly):
             parts.callback(checkpointer.close)
             stop.before_exit = checkpointer.finish_before_exit
             checkpointer.start(resumption, changes, self.engines.weight_check)
+            self._load_optimizer_and_scheduler(None if checkpoint is None else str(checkpoint))
             directory.drop_imported()
             print_header(run, self.engines, self.telemetry, self.train_dataset, self.eval_dataset, checkpoint)
             with prepared_for_training(self.model, self.args, self.layout):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_trainer.data.collators import DefaultDataCollator, default_data_collator
-from ds_trainer.data.columns import drop_unused_columns
+from ds_trainer.data.columns import accepted_columns, drop_unused_columns
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import tiny_llama
 
@@ -92,8 +92,13 @@ def test_unused_columns_of_a_dataset_are_removed() -> None:
     from datasets import Dataset
 
     data = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]], "source": ["a"]})
-    assert drop_unused_columns(data, tiny_llama(), ["labels"]).column_names == ["input_ids", "labels"]
+    assert drop_unused_columns(data, tiny_llama(), accepted_columns(tiny_llama(), ["labels"])).column_names == [
+        "input_ids",
+        "labels",
+    ]
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.forward accepts none of .*columns \(text\)"):
-        drop_unused_columns(Dataset.from_dict({"text": ["a"]}), tiny_llama(), ["labels"])
+        drop_unused_columns(
+            Dataset.from_dict({"text": ["a"]}), tiny_llama(), accepted_columns(tiny_llama(), ["labels"])
+        )
     rows = [{"anything": 1}]
-    assert drop_unused_columns(rows, tiny_llama(), ["labels"]) is rows
+    assert drop_unused_columns(rows, tiny_llama(), accepted_columns(tiny_llama(), ["labels"])) is rows

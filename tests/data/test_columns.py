@@ -96,7 +96,9 @@ def test_the_trainer_counts_the_labels_of_the_model(tmp_path: Path) -> None:
 
 def test_a_model_without_named_arguments_gets_all_columns() -> None:
     assert accepted_columns(Anything(), ["labels"]) is None
-    assert ColumnFilterCollator(lambda rows: rows, Anything(), [])([{"a": 1}]) == [{"a": 1}]
+    assert ColumnFilterCollator(lambda rows: rows, Anything(), accepted_columns(Anything(), []))([{"a": 1}]) == [
+        {"a": 1}
+    ]
 
 
 # -- unused keys -----------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def test_a_key_missing_in_the_collator_is_explained(tmp_path: Path) -> None:
 def test_columns_are_known_without_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
     rows = [{"x": 1}]
-    assert drop_unused_columns(rows, Regression(), []) is rows
+    assert drop_unused_columns(rows, Regression(), accepted_columns(Regression(), [])) is rows
 
 
 # -- batches that a model cannot take --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.checks.divergence_checks import divergence_problems
 from ds_trainer.arguments.checks.evaluation_checks import evaluation_problems
+from ds_trainer.arguments.compat.dict_fields import dict_field_problems
 from ds_trainer.arguments.enums import CHOICES, DebugOption, TokenCount
 from ds_trainer.arguments.parallelism_config import parallelism_config_problems
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -84,7 +85,9 @@ def value_problems(args: Any) -> list[str]:
     for name, choices in CHOICES.items():
         if hasattr(args, name):
             problems += _choice_problems(name, getattr(args, name), choices)
-    return problems + _number_problems(args) + _interval_problems(args) + _text_problems(args)
+    return (
+        problems + _number_problems(args) + _interval_problems(args) + _text_problems(args) + dict_field_problems(args)
+    )
 
 
 def _in_range(value: Any, wanted: str) -> bool:

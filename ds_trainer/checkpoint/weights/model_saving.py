@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,29 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
     else:
         deque(gathered, maxlen=0)  # take part in the collectives, keep nothing
     distributed.barrier()
+
+
+def save_given_weights(
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, directory: Path, max_shard_bytes: int
+) -> None:
+    """Write weights to ``directory`` in this process alone, with the names of :func:`save_weights`.
+
+    Args:
+        model: the module whose weights these are.
+        state_dict: full tensors by the names of ``model.state_dict()``; None: those of ``model``, complete here.
+        directory: created if missing.
+        max_shard_bytes: maximum size of one file.
+    """
+    if saves_adapters(model):
+        model.save_pretrained(str(directory), state_dict=None if state_dict is None else dict(state_dict))  # type: ignore[operator]
+        return
+    tensors = saved_tensors(model)
+    if state_dict is not None:
+        tensors = {name: state_dict[name] for name in tensors}
+    weights = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    files = plan_files(sections_of(model, weights), max_shard_bytes)
+    names = chain.from_iterable(tensor_names(file) for file in files)
+    write_sections(directory, files, ((name, tensors[name].detach()) for name in names))
 
 
 def _gathered(

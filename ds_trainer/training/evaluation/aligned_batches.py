@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.data.loader import PlannedLoader, as_dummy
 from ds_trainer.data.replica import batches_of
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.parallel.layout import ParallelLayout
@@ -16,21 +16,28 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 
-def aligned_batches(loader: Iterable[Any], layout: ParallelLayout) -> Iterator[Mapping[str, Any]]:
+def aligned_batches(
+    loader: Iterable[Any], layout: ParallelLayout, check: Callable[[Any], Any] = checked_batch
+) -> Iterator[Any]:
     """The batches of ``loader``: equally many on every rank, and equal on all ranks of a replica.
 
     Loaders of this package have a batch plan. A user's loader may return more batches on one rank than on another: a
     rank without further batches repeats its last one as a dummy until all ranks are done. This costs one small
     collective per batch.
 
+    Args:
+        loader: the loader of this rank.
+        layout: defines the replicas.
+        check: returns its argument if it can be a batch.
+
     Raises:
         ConfigError: on all ranks, if a rank has no batch at all while others do.
     """
     if isinstance(loader, PlannedLoader) or distributed.world_size() == 1:
-        yield from map(checked_batch, loader)
+        yield from map(check, loader)
         return
     iterator = iter(loader) if isinstance(loader, StreamLoader) else batches_of(loader, layout)
-    last: Mapping[str, Any] | None = None
+    last: Any = None
     while True:
         batch = next(iterator, None)
         has_one, has_none_ever = distributed.agree(
@@ -44,11 +51,11 @@ def aligned_batches(loader: Iterable[Any], layout: ParallelLayout) -> Iterator[M
                 "batch on every rank, or use the Trainer's get_eval_dataloader, which divides the samples evenly."
             )
         if batch is not None:
-            last = checked_batch(batch)
+            last = check(batch)
             yield last
         else:
             assert last is not None  # agreed above
-            yield DummyBatch(last)
+            yield as_dummy(last)
 
 
 def mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

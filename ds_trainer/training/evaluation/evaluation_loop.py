@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.data.loader import Dummy, PlannedLoader
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.evaluation.aligned_batches import aligned_batches, mark_last
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
@@ -80,7 +80,8 @@ class EvalLoop:
         trainer, every = self.trainer, self._every
         model.eval()
         use_evaluation_weights(trainer.optimizer)
-        for index, (inputs, last) in enumerate(mark_last(aligned_batches(self.loader, trainer.layout)), start=1):
+        batches = aligned_batches(self.loader, trainer.layout, trainer.losses.check)
+        for index, (inputs, last) in enumerate(mark_last(batches), start=1):
             found = self._micro_step(model, inputs, ignore_keys)
             trainer.events.notify("on_prediction_step")
             trainer.telemetry.beat()
@@ -103,7 +104,7 @@ class EvalLoop:
     def _micro_step(self, model: nn.Module, inputs: Mapping[str, Any], ignore_keys: list[str] | None) -> Any:
         """One micro-step: the results of all ranks by kind, or None if only the loss is needed."""
         trainer = self.trainer
-        dummy = isinstance(inputs, DummyBatch)
+        dummy = isinstance(inputs, Dummy)
         items = trainer.loss_rule.count(inputs)
         samples = number_of_samples(inputs)
         self._samples += 0 if dummy else samples

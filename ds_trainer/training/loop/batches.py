@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Sampler
 
 from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -21,6 +22,7 @@ from ds_trainer.data.lengths import (
 )
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import DistributedBatchSampler
+from ds_trainer.data.sampler_order import SamplerOrder
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils import distributed
@@ -75,17 +77,23 @@ class Sampling:
         args: the training arguments.
         dataset: the data with all its columns; one of them may be the length of each sample.
         processing_class: has the name of the first model input, whose length is used if there is no such column.
+        order: yields the positions of each epoch; None: as the arguments say.
     """
 
-    def __init__(self, args: TrainingArguments, dataset: Any, processing_class: Any = None) -> None:
+    def __init__(
+        self,
+        args: TrainingArguments,
+        dataset: Any,
+        processing_class: Any = None,
+        order: Sampler[int] | None = None,
+    ) -> None:
+        self.order = order
         self.strategy = args.train_sampling_strategy
         self.seed: int = args.seed if args.data_seed is None else args.data_seed
         self._lengths: Lengths | None = None
         self._sortish = bool(getattr(args, "sortish_sampler", False))
-        if not self._sortish and self.strategy not in (
-            SamplingStrategy.GROUP_BY_LENGTH,
-            SamplingStrategy.BATCH_REBALANCE,
-        ):
+        by_length = self.strategy in (SamplingStrategy.GROUP_BY_LENGTH, SamplingStrategy.BATCH_REBALANCE)
+        if order is not None or not (self._sortish or by_length):
             return
         asked_by = "sortish_sampler" if self._sortish else "train_sampling_strategy"
         if is_stream(dataset):
@@ -100,6 +108,8 @@ class Sampling:
 
     def sampler(self, plan: BatchPlan, samples: int, dp_rank: int) -> DistributedBatchSampler:
         """The sampler of replica ``dp_rank``."""
+        if self.order is not None:
+            return in_order_of(self.order, plan, dp_rank, self.seed)
         if self._lengths is not None and self.strategy == SamplingStrategy.BATCH_REBALANCE:
             return BalancedBatchSampler(plan, self._lengths, dp_rank, self.seed)
         order = None
@@ -109,6 +119,45 @@ class Sampling:
         return DistributedBatchSampler(
             plan, samples, dp_rank, self.seed, self.strategy != SamplingStrategy.SEQUENTIAL, order
         )
+
+
+class EpochOrder(Sampler[int]):
+    """The order that the arguments describe, over all replicas.
+
+    Args:
+        sampling: what the arguments describe.
+        plan: the batch arithmetic.
+        samples: length of the dataset.
+    """
+
+    def __init__(self, sampling: Sampling, plan: BatchPlan, samples: int) -> None:
+        self.sampling = sampling
+        self._batches = sampling.sampler(plan, samples, 0)
+
+    def __len__(self) -> int:
+        return self._batches.samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._batches.positions(0, self._batches.samples))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self._batches.set_epoch(epoch)
+
+
+def in_order_of(order: Sampler[int], plan: BatchPlan, dp_rank: int, seed: int) -> DistributedBatchSampler:
+    """The batches of replica ``dp_rank`` if ``order`` yields the positions of each epoch.
+
+    Raises:
+        ConfigError: the sampler has no length or yields nothing.
+    """
+    samples = length_of(order)
+    if not samples:
+        raise ConfigError(
+            f"The sampler, a {type(order).__name__}, has no length or length 0: give it a __len__ that returns the "
+            "number of positions that it yields in an epoch."
+        )
+    return DistributedBatchSampler(plan, samples, dp_rank, seed, order=SamplerOrder(order, seed))
 
 
 def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any, asked_by: str) -> Lengths:
@@ -139,8 +188,9 @@ def planned_loader(
     collate: Callable[[list[Any]], Any],
     sampling: Sampling | None = None,
     lengths: Lengths | None = None,
+    order: Sampler[int] | None = None,
 ) -> PlannedLoader | StreamLoader:
-    """The loader of this replica. Without ``sampling``, the order is that of ``lengths`` or of the dataset."""
+    """The loader of this replica. Without ``sampling``, the order is ``order``, that of ``lengths`` or the dataset."""
     dp_rank = plan.layout.coordinates(distributed.rank()).dp
     pin = args.dataloader_pin_memory and args.device_type == "cuda"
     options: dict[str, Any] = {}
@@ -155,8 +205,11 @@ def planned_loader(
         share = StreamShard(dataset, plan, dp_rank, collate, 0 if sampling is None else sampling.seed)
         # Evaluation has no steps: the ranks synchronize after a fixed number of micro-batches instead.
         return StreamLoader(share, _EVAL_WINDOW if sampling is None else plan.accumulation, workers, pin, **options)
-    if sampling is None and lengths is not None:
-        sampler: DistributedBatchSampler = SortedBatchSampler(plan, lengths, dp_rank)
+    sampler: DistributedBatchSampler
+    if sampling is None and order is not None:
+        sampler = in_order_of(order, plan, dp_rank, args.seed)
+    elif sampling is None and lengths is not None:
+        sampler = SortedBatchSampler(plan, lengths, dp_rank)
     elif sampling is None:
         sampler = DistributedBatchSampler(plan, len(dataset), dp_rank, shuffle=False)
     else:
@@ -214,6 +267,17 @@ def checked_batch(batch: Any) -> Mapping[str, Any]:
     return batch
 
 
+def checked_raw_batch(batch: Any) -> Any:
+    """Return ``batch`` if it can be the argument of a subclass's ``_prepare_inputs``.
+
+    Raises:
+        ConfigError: it is neither a mapping nor a list.
+    """
+    if isinstance(batch, (Mapping, list)):
+        return batch
+    raise ConfigError(f"A batch is a {type(batch).__name__}: the data_collator must return a dict or a list.")
+
+
 def check_names(batch: Mapping[str, Any], model: nn.Module) -> None:
     """Reject a batch with keys that are not arguments of ``model``.
 
@@ -238,8 +302,10 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def number_of_samples(inputs: Mapping[str, Any]) -> int:
-    """Length of the first dimension of the first tensor in ``inputs``; 0 where there is none."""
+def number_of_samples(inputs: Any) -> int:
+    """Length of the first dimension of the first tensor in a batch, 0 where there is none; or the length of a list."""
+    if isinstance(inputs, list):
+        return len(inputs)
     for value in inputs.values():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return int(value.shape[0])

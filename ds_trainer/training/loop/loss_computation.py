@@ -55,12 +55,14 @@ class LossComputation:
         device: the device of this rank.
         overlap_count: whether the all-reduce of the item count may run during the first forward pass. Only possible
             if no user code can read the count.
+        check: returns a batch if it can be one.
 
     Attributes:
         rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
         sharder: see above.
         for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
+        check: see above.
         items: item count of the current step.
         overlap_count: see above.
     """
@@ -76,8 +78,10 @@ class LossComputation:
         layout: ParallelLayout,
         device: torch.device,
         overlap_count: bool,
+        check: Callable[[Any], Any] = checked_batch,
     ) -> None:
         self.rule = rule
+        self.check = check
         self.sharder = sharder
         self.for_loop = False
         self.items: ItemCount | None = None
@@ -106,9 +110,10 @@ class LossComputation:
         Raises:
             ConfigError: a batch is no mapping of tensors.
         """
-        for batch in batches if self.items is None else ():  # the first batches of this Trainer
-            checked_batch(batch)
-        counts = [self.rule.count(batch if isinstance(batch, Mapping) else checked_batch(batch)) for batch in batches]
+        for batch in batches:
+            if self.items is None or not isinstance(batch, Mapping):  # the first batches of this Trainer
+                self.check(batch)
+        counts = [self.rule.count(batch) for batch in batches]
         self._counted = {}
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}

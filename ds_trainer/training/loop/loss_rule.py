@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.loader import Dummy
 from ds_trainer.data.sequence_sharding import (
     IGNORED as IGNORED,  # as in torch's cross-entropy and Hugging Face's collators
 )
@@ -65,12 +65,16 @@ class ItemCounter:
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Number of items as an int64 scalar, on the device of the labels. Does not wait for the device.
 
+        Samples count in a batch that is no mapping, which a subclass converts in ``_prepare_inputs``.
+
         Integer labels of two or more dimensions are token ids: all labels other than -100 count, except the first one
         of a row if the model shifts labels. Integer labels of one dimension count if they are not -100. With float
         labels or no labels, samples count.
         """
-        if isinstance(inputs, DummyBatch):
+        if isinstance(inputs, Dummy):
             return torch.zeros((), dtype=torch.int64)
+        if not isinstance(inputs, Mapping):
+            return torch.tensor(number_of_samples(inputs))
         shifted = inputs.get("shift_labels")
         if isinstance(shifted, torch.Tensor):
             return shifted.ne(IGNORED).sum()
@@ -129,7 +133,12 @@ class LossRule:
         count: counts the items of a micro-batch.
         normalized: whether the loss is assumed to be a sum divided by ``num_items_in_batch``.
         auxiliary: whether the model may add terms that are not a sum over items.
+
+    Attributes:
+        replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
     """
+
+    replicas: int | None = None
 
     def __init__(self, count: ItemCounter, normalized: bool, auxiliary: bool = False) -> None:
         self.count = count
@@ -146,6 +155,17 @@ class LossRule:
             "over the items of each micro-batch and weighted by their number. To make this explicit, divide a summed "
             "loss by num_items_in_batch, or set `accepts_loss_kwargs = False` on the model."
         )
+
+    def declare(self, scaled: bool, replicas: int) -> None:
+        """Follow ``loss_is_scaled_for_ga`` of a subclass, whose ``compute_loss`` is then not verified.
+
+        Args:
+            scaled: True: the losses of a step's micro-batches add up to the loss of the replica, and the replicas are
+                averaged. False: each is the mean over the items of its micro-batch.
+            replicas: number of data-parallel replicas.
+        """
+        self.normalized, self.verified = False, True
+        self.replicas = replicas if scaled else None
 
     def verify(self, loss: torch.Tensor, items: torch.Tensor, again: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Determine whether ``loss`` uses ``items``.
@@ -172,6 +192,8 @@ class LossRule:
             own: items of this micro-batch; needed for a mean loss, and 0 for a dummy batch.
             items: items of the global batch.
         """
+        if self.replicas is not None:
+            return loss / self.replicas
         if self.normalized:
             return loss if items.is_exact else loss * (items.divisor / items.exact())
         assert own is not None  # the caller counts items for mean losses

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_trainer.callbacks.events import TrainingEvents
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.loader import Dummy
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
@@ -134,7 +134,7 @@ class MicroBatchRunner:
                 losses.of(method, model, prepared, items.divisor) if first is None else first.compute(model, prepared)
             )
         contribution = rule.contribution(loss, local, items)
-        if isinstance(inputs, DummyBatch):
+        if isinstance(inputs, Dummy):
             contribution = contribution * 0.0
         if first is not None:
             first.before_backward(contribution, self.several_micro_batches)

@@ -12,7 +12,7 @@ from torch import nn
 from ds_trainer.arguments.enums import TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.loader import Dummy
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.parallel.layout import ParallelLayout
@@ -165,9 +165,13 @@ class TokenCounter:
     def add(self, batch: Any) -> None:
         """Count one micro-batch by its shapes. Does not wait for the device."""
         self._batches += 1
-        if isinstance(batch, DummyBatch) or not self._counts:
+        if isinstance(batch, Dummy) or not self._counts:
             return
-        rows, length, tokens = 0, 0, batch.get(self._main_input)
+        if not isinstance(batch, Mapping):  # it becomes tensors in the Trainer's _prepare_inputs
+            self._samples += number_of_samples(batch)
+            return
+        rows, length = 0, 0
+        tokens: Any = batch.get(self._main_input)
         if isinstance(tokens, torch.Tensor) and tokens.dim() and not tokens.is_floating_point():
             length = tokens.shape[-1]
             rows = tokens.numel() // max(length, 1)

@@ -63,6 +63,7 @@ class TrainerBase:
     model_init: Callable[..., Any] | None
     peft_config: Any
     label_names: list[str]
+    can_return_loss: bool
     label_smoother: LabelSmoother | None
     layout: ParallelLayout
     compiled: CompiledConfig
@@ -147,7 +148,9 @@ class TrainerBase:
     def model_accepts_loss_kwargs(self, value: bool) -> None:
         self.losses.rule = LossRule(self.loss_rule.count, value, self.loss_rule.auxiliary)
 
-    loss_is_scaled_for_ga = model_accepts_loss_kwargs  # its newer name
+    loss_is_scaled_for_ga: bool | None = None
+    """What the losses of ``compute_loss`` are, for subclasses that compute their own: True if those of a step's
+    micro-batches add up to the loss of a replica, False if each is a mean. None: found out at the first step."""
 
     @property
     def reads_logits(self) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.columns import ColumnFilterCollator, drop_unused_columns, has_columns
-from ds_trainer.data.stream import length_of
+from ds_trainer.data.columns import has_columns
+from ds_trainer.data.stream import is_stream, length_of
 from ds_trainer.training.loop.batches import (
+    EpochOrder,
     Sampling,
     check_dataset,
     lengths_for_evaluation,
@@ -17,11 +18,11 @@ from ds_trainer.training.loop.batches import (
     planned_loader,
 )
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of, evaluation_plan_of
-from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.training.overrides.private_methods import PrivateMethods
 from ds_trainer.utils.errors import ConfigError
 
 
-class DataLoading(TrainerBase):
+class DataLoading(PrivateMethods):
     """Batch arithmetic and the loaders of training and evaluation."""
 
     eval_loaders: dict[str, tuple[Any, Any, Any, Any]]
@@ -86,8 +87,13 @@ class DataLoading(TrainerBase):
 
     def get_train_dataloader(self) -> Any:
         """The training loader: micro-batches of this replica, in an order that follows from seed and epoch."""
-        sampling = Sampling(self.args, self.train_dataset, self.processing_class)
         dataset, collate = self._wanted_columns(self.train_dataset)
+        order = None if is_stream(self.train_dataset) else self._get_train_sampler(self.train_dataset)
+        sampling = (
+            order.sampling
+            if isinstance(order, EpochOrder)
+            else Sampling(self.args, self.train_dataset, self.processing_class, order)
+        )
         return planned_loader(dataset, self.batch_plan, self.args, collate, sampling)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -132,15 +138,14 @@ class DataLoading(TrainerBase):
         plan = evaluation_plan_of(self.args, self.layout)
         check_dataset(dataset, name, plan)
         lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)
+        order = None if is_stream(dataset) else self._get_eval_sampler(dataset)
         dataset, collate = self._wanted_columns(dataset)
-        loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths)
+        loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths, order=order)
         loader.during = self.accelerator.batch
         return loader
 
     def _wanted_columns(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
         """Dataset and collator that pass on only the columns that the model takes."""
-        if not self.args.remove_unused_columns:
-            return dataset, self.data_collator
         if has_columns(dataset):
-            return drop_unused_columns(dataset, self.model, self.label_names), self.data_collator
-        return dataset, ColumnFilterCollator(self.data_collator, self.model, self.label_names)
+            return self._remove_unused_columns(dataset), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ds_trainer.training.evaluation.labels import (
     labels_of,
     loss_of_outputs,
     predictions_of,
-    returns_loss_by_default,
 )
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
@@ -175,12 +174,12 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
             ConfigError: predictions are needed, but ``compute_loss`` cannot return outputs; or the outputs for shards
                 of sequences cannot be combined.
         """
-        if self.sequence_sharder is None:
+        if self.sequence_sharder is None or not isinstance(inputs, Mapping):
             inputs = self._prepare_inputs(inputs)
         # Read the labels first: the loss computation may remove them from the batch, and sequence sharding shifts them.
         labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
         returns_loss = inputs.get("return_loss")
-        returns_loss = returns_loss_by_default(self.model) if returns_loss is None else returns_loss
+        returns_loss = self.can_return_loss if returns_loss is None else returns_loss
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []

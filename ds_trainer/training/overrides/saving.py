@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.checkpoint.weights.model_saving import save_config_and_processor, save_weights
+import torch
+
+from ds_trainer.checkpoint.weights.model_saving import (
+    save_config_and_processor,
+    save_given_weights,
+    save_weights,
+)
+from ds_trainer.engine.weights import full_shape, gathered, saved_tensors
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.hub.card import card_text, is_generated
 from ds_trainer.training.hub.card_facts import CardSource, facts_of
@@ -13,6 +21,7 @@ from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import original_cache_settings
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.training.startup.process_setup import join_ranks
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
@@ -22,6 +31,11 @@ from ds_trainer.utils.sizes import parse_size
 logger = get_logger(__name__)
 
 CARD = "README.md"
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    """Whether this rank has only a part of the parameter at this moment."""
+    return tuple(parameter.shape) != full_shape(parameter)
 
 
 class Saving(TrainerBase):
@@ -47,12 +61,47 @@ class Saving(TrainerBase):
                 self.sequence_sharder is not None,
             )
         use_evaluation_weights(self.optimizer)
-        if self.is_world_process_zero():
-            with original_cache_settings(self.model):
-                save_config_and_processor(self.model, self.processing_class, directory)
-        save_weights(self.model, directory, parse_size(self.args.max_shard_size))
+        if "_save" in self.overridden:
+            self._save_gathered(directory)
+        else:
+            if self.is_world_process_zero():
+                with original_cache_settings(self.model):
+                    save_config_and_processor(self.model, self.processing_class, directory)
+            save_weights(self.model, directory, parse_size(self.args.max_shard_size))
         if self.args.push_to_hub and not (_internal_call or self.publisher.is_saving):
             self.push_to_hub(commit_message="Model save")
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the model to a directory, in this process alone. Override it to write other files.
+
+        :meth:`save_model` calls an override on the main process, while the weights of ``self.model`` are complete
+        there; it has no effect on :meth:`save_model` otherwise. Scripts call it with weights that they have gathered.
+
+        Args:
+            output_dir: created if missing; default: the output directory of the run.
+            state_dict: full tensors by name; default: those of ``self.model``.
+
+        Raises:
+            ConfigError: there is no ``state_dict``, and the model is sharded.
+        """
+        directory = Path(output_dir) if output_dir is not None else self.output_dir
+        if state_dict is None and any(_is_shard(parameter) for parameter in self.model.parameters()):
+            raise ConfigError(
+                "_save() without a state_dict cannot write a sharded model in one process. Call save_model() on all "
+                "ranks, or pass state_dict=trainer.accelerator.get_state_dict(trainer.model)."
+            )
+        with original_cache_settings(self.model):
+            save_config_and_processor(self.model, self.processing_class, directory)
+        save_given_weights(self.model, state_dict, directory, parse_size(self.args.max_shard_size))
+
+    def _save_gathered(self, directory: Path) -> None:
+        """Call an override of :meth:`_save` on the main process while the weights are complete on each rank."""
+        with gathered(list(self.model.parameters())):
+            if self.is_world_process_zero():
+                state = {name: value.detach().cpu() for name, value in saved_tensors(self.model).items()}
+                with original_cache_settings(self.model):
+                    self._save(str(directory), state_dict=state)
+            distributed.barrier()
 
     # -- the Hub ------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,24 @@ def configure_process(args: TrainingArguments) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def join_ranks_like_transformers(args: TrainingArguments, mixed_precision: str) -> None:
+    """Start the process group and create accelerate's state, as the constructor of transformers' Trainer does.
+
+    For scripts and libraries that run unchanged: they may use both before the training. Collective. A state that the
+    script has created is kept.
+
+    Args:
+        args: the training arguments.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, to be seen in the state.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    join_ranks(args)
+    if not AcceleratorState._shared_state:
+        Accelerator(cpu=args.device_type == "cpu", mixed_precision=mixed_precision)
+
+
 def join_ranks(args: TrainingArguments) -> None:
     """Start the process group, for our own collectives and for accelerate's. Collective at the first call."""
     start_process_group(args.device_type, args.ddp_timeout_delta)

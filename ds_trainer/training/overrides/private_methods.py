@@ -1,0 +1,234 @@
+"""Private methods of transformers' Trainer that subclasses of other libraries override or call.
+
+Three kinds, in docs/reference/private-methods.md:
+
+- *In use*: methods of :class:`PrivateMethods`. The Trainer calls them where transformers does and uses their results.
+- *Not called* (:data:`NOT_CALLED`): an override has no effect, because the engine does this work exactly. Subclasses
+  with one work; a note in the log says so.
+- *Refused* (:data:`REFUSED`): an override would be expected to change the loop. Defining one, or reading such a name,
+  raises an error with the alternative.
+
+Source: ``transformers/trainer.py`` of transformers 5, and the trainers of TRL, sentence-transformers and SetFit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ds_trainer.arguments.accelerator_config import replica_batch_size
+from ds_trainer.data.columns import ColumnFilterCollator, accepted_columns, drop_unused_columns
+from ds_trainer.data.stream import is_stream
+from ds_trainer.optim.schedule_stepping import current_lr
+from ds_trainer.training.loop.batches import EpochOrder, Sampling
+from ds_trainer.training.loop.run_plan import batch_plan_of
+from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+OWN_ORDER = "_get_train_sampler"
+_CHECKPOINTS = "checkpoints hold all weights by name, and the engine restores them exactly"
+NOT_CALLED = {
+    "_load_from_checkpoint": _CHECKPOINTS,
+    "_load_best_model": _CHECKPOINTS,
+    "_push_from_checkpoint": "pushes call save_model, which calls _save",
+    "_wrap_model": "the DeepSpeed engine is the only wrapper",
+    "_issue_warnings_after_load": "missing and unexpected weights are errors that name them",
+    "_hp_search_setup": "trials get their arguments from hyperparameter_search",
+    "_load_rng_state": "random states are in the checkpoint of each rank",
+    "_save_rng_state": "random states are in the checkpoint of each rank",
+    "_load_scaler": "DeepSpeed holds the loss scale",
+    "_save_scaler": "DeepSpeed holds the loss scale",
+    "_save_optimizer_and_scheduler": "checkpoints hold optimizer and schedule",
+    "_load_callback_state": "states of callbacks are restored before on_train_begin",
+    "_move_model_to_device": "the engine moves and shards the model",
+    "_sync_replicated_trainable_parameters": "the engine does it when it is built",
+    "_update_auto_batch_size": "auto_find_batch_size changes the arguments before the engine is built",
+    "_validate_args": "arguments are checked when they are made",
+    "_build_accelerator_args": "trainer.accelerator follows from the arguments",
+}
+"""Methods whose override has no effect, and why none is needed."""
+_LOOP = "the loop is that of the DeepSpeed engine. Override training_step or compute_loss, or use a TrainerCallback"
+REFUSED = {
+    "_inner_training_loop": _LOOP,
+    "_run_epoch": _LOOP,
+    "_prepare_for_training": _LOOP,
+    "_init_training_state": _LOOP,
+    "_finalize_training": "use TrainerCallback.on_train_end",
+    "_maybe_log_save_evaluate": "use TrainerCallback.on_step_end and the decisions in control, and override log",
+    "_determine_best_metric": "set metric_for_best_model, or override evaluate and return the metric",
+    "_clip_grad_norm": "set max_grad_norm",
+    "_get_grad_norm": "it is in every log as grad_norm; trainer.engine.grad_norm() reads it",
+    "_get_num_items_in_batch": "override get_batch_samples, which returns the number with the batches",
+    "_prepare_input": "override _prepare_inputs",
+    "_prepare_context_parallel_inputs": "sequences are sharded by context_parallel_size and sequence_parallel_size",
+    "_track_num_input_tokens": "set include_num_input_tokens_seen",
+    "_tune_save_checkpoint": "pass a backend to hyperparameter_search",
+    "_report_to_hp_search": "pass compute_objective to hyperparameter_search",
+    "_finish_current_push": "trainer.push_to_hub(blocking=True) waits for its end",
+    "_total_loss_scalar": "train() returns the mean loss as training_loss",
+    "_globalstep_last_logged": "use trainer.state.log_history",
+    "_defer_fsdp_gradient_reduction": "DeepSpeed reduces gradients as the ZeRO stage requires",
+    "_has_mixed_mesh_grads": "DeepSpeed reduces gradients as the ZeRO stage requires",
+    "_mixed_mesh_grad_norm": "DeepSpeed computes the norm over all shards",
+}
+"""Names that raise an error, with the alternative."""
+
+
+class PrivateMethods(TrainerBase):
+    """The private methods of transformers' Trainer that have a meaning here."""
+
+    _signature_columns: list[str] | None = None
+    """Columns that the model accepts; None: not asked yet, or any."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Refuse a subclass that overrides a method of :data:`REFUSED`.
+
+        Raises:
+            ConfigError: one sentence for each such method.
+        """
+        super().__init_subclass__(**keywords)
+        problems = [_refusal(f"{cls.__qualname__}.{name}", name) for name in REFUSED if name in vars(cls)]
+        if problems and not cls.__module__.startswith("ds_trainer."):
+            raise ConfigError(problems)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for missing attributes only.
+        if name in REFUSED:
+            raise AttributeError(_refusal(f"{type(self).__name__}.{name}", name), name=name, obj=self)
+        if name in NOT_CALLED:
+            raise AttributeError(
+                f"{type(self).__name__}.{name} does not exist: {NOT_CALLED[name]}.", name=name, obj=self
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def note_ignored_overrides(self) -> None:
+        """Write to the log which private methods of the subclass are not called, on the main process."""
+        for name, reason in NOT_CALLED.items():
+            if hasattr(type(self), name) and self.is_world_process_zero():
+                logger.info("%s.%s is not called: %s.", type(self).__name__, name, reason)
+
+    # -- columns ------------------------------------------------------------------------------------------------------
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Set ``_signature_columns``: what ``model.forward`` names, and labels. Override it for other columns."""
+        if self._signature_columns is None:
+            columns = accepted_columns(self.model, self.label_names)
+            self._signature_columns = None if columns is None else sorted(columns)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """``dataset`` with the columns of ``_signature_columns`` only, unless ``remove_unused_columns=False``.
+
+        Args:
+            dataset: a ``datasets.Dataset``; any other dataset is returned unchanged.
+            description: ignored; part of the signature in transformers.
+        """
+        if not self.args.remove_unused_columns:
+            return dataset
+        self._set_signature_columns_if_needed()
+        return drop_unused_columns(dataset, self.model, self._signature_columns)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """``data_collator`` for samples from which all other keys were removed, unless ``remove_unused_columns=False``.
+
+        Args:
+            data_collator: returns a batch for a list of samples.
+            description: ignored; part of the signature in transformers.
+        """
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        return ColumnFilterCollator(data_collator, self.model, self._signature_columns)
+
+    # -- samplers and loaders -----------------------------------------------------------------------------------------
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of a micro-batch of one replica."""
+        return replica_batch_size(self.args, "per_device_train_batch_size", self.layout.dp)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """The order of the training samples over all replicas; None for a stream. Override it for another order.
+
+        A sampler yields dataset positions, the same on all ranks; it may repeat or leave out some. Each global batch is
+        the next part of it. It is iterated once for each epoch.
+        """
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if dataset is None or is_stream(dataset):
+            return None
+        sampling = Sampling(self.args, dataset, self.processing_class)
+        return EpochOrder(sampling, batch_plan_of(self.args, self.layout), len(dataset))
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        """The order of an evaluation over all replicas; None for that of the dataset. Override it for another one."""
+        return None
+
+    def _get_dataloader(
+        self,
+        dataset: Dataset[Any],
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Sampler[int] | None] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """A torch loader of ``batch_size`` samples for each replica, prepared by ``accelerator.prepare``.
+
+        For subclasses whose batches are not those of the arguments, such as batches to generate from.
+
+        Args:
+            dataset: the data; columns that the model does not accept are removed.
+            description: ignored; part of the signature in transformers.
+            batch_size: samples of one replica.
+            sampler_fn: returns the order for ``dataset``; default: its own. Not used for streams.
+            is_training: whether ``dataloader_drop_last`` and the seeds of workers apply.
+            dataloader_key: ignored; loaders of a subclass are not kept.
+        """
+        args, workers = self.args, self.args.dataloader_num_workers
+        dataset = self._remove_unused_columns(dataset, description)
+        collator = self._get_collator_with_removed_columns(self.data_collator, description)
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "collate_fn": collator,
+            "num_workers": workers,
+            "pin_memory": args.dataloader_pin_memory and args.device_type == "cuda",
+            "persistent_workers": args.dataloader_persistent_workers and workers > 0,
+        }
+        if workers > 0:
+            options["prefetch_factor"] = args.dataloader_prefetch_factor
+        if not is_stream(dataset):
+            options["sampler"] = None if sampler_fn is None else sampler_fn(dataset)
+            options["drop_last"] = args.dataloader_drop_last
+            if is_training:
+                options["generator"] = torch.Generator().manual_seed(
+                    args.seed if args.data_seed is None else args.data_seed
+                )
+        return self.accelerator.prepare(DataLoader(dataset, **options))
+
+    # -- training and saving ------------------------------------------------------------------------------------------
+
+    def _get_learning_rate(self) -> float:
+        """The current learning rate of the first parameter group. Waits for the device if it is a tensor there."""
+        return float(current_lr(self.optimizer))
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """The directory of the run; during a hyperparameter search, that of the current trial."""
+        return str(self.output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called after optimizer and schedule were restored. Override it to restore more.
+
+        Args:
+            checkpoint: the directory from which the run resumes; None for a new run.
+        """
+
+
+def _refusal(what: str, name: str) -> str:
+    return f"{what} is private to transformers' Trainer and has no counterpart in ds_trainer: {REFUSED[name]}."

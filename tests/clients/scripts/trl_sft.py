@@ -1,0 +1,38 @@
+"""Supervised fine-tuning with TRL; --method: plain, lora, packing, completion (loss of the answers only)."""
+
+from dataclasses import dataclass, field
+
+from assets import conversations, language_modeling, llama_config, report, seeded, tokenizer
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer, TrlParser
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained."""
+
+    method: str = field(default="plain", metadata={"help": "plain, lora, packing or completion"})
+
+
+def main() -> None:
+    """Train, evaluate and save."""
+    script, args = TrlParser((ScriptArguments, SFTConfig)).parse_args_and_config()
+    args.packing = script.method == "packing"
+    args.assistant_only_loss = script.method == "completion"
+    data = (conversations if script.method == "completion" else language_modeling)()
+    trainer = SFTTrainer(
+        model=seeded(LlamaForCausalLM, llama_config()),
+        args=args,
+        train_dataset=data.select(range(80)),
+        eval_dataset=data.select(range(80, 96)),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4) if script.method == "lora" else None,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    report(trainer, evaluation=trainer.evaluate()["eval_loss"])
+
+
+if __name__ == "__main__":
+    main()
