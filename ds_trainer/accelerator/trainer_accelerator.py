@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from math import isinf
 from typing import Any
 
@@ -180,6 +181,10 @@ class TrainerAccelerator(PreparedObjects):
     def even_batches(self) -> bool:
         """Whether loaders of :meth:`prepare` repeat samples to fill the last batch (``accelerator_config``)."""
         return self._settings.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._args.accelerator_config = replace(self._settings, even_batches=value)
 
     @property
     def use_seedable_sampler(self) -> bool:

@@ -309,7 +309,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     )
     fsdp: Any = _other_engines("Fully sharded data parallelism; use ZeRO instead.")
     fsdp_config: _Json = _other_engines("FSDP configuration; use the DeepSpeed configuration instead.")
-    ddp_find_unused_parameters: bool | None = _other_engines("An option of DistributedDataParallel.")
+    ddp_find_unused_parameters: bool | None = _other_engines("No effect: unused parameters are always accepted.")
     ddp_bucket_cap_mb: int | None = _other_engines("An option of DistributedDataParallel.")
     ddp_broadcast_buffers: bool | None = _other_engines("An option of DistributedDataParallel.")
     ddp_static_graph: bool | None = _other_engines("An option of DistributedDataParallel.")

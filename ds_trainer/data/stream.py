@@ -250,6 +250,9 @@ def has_state(stream: Any) -> bool:
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
+    wrapped = getattr(stream, "base_dataloader", None)  # a loader of accelerate always has the methods
+    if wrapped is not None and not has_state(wrapped):
+        return False
     return not _shuffles_in_a_buffer(getattr(stream, "_ex_iterable", None))
 
 

@@ -332,7 +332,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     ),
     "fsdp": Refused("full_shard", "full_shard is zero_stage=3"),
     "fsdp_config": Refused({"min_num_params": 1}, "zero_optimization"),
-    "ddp_find_unused_parameters": Refused(True, "ignore_unused_parameters"),
+    "ddp_find_unused_parameters": Shown("tests.arguments.test_unsupported::test_harmless_options_of_ddp_are_accepted"),
     "ddp_bucket_cap_mb": Refused(25, "reduce_bucket_size"),
     "ddp_broadcast_buffers": Refused(True, "DeepSpeed broadcasts weights once"),
     "ddp_static_graph": Refused(True, "compile.deepcompile"),

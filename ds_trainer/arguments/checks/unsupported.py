@@ -59,18 +59,13 @@ ENGINE: tuple[SupportedValues, ...] = (
         (None, "", {}),
         "Set zero_stage, offload_param and offload_optimizer, or keys of zero_optimization in the deepspeed file.",
     ),
-    _row(
-        "ddp_find_unused_parameters",
-        (None,),
-        "DeepSpeed accepts unused parameters (zero_optimization.ignore_unused_parameters).",
-    ),
     _row("ddp_bucket_cap_mb", (None,), "Set zero_optimization.reduce_bucket_size (elements) in the deepspeed file."),
     _row(
         "ddp_broadcast_buffers",
-        (None,),
+        (None, False),
         "DeepSpeed broadcasts weights once, at the start; average buffers in the model where they must agree.",
     ),
-    _row("ddp_static_graph", (None,), "Use compile.deepcompile in the deepspeed file for a static graph."),
+    _row("ddp_static_graph", (None, False), "Use compile.deepcompile in the deepspeed file for a static graph."),
     _row(
         "ddp_backend",
         (None,),
