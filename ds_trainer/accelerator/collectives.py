@@ -67,10 +67,12 @@ class Collectives(ProcessControl):
         self._check(tensor, "gather", _shape, "Use gather_for_metrics, or pad_across_processes first.")
         replica_leaders = self._replica_leaders
         everything = _operations().gather(tensor)
-        if len(replica_leaders) == self.num_processes:
+        ranks = self._layout.world_size
+        if len(replica_leaders) == ranks:
             return everything
         return _leaves(
-            lambda found: torch.cat([found.chunk(self.num_processes)[rank] for rank in replica_leaders]), everything
+            lambda found: torch.cat([found.chunk(ranks)[rank] for rank in replica_leaders]),
+            everything,
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -145,7 +147,7 @@ class Collectives(ProcessControl):
         self.join_group()
         self._check(tensor, "reduce", _shape, "Make them equal with pad_across_processes.")
         replica_leaders = self._replica_leaders
-        if len(replica_leaders) == self.num_processes or reduction == "max":
+        if len(replica_leaders) == self._layout.world_size or reduction == "max":
             return _operations().reduce(tensor, reduction)
         if self.process_index not in replica_leaders:
             tensor = _leaves(torch.zeros_like, tensor)

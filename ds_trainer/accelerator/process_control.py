@@ -12,6 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import matching_state
+from ds_trainer.utils.reported_ranks import for_user_code
 
 
 class _Replica(NamedTuple):
@@ -51,7 +52,7 @@ class ProcessControl:
     @property
     def num_processes(self) -> int:
         """Number of ranks of the job; ``trainer.layout.dp`` is the number of replicas, which see different samples."""
-        return self._layout.world_size
+        return for_user_code(self._layout.world_size)
 
     @property
     def process_index(self) -> int:
@@ -76,12 +77,12 @@ class ProcessControl:
     @property
     def is_last_process(self) -> bool:
         """Whether this is the last rank of the job."""
-        return self.process_index == self.num_processes - 1
+        return self.process_index == self._layout.world_size - 1
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one rank."""
-        return self.num_processes > 1
+        return self._layout.world_size > 1
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first rank of every machine."""
@@ -126,7 +127,7 @@ class ProcessControl:
 
     def on_last_process(self, function: Any) -> Any:
         """Decorator: the function runs on the last rank and returns None elsewhere."""
-        return self.on_process(function, self.num_processes - 1)
+        return self.on_process(function, self._layout.world_size - 1)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Decorator: the function runs on the rank ``process_index`` and returns None elsewhere."""

@@ -20,6 +20,7 @@ from ds_trainer.arguments.completion import fill_in
 from ds_trainer.arguments.overrides import ORIGIN, overrides_for
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.problems import Problems
+from ds_trainer.utils.replaced_transformers import arguments_made
 
 _Self = TypeVar("_Self", bound="CheckedArguments")
 
@@ -62,6 +63,7 @@ class ArgumentsType(type):
         if rest:  # arguments that a subclass sets itself, in a constructor of its own
             arguments.change(**rest)
             arguments.origins = {**arguments.origins, **dict.fromkeys(rest, ORIGIN)}
+        arguments_made(arguments)
         return arguments
 
 

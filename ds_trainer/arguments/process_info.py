@@ -21,6 +21,7 @@ from ds_trainer.utils.devices import device_of
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, resolve_ranks
+from ds_trainer.utils.reported_ranks import for_user_code
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ class ProcessInfo:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return resolve_ranks(os.environ).world_size
+        return for_user_code(resolve_ranks(os.environ).world_size)
 
     @property
     def parallel_mode(self) -> ParallelMode:

@@ -50,7 +50,7 @@ def replace_transformers() -> None:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     sys.meta_path.insert(0, _Finder())
-    set_replaced()
+    set_replaced(_join_ranks)
     if originals:
         _replace_globals(originals)
     if likely_rank(os.environ) == 0:
@@ -60,6 +60,12 @@ def replace_transformers() -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _join_ranks(args: Any) -> None:
+    from ds_trainer.training.startup.process_setup import join_ranks
+
+    join_ranks(args)
 
 
 # -- imported afterwards -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
 from ds_trainer.training.startup.constructor_checks import check_construction
 from ds_trainer.training.startup.preflight import check_start
-from ds_trainer.training.startup.process_setup import configure_process, join_ranks, join_ranks_like_transformers
+from ds_trainer.training.startup.process_setup import configure_process, create_accelerator_state, join_ranks
 from ds_trainer.training.startup.run_header import print_header
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.train_loop import TrainOutput
@@ -142,7 +142,7 @@ class Trainer(Assembly):
             self.configure()
             self.can_return_loss = returns_loss_by_default(self.model)
             if is_replaced():
-                join_ranks_like_transformers(args, self.accelerator.mixed_precision)
+                create_accelerator_state(args, self.accelerator.mixed_precision)
             self.add_callbacks(callbacks or ())
             self.events.state = self.new_state()
             if args.push_to_hub:

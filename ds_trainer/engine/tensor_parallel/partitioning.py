@@ -16,6 +16,11 @@ from ds_trainer.engine.tensor_parallel.tensor_parallel_rng import separate_rando
 from ds_trainer.engine.tensor_parallel.vocab_parallel_head import custom_loss_function, install_logit_gathering
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_HEAD = "get_output_embeddings"
 
 
 @contextmanager
@@ -45,6 +50,7 @@ def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterat
             partition_embeddings_in_place(),
             _on_the_host(settings),
             _input_embeddings_may_be_missing(model),
+            _head_left_whole(model),
         ):
             replaced = original(engine, model, settings)
         mark_sliced_embeddings(model, groups.tp)
@@ -80,6 +86,33 @@ def _on_the_host(settings: Any) -> Iterator[None]:
         yield
     finally:
         TensorParallel_Layer.set_keep_module_on_host(False)
+
+
+@contextmanager
+def _head_left_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, the plan of a model with a replaced ``forward`` leaves its output embedding whole.
+
+    Such a forward, like that of TRL, multiplies by the weight of the head itself, in pieces. A slice of the weight
+    would give the logits of a part of the vocabulary.
+    """
+    core = next((part for part in model.modules() if "forward" in vars(part) and hasattr(part, _HEAD)), None)
+    plan: Any = getattr(core, "_tp_plan", None) or {}
+    head = getattr(core, _HEAD)() if core is not None and plan else None
+    names = [name for name, part in core.named_modules() if part is head and name in plan] if core is not None else []
+    if not names:
+        yield
+        return
+    logger.info("%s.forward was replaced, so %s is not partitioned.", type(core).__name__, ", ".join(names))
+    own = vars(model).get("_tp_plan")
+    # The plan of the instance overrides that of the class; of the styles, this one means that a layer stays whole.
+    core_plan: Any = {**plan, **dict.fromkeys(names, "embedding_rowwise")}
+    model._tp_plan = core_plan
+    try:
+        yield
+    finally:
+        del model._tp_plan
+        if own is not None:
+            model._tp_plan = own
 
 
 @contextmanager

@@ -1,17 +1,22 @@
-"""Verifies on the first micro-batch of a run whether its loss uses the item count, as the loss rule assumes."""
+"""Verifies on the first micro-batch of a run what its loss is: whether it uses the item count, and its scale."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.utils import distributed
+from ds_trainer.utils.plain_attributes import plain_attributes_restored
+from ds_trainer.utils.reported_ranks import reads, reporting
+from ds_trainer.utils.seeds import random_state, restore_random_state
 
 
 class FirstLoss:
@@ -21,22 +26,31 @@ class FirstLoss:
         losses: has the rule to verify.
         method: computes the loss.
         count: items of the global batch.
+        layout: the layout of the job.
     """
 
-    def __init__(self, losses: LossComputation, method: LossMethod, count: ItemCount) -> None:
+    def __init__(self, losses: LossComputation, method: LossMethod, count: ItemCount, layout: ParallelLayout) -> None:
         self._losses = losses
         self._method = method
         self._count = count.divisor.clone().requires_grad_()
+        self._layout = layout
         self._contribution: torch.Tensor | None = None
 
     def compute(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Compute the loss of ``inputs``, and verify the rule, with the same result on all ranks. Collective."""
         losses, rule = self._losses, self._losses.rule
+        of_user = getattr(self._method.call, "__self__", None)
+        reads_before, random_before = reads(), random_state() if self._layout.world_size > 1 else None
         loss: torch.Tensor = losses.of(self._method, model, dict(inputs), self._count)
-        rule.verify(loss, self._count, lambda items: self._without_graph(model, dict(inputs), items))
-        # A rank without targets in its shard cannot decide.
-        if distributed.agree(torch.tensor([int(not rule.normalized)]))[0] and rule.normalized:
-            rule.reject()
+        has_read = reads() > reads_before
+        with nullcontext() if of_user is None else plain_attributes_restored(of_user):
+            rule.verify(loss, self._count, lambda items: self._without_graph(model, dict(inputs), items))
+            # A rank without targets in its shard cannot decide.
+            rejects, asks = distributed.agree(torch.tensor([int(not rule.normalized), int(has_read)]))
+            if rejects and rule.normalized:
+                rule.reject()
+            if asks and rule.normalized and random_before is not None:
+                rule.scale = self._scale(loss, model, dict(inputs), random_before)
         return loss
 
     def _without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
@@ -45,6 +59,20 @@ class FirstLoss:
             loss: torch.Tensor = self._losses.of(self._method, model, inputs, items)
         model.train()
         return loss
+
+    def _scale(self, loss: torch.Tensor, model: nn.Module, inputs: dict[str, Any], random: dict[str, Any]) -> float:
+        """The factor in ``loss`` that follows from the number of ranks: 1, or the ranks that see different samples.
+
+        Computes the loss once more with the same random numbers, while a single replica is reported. Collective.
+        """
+        now = random_state()
+        restore_random_state(random)
+        with torch.no_grad(), reporting(self._layout.tp):
+            alone: torch.Tensor = self._losses.of(self._method, model, inputs, self._count.detach())
+        restore_random_state(now)
+        factor = self._layout.seq_data_parallel_size
+        scaled = bool(abs(loss.detach() - factor * alone) < abs(loss.detach() - alone))
+        return float(factor) if distributed.agree(torch.tensor([int(scaled)]))[0] else 1.0
 
     def before_backward(self, contribution: torch.Tensor, several_micro_batches: bool) -> None:
         """Keep the gradient of ``contribution`` for :meth:`after_backward`, if there are several micro-batches."""

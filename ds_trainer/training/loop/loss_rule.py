@@ -136,9 +136,11 @@ class LossRule:
 
     Attributes:
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
+        scale: the factor by which ``compute_loss`` multiplies its result because transformers averages over ranks.
     """
 
     replicas: int | None = None
+    scale: float = 1.0
 
     def __init__(self, count: ItemCounter, normalized: bool, auxiliary: bool = False) -> None:
         self.count = count
@@ -195,6 +197,7 @@ class LossRule:
         if self.replicas is not None:
             return loss / self.replicas
         if self.normalized:
+            loss = loss if self.scale == 1.0 else loss / self.scale
             return loss if items.is_exact else loss * (items.divisor / items.exact())
         assert own is not None  # the caller counts items for mean losses
         # The mean over no items is nan with a zero gradient; it must not make the sum nan.

@@ -126,7 +126,7 @@ class MicroBatchRunner:
         items = losses.items_of_step(num_items_in_batch)
         if not (model.training and self._module.training):  # a callback may have left it in evaluation mode
             model.train()
-        first = None if rule.verified else FirstLoss(losses, method, items)
+        first = None if rule.verified else FirstLoss(losses, method, items, self._layout)
         local = None if first is None and rule.normalized else losses.local_items(inputs)
         prepared = self._methods.prepare_inputs(inputs)
         with self._loss_context():

@@ -30,7 +30,7 @@ from ds_trainer.training.model.half_precision import half_precision_of, weights_
 from ds_trainer.training.overrides.data_loading import DataLoading
 from ds_trainer.training.overrides.logging_methods import LoggingMethods
 from ds_trainer.training.overrides.training_step import TrainingStep
-from ds_trainer.training.signatures import accepted_arguments
+from ds_trainer.training.signatures import accepted_arguments, parameters_of
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.training.stopping.stop_controller import EvaluationAborted
 from ds_trainer.utils import distributed
@@ -240,16 +240,24 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
     def _loss_and_outputs(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor, wanted: bool
     ) -> tuple[torch.Tensor, Any]:
-        """Call :meth:`compute_loss` with the arguments that it takes; outputs are None unless ``wanted``."""
+        """Call :meth:`compute_loss` with the arguments that it takes; outputs are None unless ``wanted``.
+
+        An override gets no item count, as in transformers, and returns the mean over the batch; only with sequence
+        sharding it gets one, because it sees a shard.
+        """
+        method = LossMethod.of(self.compute_loss)
+        if "compute_loss" in self.overridden and active_sharding() is None and method.takes_item_count:
+            required = parameters_of(self.compute_loss).get("num_items_in_batch")
+            method = LossMethod(method.call, required is not None and required.default is required.empty)
         if not wanted:
-            return self.losses.of(LossMethod.of(self.compute_loss), model, inputs, items), None
+            return self.losses.of(method, model, inputs, items), None
         if not accepted_arguments(self.compute_loss, {"return_outputs"}):
             raise ConfigError(
                 f"{type(self).__name__}.compute_loss takes no return_outputs, but predictions are needed. Add the "
                 "argument `return_outputs=False` and return (loss, outputs) if it is true, or set "
                 "prediction_loss_only=True."
             )
-        loss, outputs = self.losses.of(LossMethod.of(self.compute_loss), model, inputs, items, return_outputs=True)
+        loss, outputs = self.losses.of(method, model, inputs, items, return_outputs=True)
         return loss, outputs
 
     def _loss_of_all_shards(self, loss: torch.Tensor, own: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,11 @@ def configure_process(args: TrainingArguments) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def join_ranks_like_transformers(args: TrainingArguments, mixed_precision: str) -> None:
-    """Start the process group and create accelerate's state, as the constructor of transformers' Trainer does.
+def create_accelerator_state(args: TrainingArguments, mixed_precision: str) -> None:
+    """Create accelerate's ``AcceleratorState``, as the constructor of transformers' Trainer does.
 
-    For scripts and libraries that run unchanged: they may use both before the training. Collective. A state that the
-    script has created is kept.
+    For scripts and libraries that run unchanged, which may use it before the training. A state that the script has
+    created is kept.
 
     Args:
         args: the training arguments.
@@ -43,7 +43,6 @@ def join_ranks_like_transformers(args: TrainingArguments, mixed_precision: str) 
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    join_ranks(args)
     if not AcceleratorState._shared_state:
         Accelerator(cpu=args.device_type == "cpu", mixed_precision=mixed_precision)
 

@@ -1,0 +1,65 @@
+"""Restores the plain attributes of an object after code that is run for its result only."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_LARGEST = 10_000  # entries; a larger container is data, not a count
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.Tensor)
+
+
+class _NotPlainError(Exception):
+    """The value holds other objects, or too many."""
+
+
+@contextmanager
+def plain_attributes_restored(owner: object) -> Iterator[None]:
+    """Afterwards, attributes of ``owner`` that hold numbers, text, tensors, or small containers of these are as before.
+
+    A subclass's ``compute_loss`` collects metrics in such attributes. Tensors are not copied: in-place changes stay.
+    """
+    before = {}
+    for name, value in vars(owner).items():
+        try:
+            before[name] = _copy(value, [_LARGEST])
+        except _NotPlainError:
+            continue
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if name not in vars(owner) or not _same(vars(owner)[name], value):
+                setattr(owner, name, value)
+
+
+def _copy(value: Any, room: list[int]) -> Any:
+    room[0] -= 1
+    if room[0] < 0:
+        raise _NotPlainError
+    kind = type(value)
+    if kind in _LEAVES or kind is bool or isinstance(value, torch.Tensor):
+        return value
+    if kind is dict:
+        return {_copy(key, room): _copy(entry, room) for key, entry in value.items()}
+    if kind is defaultdict:
+        return defaultdict(value.default_factory, {key: _copy(entry, room) for key, entry in value.items()})
+    if kind is deque:
+        return deque((_copy(entry, room) for entry in value), value.maxlen)
+    if kind in (list, tuple, set):
+        return kind(_copy(entry, room) for entry in value)
+    raise _NotPlainError
+
+
+def _same(value: Any, copy: Any) -> bool:
+    if type(value) is not type(copy):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == copy.keys() and all(_same(value[key], copy[key]) for key in copy)
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(copy) and all(map(_same, value, copy))
+    return value is copy if isinstance(value, torch.Tensor) else bool(value == copy)
