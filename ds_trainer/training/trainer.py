@@ -220,11 +220,12 @@ class Trainer(Assembly):
     def _check_can_train(self) -> None:
         problems = Problems()
         problems.extend(self.unsharded)
-        if self.train_dataset is not None:
-            with problems.collecting():
-                check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
-        elif "get_train_dataloader" not in self.overridden:
-            problems.add("train() needs a train_dataset: pass one to the Trainer.")
+        if "get_train_dataloader" not in self.overridden:  # else the dataset may be of any kind
+            if self.train_dataset is not None:
+                with problems.collecting():
+                    check_dataset(self.train_dataset, "train_dataset", self.batch_plan)
+            else:
+                problems.add("train() needs a train_dataset: pass one to the Trainer.")
         problems.raise_if_any()
 
     @contextmanager

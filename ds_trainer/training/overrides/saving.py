@@ -13,6 +13,7 @@ from ds_trainer.checkpoint.weights.model_saving import (
     save_given_weights,
     save_weights,
 )
+from ds_trainer.engine.unhooked import unhooked
 from ds_trainer.engine.weights import full_shape, gathered, saved_tensors
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.hub.card import card_text, is_generated
@@ -99,7 +100,7 @@ class Saving(TrainerBase):
         with gathered(list(self.model.parameters())):
             if self.is_world_process_zero():
                 state = {name: value.detach().cpu() for name, value in saved_tensors(self.model).items()}
-                with original_cache_settings(self.model):
+                with original_cache_settings(self.model), unhooked(self.model):
                     self._save(str(directory), state_dict=state)
             distributed.barrier()
 

@@ -15,15 +15,15 @@ from transformers import BertForSequenceClassification, HfArgumentParser
 
 def main() -> None:
     """Train, evaluate and save."""
+    with tempfile.TemporaryDirectory() as folder:
+        seeded(BertForSequenceClassification, bert_config(num_labels=1)).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        model = CrossEncoder(folder, num_labels=1)
     (args,) = HfArgumentParser(CrossEncoderTrainingArguments).parse_args_into_dataclasses()
     pairs = preferences()
     data = Dataset.from_dict(
         {"query": pairs["prompt"], "answer": pairs["chosen"], "label": [float(n % 2) for n in range(len(pairs))]}
     )
-    with tempfile.TemporaryDirectory() as folder:
-        seeded(BertForSequenceClassification, bert_config(num_labels=1)).save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
-        model = CrossEncoder(folder, num_labels=1)
     trainer = CrossEncoderTrainer(
         model=model,
         args=args,

@@ -26,13 +26,13 @@ def embedding_model() -> SentenceTransformer:
 
 def main() -> None:
     """Train, evaluate and save."""
+    model = embedding_model()
     (args,) = HfArgumentParser(SentenceTransformerTrainingArguments).parse_args_into_dataclasses()
     pairs = preferences()
     triples = Dataset.from_dict({"anchor": pairs["prompt"], "positive": pairs["chosen"], "negative": pairs["rejected"]})
     scored = Dataset.from_dict(
         {"sentence1": pairs["prompt"], "sentence2": pairs["chosen"], "score": [n % 5 / 4 for n in range(len(pairs))]}
     )
-    model = embedding_model()
     evaluator = EmbeddingSimilarityEvaluator(
         scored["sentence1"][80:], scored["sentence2"][80:], scored["score"][80:], name="held-out", write_csv=False
     )
