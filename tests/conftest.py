@@ -49,10 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(tuple(MATRIX)):
             item.add_marker("matrix")
-    if "matrix" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("matrix")]
-        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
-        config.hook.pytest_deselected(items=left_out)
+        if item.nodeid.startswith("tests/clients/"):
+            item.add_marker("clients")
+    for marker in ("matrix", "clients"):
+        if marker not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(marker)]
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
         built = {item.path for item in items if "extensions" in getattr(item, "fixturenames", ())}
         items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path in built))

@@ -35,7 +35,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    report(trainer, evaluation=trainer.evaluate())
+    report(trainer)
+    trainer.evaluate()
 
 
 if __name__ == "__main__":
