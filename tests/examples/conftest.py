@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.utils.ranks import free_port
+from ds_trainer.callbacks import metrics_recorder
+from ds_trainer.monitor.plots import plot_losses
+from tests.support.pool import pool
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sys.executable).parent
@@ -38,31 +40,28 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def run_script(path: str, arguments: list[str]) -> None:
+    """The script as ``__main__`` of this rank, whose launcher's variables are those of the pool; with its picture."""
+    given, sys.argv = sys.argv, [path, *arguments]
+    drawn, metrics_recorder.plot_losses = metrics_recorder.plot_losses, plot_losses
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = given
+        metrics_recorder.plot_losses = drawn
+
+
 @pytest.fixture
 def run_example(tmp_path: Path) -> Callable[..., Path]:
-    """Runs ``examples/<name>.py`` on one process or, under torchrun, on several; gives the output directory."""
+    """Runs ``examples/<name>.py`` on forked ranks, which have all imports; gives the output directory.
+
+    A script under a real launcher: ``test_multi_node_on_two_agents_resumes``.
+    """
 
     def run(name: str, *arguments: str, ranks: int = 1, output: str = "") -> Path:
         out = tmp_path / (output or name)
-        launcher = [sys.executable]
-        if ranks > 1:
-            launcher += [
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(ranks),
-                "--master-port",
-                str(free_port()),
-            ]
-        command = [*launcher, str(ROOT / "examples" / f"{name}.py"), "--output_dir", str(out), "--use_cpu", "true"]
-        completed = subprocess.run(
-            [*command, "--disable_tqdm", "true", *arguments],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
+        argv = ["--output_dir", str(out), "--use_cpu", "true", "--disable_tqdm", "true", *arguments]
+        pool(ranks).run(run_script, str(ROOT / "examples" / f"{name}.py"), argv, timeout=600)
         return out
 
     return run

@@ -30,6 +30,17 @@ MATRIX = {
         "the same test with one rank, and tests/checkpoint/loading/test_range_reader.py"
     ),
     # Grids in which a part has every kind of fault.
+    **{
+        f"tests/training/test_layouts.py::{name}[{case}]": (
+            "the same test on four ranks under every axis; all axes at once: test_trajectory_is_that_of_one_process"
+        )
+        for name, case in (
+            ("test_recomputation", "False-all3"),
+            ("test_recomputation", "True-all3"),
+            ("test_optimizer_offload", "all3"),
+            ("test_bf16", "all3"),
+        )
+    },
     "tests/cluster/test_doctor.py::test_the_doctor_checks_both_machines[False]": (
         "the same test with two machines that differ; two that do not: tests/monitor/doctor/test_ranks.py"
     ),
