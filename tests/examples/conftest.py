@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.callbacks import metrics_recorder
-from ds_trainer.monitor.plots import plot_losses
 from tests.support.pool import pool
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sys.executable).parent
@@ -38,17 +36,6 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     ).save_pretrained(directory)
     return directory
-
-
-def run_script(path: str, arguments: list[str]) -> None:
-    """The script as ``__main__`` of this rank, whose launcher's variables are those of the pool; with its picture."""
-    given, sys.argv = sys.argv, [path, *arguments]
-    drawn, metrics_recorder.plot_losses = metrics_recorder.plot_losses, plot_losses
-    try:
-        runpy.run_path(path, run_name="__main__")
-    finally:
-        sys.argv = given
-        metrics_recorder.plot_losses = drawn
 
 
 @pytest.fixture
