@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.utils.ranks import free_port
+from tests.support.pool import pool
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sys.executable).parent
@@ -40,29 +40,15 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_example(tmp_path: Path) -> Callable[..., Path]:
-    """Runs ``examples/<name>.py`` on one process or, under torchrun, on several; gives the output directory."""
+    """Runs ``examples/<name>.py`` on forked ranks, which have all imports; gives the output directory.
+
+    A script under a real launcher: ``test_multi_node_on_two_agents_resumes``.
+    """
 
     def run(name: str, *arguments: str, ranks: int = 1, output: str = "") -> Path:
         out = tmp_path / (output or name)
-        launcher = [sys.executable]
-        if ranks > 1:
-            launcher += [
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(ranks),
-                "--master-port",
-                str(free_port()),
-            ]
-        command = [*launcher, str(ROOT / "examples" / f"{name}.py"), "--output_dir", str(out), "--use_cpu", "true"]
-        completed = subprocess.run(
-            [*command, "--disable_tqdm", "true", *arguments],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
+        argv = ["--output_dir", str(out), "--use_cpu", "true", "--disable_tqdm", "true", *arguments]
+        pool(ranks).run(run_script, str(ROOT / "examples" / f"{name}.py"), argv, timeout=600)
         return out
 
     return run

@@ -70,43 +70,29 @@ def test_evaluate_only_gives_the_models_loss(run_example: Callable[..., Path], m
     assert not list(two.glob("model*"))
 
 
-def test_multi_node_on_two_agents_resumes(tmp_path: Path) -> None:
-    """Two torchruns stand for two nodes. The second start continues after the checkpoint of the first."""
-    out = tmp_path / "out"
-
-    def start(max_steps: int) -> str:
-        port = str(free_port())
-        nodes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-                    *("--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"),
-                    *(str(EXAMPLES / "multi_node.py"), "--output_dir", str(out), "--use_cpu", "true"),
-                    *(
-                        "--max_steps",
-                        str(max_steps),
-                        "--save_steps",
-                        "5",
-                        "--logging_steps",
-                        "1",
-                        "--disable_tqdm",
-                        "true",
-                    ),
-                    *("--allow_changed_on_resume", "max_steps"),
-                ],
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for node in range(2)
-        ]
-        outputs = [node.communicate(timeout=600)[0] for node in nodes]
-        assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)[-4000:]
-        return "\n".join(outputs)
-
-    start(5)
-    assert "step 5 of 10" in start(10)
+def test_multi_node_on_two_agents_resumes(run_example: Callable[..., Path]) -> None:
+    """Two torchruns stand for two nodes. They continue after the checkpoint of a start on one node."""
+    more = ("--save_steps", "5", "--logging_steps", "1", "--allow_changed_on_resume", "max_steps")
+    out = run_example("multi_node", "--max_steps", "5", *more, ranks=2)
+    port = str(free_port())
+    nodes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+                *("--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"),
+                *(str(EXAMPLES / "multi_node.py"), "--output_dir", str(out), "--use_cpu", "true"),
+                *("--max_steps", "10", "--disable_tqdm", "true", *more),
+            ],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=600)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)[-4000:]
+    assert "step 5 of 10" in "\n".join(outputs)
     assert len(losses(out)) == 10
     assert (out / "model.safetensors").is_file()
 

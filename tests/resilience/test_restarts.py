@@ -6,22 +6,24 @@ Weights, optimizer states, random states and the whole log are compared bit for 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import Manifest
+from tests.support import restarted_rank
+from tests.support.pool import pool
 from tests.support.restarts import Outcome, Plan, Run
 
 PATIENCE = 25.0  # torchrun kills after 30 seconds who does not end; on a busy machine
 
 
-def check(outcome: Outcome, uninterrupted: Outcome, plan: Plan) -> None:
+def check(outcome: Outcome, records: list[dict[str, Any]], plan: Plan) -> None:
     assert outcome.code == 0, outcome.output
     assert len(outcome.records) == 2
-    assert outcome.records == uninterrupted.records
+    assert outcome.records == records
     assert (outcome.orphans, outcome.shared_memory, outcome.hidden) == ([], [], [])
     assert len(outcome.kills) == plan.kills
     for kill in outcome.kills:
@@ -33,6 +35,13 @@ def check(outcome: Outcome, uninterrupted: Outcome, plan: Plan) -> None:
             assert kill.resumed >= kill.kept, "from the newest checkpoint of that moment, or one that came after"
 
 
+def uninterrupted(directory: Path, plan: Plan) -> list[dict[str, Any]]:
+    """What the ranks of a run without kills record. No launcher: they are forked."""
+    directory.mkdir()
+    pool(2).run(restarted_rank.work, directory, plan.steps, plan.interval, plan.in_background)
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("story-*.json"))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [True, False])
 def test_killed_ranks_are_restarted(in_background: bool, tmp_path: Path) -> None:
@@ -40,17 +49,15 @@ def test_killed_ranks_are_restarted(in_background: bool, tmp_path: Path) -> None
         kills=2, steps=120, interval=10, in_background=in_background, in_start_up=0.0, standalone=True, limit=400.0
     )
     outcome = Run(tmp_path / "killed", plan).run()
-    uninterrupted = Run(tmp_path / "whole", replace(plan, kills=0)).run()
     assert all(kill.at == "step" and kill.back > 0 for kill in outcome.kills)
-    check(outcome, uninterrupted, plan)
+    check(outcome, uninterrupted(tmp_path / "whole", plan), plan)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_run_survives_fifty_kills(in_background: bool, tmp_path: Path) -> None:
     plan = Plan(kills=50, steps=2000, interval=20, in_background=in_background, seed=1)
-    uninterrupted = Run(tmp_path / "whole", replace(plan, kills=0)).run()
-    check(Run(tmp_path / "killed", plan).run(), uninterrupted, plan)
+    check(Run(tmp_path / "killed", plan).run(), uninterrupted(tmp_path / "whole", plan), plan)
 
 
 def test_a_stopped_run_is_not_restarted(tmp_path: Path) -> None:

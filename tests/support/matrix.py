@@ -30,6 +30,27 @@ MATRIX = {
         "the same test with one rank, and tests/checkpoint/loading/test_range_reader.py"
     ),
     # Grids in which a part has every kind of fault.
+    "tests/training/test_mixed_batches.py::"
+    "test_at_stage_3_different_modules_end_all_ranks_and_are_named[not in one of the second epoch-4-100000]": (
+        "the same test at this step with parameters that are gathered, and at the first step with both thresholds"
+    ),
+    **{
+        f"tests/utils/test_failures.py::test_ranks_without_a_launcher_end[{where}-0]": (
+            "the same test at ZeRO 3, and at ZeRO 0 with a failing loss"
+        )
+        for where in ("dataset", "callback")
+    },
+    **{
+        f"tests/training/test_layouts.py::{name}[{case}]": (
+            "the same test on four ranks under every axis; all axes at once: test_trajectory_is_that_of_one_process"
+        )
+        for name, case in (
+            ("test_recomputation", "False-all3"),
+            ("test_recomputation", "True-all3"),
+            ("test_optimizer_offload", "all3"),
+            ("test_bf16", "all3"),
+        )
+    },
     "tests/cluster/test_doctor.py::test_the_doctor_checks_both_machines[False]": (
         "the same test with two machines that differ; two that do not: tests/monitor/doctor/test_ranks.py"
     ),
@@ -42,6 +63,9 @@ MATRIX = {
         )
         for launcher in ("deepspeed", "openmpi", "mpich")
     },
+    "tests/cluster/test_launchers.py::test_a_killed_rank_ends_the_job_with_its_exit_code[srun]": (
+        "the same test with pdsh; exit codes of ranks under srun: tests/cluster/test_ends.py"
+    ),
     **{
         f"tests/cluster/test_launchers.py::test_scripts_started_by_hand_with_mpi[{way}]": (
             "the same test by the other way of each MPI"

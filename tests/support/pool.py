@@ -24,6 +24,9 @@ _PRELOADED = [
     "transformers",
     "transformers.models.llama.modeling_llama",
     "ds_trainer.training.trainer",
+    # What DeepSpeed imports when the first engine is made: Muon compiles functions, for which torch imports Inductor.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
 _pools: dict[int, WorkerPool] = {}
 

@@ -18,7 +18,7 @@ import torch
 from ds_trainer import ConfigError, PeerFailure, Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.utils import distributed, failures
 from ds_trainer.utils.ranks import free_port
-from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.pool import RankFailure, pool
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def broken_run(where: str, stage: int, output_dir: str) -> None:
     kind = BreakingLoss if where == "loss" else Trainer
     callbacks = [BreakingCallback()] if where == "callback" else []
     data = BreakingData(64, where == "dataset" and failing)
-    kind(tiny_llama(), args, train_dataset=data, callbacks=callbacks).train()
+    kind(PlainLanguageModel(), args, train_dataset=data, callbacks=callbacks).train()
 
 
 SCRIPT = """
