@@ -37,6 +37,12 @@ def test_a_mapping_that_is_assigned_to_complete_arguments_is_followed_too() -> N
     assert len(list(ours.prepare(DataLoader(torch.arange(4), batch_size=2)))) == 2  # type: ignore[arg-type]
 
 
+def test_even_batches_can_be_set_as_on_the_class_of_accelerate() -> None:
+    ours = accelerator()
+    ours.even_batches = False
+    assert ours.even_batches is False and ours.split_batches is False
+
+
 def runs(output_dir: str) -> dict[str, Any]:
     """A training with and without ``split_batches``, and loaders of a script."""
     found: dict[str, Any] = {}

@@ -32,7 +32,7 @@ CLIENTS = {
     "sentence-transformers, cross-encoder": Client("cross_encoder.py"),
     "SetFit": Client("setfit_few_shot.py", has_common=False),
 }
-# What depends on how many samples a rank has in a batch: in-batch negatives, random numbers of a rank, mismatched pairs.
+# Their losses depend on the samples of a rank: negatives in the batch, random numbers of the rank, mismatched pairs.
 DEPENDS_ON_RANKS = ("TRL GRPO", "TRL KTO", "sentence-transformers")
 AT_TWO_RANKS = [
     *[(name, stage) for name in ("TRL SFT", "TRL DPO", "TRL GRPO", "sentence-transformers") for stage in (2, 3)],

@@ -1,0 +1,450 @@
+"""Private methods of transformers' Trainer that subclasses override: called at the right time, results used."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import SequentialSampler
+
+from ds_trainer import ConfigError, Trainer, TrainingArguments
+from tests.support.compare import weight_distance
+from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama
+from tests.support.pool import pool
+from tests.support.runs import whole_weights
+
+SHARED: dict[str, Any] = dict(
+    per_device_train_batch_size=2,
+    max_steps=3,
+    lr_scheduler_type="constant",
+    optim="sgd",
+    learning_rate=0.1,
+    max_grad_norm=0.0,
+    logging_steps=1,
+    save_strategy="no",
+    disable_tqdm=True,
+    use_cpu=True,
+)
+
+
+def made(trainer_class: type[Trainer], folder: Path | str, model: Any = None, data: Any = None, **changes: Any) -> Any:
+    args = TrainingArguments(str(folder), **{**SHARED, **changes})
+    data = regression_rows(12) if data is None else data
+    return trainer_class(model or Regression(), args, train_dataset=data, eval_dataset=data)
+
+
+# -- refused and not called --------------------------------------------------------------------------------------------
+
+
+def test_a_subclass_that_replaces_the_loop_is_refused_when_it_is_defined() -> None:
+    with pytest.raises(ConfigError) as caught:
+
+        class Own(Trainer):
+            def _inner_training_loop(self) -> None: ...
+
+            def _maybe_log_save_evaluate(self) -> None: ...
+
+    assert len(caught.value.problems) == 2
+    assert "Own._inner_training_loop is private to transformers' Trainer" in caught.value.problems[0]
+    assert "TrainerCallback.on_step_end" in caught.value.problems[1]
+
+
+def test_reading_a_name_without_counterpart_names_the_alternative(tmp_path: Path) -> None:
+    trainer = made(Trainer, tmp_path)
+    with pytest.raises(AttributeError, match=r"use trainer\.state\.log_history"):
+        trainer._globalstep_last_logged  # noqa: B018
+    with pytest.raises(AttributeError, match="does not exist: checkpoints hold all weights by name"):
+        trainer._load_from_checkpoint("x")
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        trainer.nonsense  # noqa: B018
+    assert not hasattr(trainer, "_total_loss_scalar")
+
+
+def test_an_override_that_is_not_called_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Own(Trainer):
+        def _load_best_model(self) -> None:
+            raise AssertionError
+
+    logging.getLogger("ds_trainer").propagate = True
+    with caplog.at_level(logging.INFO, logger="ds_trainer"):
+        made(Own, tmp_path).train()
+    assert "Own._load_best_model is not called: checkpoints hold all weights by name" in caplog.text
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+class Backwards:
+    """Positions from the last to the first, each twice; every epoch begins one later."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.iterated = 0
+
+    def __len__(self) -> int:
+        return 2 * self.samples
+
+    def __iter__(self) -> Any:
+        order = [(position + self.iterated) % self.samples for position in reversed(range(self.samples))]
+        self.iterated += 1
+        return iter([position for position in order for _ in range(2)])
+
+
+class InOwnOrder(Trainer):
+    """Keeps the positions that each batch had."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        self.seen: list[list[int]] = []
+        return Backwards(len(train_dataset))
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return Backwards(len(eval_dataset))
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        inputs = dict(inputs)
+        self.seen.append(inputs.pop("position").tolist())
+        loss, prediction = model(**inputs)
+        return (loss, (loss, prediction)) if return_outputs else loss
+
+
+def numbered(samples: int) -> list[dict[str, torch.Tensor]]:
+    return [{**row, "position": torch.tensor(index)} for index, row in enumerate(regression_rows(samples))]
+
+
+def order_of(output_dir: str, resume: bool, **changes: Any) -> list[list[int]]:
+    options = dict(num_train_epochs=2, max_steps=-1, remove_unused_columns=False, save_strategy="steps", save_steps=5)
+    trainer = made(InOwnOrder, output_dir, data=numbered(6), **options, **changes)
+    trainer.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-5") if resume else None)
+    seen = trainer.seen
+    trainer.seen = []
+    assert len(trainer.predict(numbered(6)).label_ids) == 12  # each sample twice
+    assert list(chain(*trainer.seen)) == [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0]
+    trainer.engine.close()
+    return seen
+
+
+def test_a_sampler_is_followed_in_every_epoch_and_after_resuming(tmp_path: Path) -> None:
+    first = [[5, 5], [4, 4], [3, 3], [2, 2], [1, 1], [0, 0]]
+    second = [[0, 0], [5, 5], [4, 4], [3, 3], [2, 2], [1, 1]]
+    assert order_of(str(tmp_path), False) == first + second
+    assert order_of(str(tmp_path), True) == first[5:] + second
+
+
+def order_of_rank(output_dir: str) -> list[list[int]]:
+    trainer = made(
+        InOwnOrder,
+        output_dir,
+        data=numbered(6),
+        remove_unused_columns=False,
+        per_device_train_batch_size=1,
+        max_steps=7,
+    )
+    trainer.train()
+    return trainer.seen
+
+
+def test_two_ranks_share_the_order_of_a_sampler(tmp_path: Path) -> None:
+    ranks = pool(2).run(order_of_rank, str(tmp_path))
+    assert ranks[0] == ranks[1] == [[5], [4], [3], [2], [1], [0], [0]]
+
+
+def test_the_default_sampler_is_the_order_of_the_loader(tmp_path: Path) -> None:
+    class Same(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            found = super()._get_train_sampler(train_dataset)
+            self.order = list(found)  # type: ignore[arg-type]
+            return found
+
+    trainer = made(Same, tmp_path, data=regression_rows(11))
+    loader = trainer.get_train_dataloader()
+    loader.start(0)
+    assert list(chain(*loader.batch_sampler)) == trainer.order
+    assert sorted(trainer.order) == list(range(11))
+
+
+@pytest.mark.parametrize(("length", "text"), [(None, "has no length or length 0"), (3, "has length 3 and yielded 12")])
+def test_a_sampler_with_a_wrong_length_is_refused(length: int | None, text: str, tmp_path: Path) -> None:
+    class Wrong(SequentialSampler):
+        def __len__(self) -> int:
+            if length is None:
+                raise TypeError
+            return length
+
+    class Own(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return Wrong(train_dataset)
+
+    with pytest.raises(ConfigError, match=text):
+        made(Own, tmp_path).train()
+
+
+def test_a_loader_of_its_own_batch_size_is_trained_on(tmp_path: Path) -> None:
+    sizes = []
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self._get_dataloader(
+                self.train_dataset, "Training", 2 * self._train_batch_size, self._get_train_sampler, is_training=True
+            )
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            sizes.append(len(inputs["x"]))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    made(Own, tmp_path).train()
+    assert sizes == [4, 4, 4]
+
+
+# -- columns, saving, restoring ----------------------------------------------------------------------------------------
+
+
+def test_columns_that_a_subclass_names_reach_the_collator(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    class Own(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            super()._set_signature_columns_if_needed()
+            if "weight" not in (self._signature_columns or ()):
+                self._signature_columns = [*(self._signature_columns or ()), "weight"]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+            weights = inputs.pop("weight")
+            assert weights.tolist() == inputs["labels"].tolist() and "unused" not in inputs
+            return model(**inputs)[0]
+
+    rows = regression_rows(12)
+    columns = {name: torch.stack([row[name] for row in rows]).tolist() for name in ("x", "labels")}
+    data = Dataset.from_dict({**columns, "weight": columns["labels"], "unused": columns["labels"]}).with_format("torch")
+    trainer = made(Own, tmp_path, data=data)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+class Saves(Trainer):
+    """Writes a file of its own beside each checkpoint and reads it again."""
+
+    read: Any = "nothing"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        path = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / "own.txt"
+        assert model is self.model
+        path.write_text(str(self._get_learning_rate()), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.read = checkpoint and (Path(checkpoint) / "own.txt").read_text(encoding="utf-8")
+
+
+def test_what_a_subclass_saves_beside_a_checkpoint_is_there_to_be_restored(tmp_path: Path) -> None:
+    trainer = made(Saves, tmp_path, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert trainer.read is None
+    resumed = made(Saves, tmp_path, max_steps=4, allow_changed_on_resume=["max_steps"])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.read == "0.1" and resumed.state.global_step == 4
+
+
+class SavesItself(Trainer):
+    """Runs the model while it saves, and writes the weights in its own format."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        assert output_dir is not None
+        row = self.train_dataset[0]
+        loss = self.model(**{name: value[None] for name, value in row.items()})[0]
+        weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        torch.save({"loss": loss.item(), "weights": weights, "state": state_dict}, Path(output_dir) / "own.pt")
+        super()._save(output_dir, state_dict)
+
+
+def saved(output_dir: str, stage: int) -> dict[str, torch.Tensor]:
+    trainer = made(SavesItself, output_dir, zero_stage=stage)
+    trainer.train()
+    Path(output_dir).mkdir(exist_ok=True)
+    trainer.save_model()
+    weights = whole_weights(trainer)
+    trainer.evaluate()  # the hooks are back
+    trainer.engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_override_of_save_sees_complete_weights_on_one_rank(stage: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    (wanted, _) = pool(2).run(saved, str(tmp_path), stage)
+    found = torch.load(tmp_path / "own.pt")
+    for weights in (found["weights"], found["state"], load_file(str(tmp_path / "model.safetensors"))):
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name].float(), wanted[name]) for name in wanted)
+    assert found["loss"] > 0
+
+
+def saves_a_gathered_state(output_dir: str) -> str:
+    trainer = made(Trainer, output_dir, model=tiny_llama(), data=RaggedTokens(8), zero_stage=3)
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    try:
+        trainer._save(output_dir)
+    except ConfigError as error:
+        refused = str(error)
+    if trainer.args.should_save:
+        trainer._save(f"{output_dir}/given", state_dict=state)
+    trainer.save_model(f"{output_dir}/usual")
+    trainer.engine.close()
+    return refused
+
+
+def test_scripts_write_weights_that_they_have_gathered(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    refused = pool(2).run(saves_a_gathered_state, str(tmp_path))
+    assert all("Call save_model() on all ranks" in text for text in refused)
+    usual, given = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("usual", "given"))
+    assert usual.keys() == given.keys() and all(torch.equal(usual[name], given[name]) for name in usual)
+    assert (tmp_path / "given" / "config.json").exists()
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+class Scaled(Trainer):
+    """A loss as in transformers: divided by the item count, and multiplied because gradients are averaged."""
+
+    ranks_from = "accelerator"
+
+    def __init__(self, *given: Any, **keywords: Any) -> None:
+        super().__init__(*given, **keywords)
+        self.collected: dict[str, list[float]] = {"train": [], "eval": []}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        targets = labels[:, 1:].flatten()
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+        loss = loss / (targets.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is not None and self.ranks_from == "accelerator":
+            loss = loss * self.accelerator.num_processes
+        elif num_items_in_batch is not None and self.ranks_from == "arguments":
+            loss = loss * self.args.world_size
+        elif num_items_in_batch is not None and self.ranks_from == "read only":
+            assert self.accelerator.state.num_processes > 0
+        self.collected["train" if model.training else "eval"].append(float(loss.detach()))
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+
+def trained(output_dir: str, ranks_from: str, stage: int, **changes: Any) -> tuple[Any, list[float], int, float]:
+    trainer_class: Any = Trainer if ranks_from == "library" else type("Own", (Scaled,), {"ranks_from": ranks_from})
+    trainer = made(
+        trainer_class, output_dir, model=tiny_llama(), data=RaggedTokens(16), zero_stage=stage, seed=3, **changes
+    )
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    calls = len(getattr(trainer, "collected", {"train": []})["train"])
+    weights, evaluated = whole_weights(trainer), trainer.evaluate()["eval_loss"]
+    trainer.engine.close()
+    return weights, logged, calls, evaluated
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_scaled_for_an_average_over_ranks_gives_the_exact_gradient(stage: int, tmp_path: Path) -> None:
+    (wanted_weights, wanted_losses, _, wanted_evaluation), _ = pool(2).run(
+        trained_twice, str(tmp_path), "library", stage
+    )
+    for ranks_from in ("accelerator", "arguments", "read only", "nowhere"):
+        for weights, losses, calls, evaluation in pool(2).run(trained_twice, str(tmp_path), ranks_from, stage):
+            assert losses == pytest.approx(wanted_losses, rel=1e-5)
+            assert weight_distance(weights, wanted_weights) < 1e-5
+            assert calls == 3 * 2  # no trace of the verification
+            assert evaluation == pytest.approx(wanted_evaluation, rel=1e-5)
+
+
+def trained_twice(output_dir: str, ranks_from: str, stage: int) -> Any:
+    return trained(output_dir, ranks_from, stage, gradient_accumulation_steps=2)
+
+
+class Declared(Trainer):
+    """Says what its losses are."""
+
+    calls = 0
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.calls += 1
+        outputs = model(**inputs)
+        loss = outputs[0]
+        if self.loss_is_scaled_for_ga and model.training:
+            loss = loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+def declared(output_dir: str, scaled: bool | None) -> tuple[Any, int]:
+    own = type("Own", (Declared,), {"loss_is_scaled_for_ga": scaled})
+    trainer_class = own if scaled is not None else Trainer
+    trainer = made(trainer_class, output_dir, gradient_accumulation_steps=3, data=regression_rows(36))
+    trainer.train()
+    weights, calls = whole_weights(trainer), getattr(trainer, "calls", 9)
+    trainer.engine.close()
+    return weights, calls
+
+
+def test_losses_are_what_a_subclass_declares(tmp_path: Path) -> None:
+    wanted = pool(2).run(declared, str(tmp_path), None)[0][0]
+    for scaled in (True, False):
+        for weights, calls in pool(2).run(declared, str(tmp_path), scaled):
+            assert weight_distance(weights, wanted) < 1e-6
+            assert calls == 9  # nothing is verified
+
+
+class FromLists(Trainer):
+    """Gets lists of samples and makes the tensors itself."""
+
+    loss_is_scaled_for_ga = False
+
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        batch = {name: torch.stack([row[name] for row in inputs]) for name in inputs[0]}
+        return super()._prepare_inputs(batch)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["x", "labels"]
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs[0], outputs) if return_outputs else outputs[0]
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+
+def from_lists(output_dir: str, lists: bool) -> tuple[Any, float]:
+    data = regression_rows(7)  # the last micro-step of an evaluation has no samples for the second rank
+    trainer = made(FromLists if lists else Trainer, output_dir, data=data, per_device_eval_batch_size=2)
+    if lists:
+        trainer.data_collator = list
+    trainer.train()
+    weights, evaluated = whole_weights(trainer), trainer.evaluate()["eval_loss"]
+    trainer.engine.close()
+    return weights, evaluated
+
+
+def test_batches_may_be_lists_that_a_subclass_converts(tmp_path: Path) -> None:
+    (weights, evaluated), _ = pool(2).run(from_lists, str(tmp_path), False)
+    for own_weights, own_evaluated in pool(2).run(from_lists, str(tmp_path), True):
+        assert weight_distance(own_weights, weights) < 1e-6
+        assert own_evaluated == pytest.approx(evaluated, rel=1e-6)
+
+
+def test_a_plain_model_is_not_affected(tmp_path: Path) -> None:
+    trainer = made(Trainer, tmp_path, model=PlainLanguageModel(), data=RaggedTokens(8))
+    trainer.train()
+    assert trainer.loss_rule.scale == 1.0 and trainer.loss_rule.replicas is None
