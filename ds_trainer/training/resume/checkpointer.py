@@ -177,7 +177,9 @@ class Checkpointer:
         self.wait()
         resumption = Resumption.of(rollback_checkpoint(self._directory, self._resumption, self._changes, began, reason))
         state = self._run.events.state
-        schedule = self.manager(state).load(resumption.path)
+        first = self._resumption is not None and resumption.path == self._resumption.path
+        changes = self._changes if first else Changes({})  # later checkpoints have the values of this run
+        schedule = self.manager(state).load(resumption.path, changes.settings(self._run.events.args))
         restored = self._merged_state(resumption.state, resumption.position(self._run.plan))
         vars(state).update(vars(restored))  # in place: the loop and callbacks hold this object
         self._run.lr_scheduler.load_state_dict(schedule)

@@ -220,7 +220,8 @@ def test_the_exit_code_of_a_process(tmp_path: Path) -> None:
     (kept,) = list_checkpoints(tmp_path / "out")
     assert process.returncode == 75
     assert "not stopped" not in output
-    assert f"{kept} is complete. Exit code 75: restart the job to resume." in output
+    advice = "To resume, call train(resume_from_checkpoint=True), or add --auto_resume True to the command."
+    assert f"{kept} is complete. Exit code 75: restart the job. {advice}" in output
     assert json.loads((kept / "trainer_state.json").read_text())["global_step"] == Manifest.read(kept).step
 
 
