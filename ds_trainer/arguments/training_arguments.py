@@ -245,8 +245,8 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
         "(own) Refuse to resume if an argument that affects results differs from the checkpoint's.", False
     )
     allow_changed_on_resume: list[str] = _saving(
-        "(own) Names of arguments that may differ from the checkpoint's although strict_resume is set. Without it, only "
-        "optim, optim_target_modules, optimizer and deepspeed have an effect: the states of another optimizer are new.",
+        "(own) Names of arguments that may differ although strict_resume is set. Without it, only another optimizer "
+        "needs this (optim, optimizer, optim_target_modules, deepspeed); its states are then new.",
         default_factory=list,
     )
     start_from_weights: str | None = _saving(

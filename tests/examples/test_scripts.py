@@ -92,7 +92,6 @@ def test_multi_node_on_two_agents_resumes(tmp_path: Path) -> None:
                         "--disable_tqdm",
                         "true",
                     ),
-                    *("--allow_changed_on_resume", "max_steps"),
                 ],
                 env=environment(),
                 stdout=subprocess.PIPE,

@@ -148,9 +148,7 @@ def trainer_of(
     args = arguments_of(output_dir, remove_unused_columns=False, **changes)
     more = {} if optimizer is None else {"optimizer_cls_and_kwargs": (optimizer, {"lr": 0.01})}
     dataset = Numbers() if data is None else data
-    return Trainer(
-        Curve(width), args, train_dataset=dataset, data_collator=collate, callbacks=list(callbacks), **more
-    )
+    return Trainer(Curve(width), args, train_dataset=dataset, data_collator=collate, callbacks=list(callbacks), **more)
 
 
 def run(output_dir: str, resume: Any = None, **changes: Any) -> Ran:

@@ -358,9 +358,7 @@ def count_over_two_runs(output_dir: Path, restore: bool) -> tuple[int, int]:
     first.train()
     first.engine.close()
     counter = Counter(start=20)
-    changes: dict[str, Any] = dict(
-        max_steps=4, restore_callback_states_from_checkpoint=restore
-    )
+    changes: dict[str, Any] = dict(max_steps=4, restore_callback_states_from_checkpoint=restore)
     second = trainer(output_dir, callbacks=[counter], **changes)
     second.train(resume_from_checkpoint=True)
     second.engine.close()

@@ -112,18 +112,10 @@ STREAMS: dict[str, Any] = {"stream": NumberStream, "shuffled": ShuffledStream, "
 def test_another_batch_size_continues_with_the_next_sample(world: int, stage: int, tmp_path: Path) -> None:
     """Three steps of the larger batch, then the rest of two epochs with the smaller one."""
     size = 4 // world
-    whole = ran(world, tmp_path / "whole", num_train_epochs=2, zero_stage=stage, per_device_train_batch_size=size)
-    first = ran(
-        world,
-        tmp_path / "parts",
-        num_train_epochs=2,
-        zero_stage=stage,
-        per_device_train_batch_size=size,
-        callbacks=[StopAt(3)],
-    )
-    second = ran(
-        world, tmp_path / "parts", True, num_train_epochs=2, zero_stage=stage, per_device_train_batch_size=size // 2 or 1
-    )
+    values: dict[str, Any] = {"num_train_epochs": 2, "zero_stage": stage}
+    whole = ran(world, tmp_path / "whole", per_device_train_batch_size=size, **values)
+    first = ran(world, tmp_path / "parts", per_device_train_batch_size=size, callbacks=[StopAt(3)], **values)
+    second = ran(world, tmp_path / "parts", True, per_device_train_batch_size=size // 2, **values)
     assert samples(first) == sorted(one for rank in whole for one in rank.seen[: 3 * size])
     assert samples([*first, *second]) == sorted([*range(SAMPLES), *range(SAMPLES)])
     if world == 1:
@@ -153,9 +145,7 @@ def test_streams_continue_with_the_next_sample(kind: str, world: int, sizes: tup
     old, new = (size * world for size in sizes)
     data = STREAMS[kind]
     whole = ran(1, tmp_path / "whole", data=data(), max_steps=12, per_device_train_batch_size=4)
-    first = ran(
-        world, tmp_path / "parts", data=data(), max_steps=12 // old, per_device_train_batch_size=sizes[0]
-    )
+    first = ran(world, tmp_path / "parts", data=data(), max_steps=12 // old, per_device_train_batch_size=sizes[0])
     last = 12 // old + (2 * SAMPLES - 12) // new
     second = ran(world, tmp_path / "parts", True, data=data(), max_steps=last, per_device_train_batch_size=sizes[1])
     assert samples(first) == sorted(whole[0].seen[:12])
