@@ -33,7 +33,8 @@ _LAYOUT = (
     *("ranks", "zero_stage", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
     *("offload_optimizer", "offload_param"),
 )
-_ORDER = ("seed", "data_seed", "train_sampling_strategy", "length_column_name", "sortish_sampler")
+_SEEDS = ("seed", "data_seed")
+_ORDER = ("train_sampling_strategy", "length_column_name", "sortish_sampler")
 _SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 _OPTIMIZER = ("optim", "optimizer", "optim_target_modules", "deepspeed.optimizer.type")
 
@@ -118,8 +119,10 @@ class Consequences:
             return "the state is resharded; the global batch stays the same"
         if name == "train_dataset":
             return f"samples used in an epoch; {self._new_order}; {self._length}"
+        if name in _SEEDS:
+            return self._seeds(name)
         if name in _ORDER:
-            return self._order(name)
+            return self._new_order
         if name in _OPTIMIZER:
             return "the optimizer's states are new" if self.changes.optimizer else "the optimizer's states are restored"
         if new_schedule and (name in _SCHEDULE or name.startswith(("deepspeed.scheduler.", "deepspeed.optimizer."))):
@@ -149,19 +152,24 @@ class Consequences:
         return f"the global batch was {before} samples, is {now}{continues}; {self._length}"
 
     @property
+    def _inside(self) -> bool:
+        """Whether the run continues in the middle of an epoch."""
+        return self.position.samples > 0 and not self.position.ended and not self.args.ignore_data_skip
+
+    @property
     def _new_order(self) -> str:
-        if not self.position.samples or self.position.ended or self.args.ignore_data_skip:
+        if not self._inside:
             return "the samples come in another order"
         return (
             f"the order of samples is another one from {self._place} on, so that in this epoch some may come again and "
             "some not at all"
         )
 
-    def _order(self, name: str) -> str:
-        if name == "seed":
-            drawn = "random states are those of the checkpoint"
-            return f"{drawn}; {self._new_order}" if "data_seed" in self.changes.values else drawn
-        return self._new_order
+    def _seeds(self, name: str) -> str:
+        texts = ["random states are those of the checkpoint"] if name == "seed" else []
+        if "data_seed" in self.changes.values:
+            texts.append(f"the order of samples is another one from epoch {self.position.epoch + self._inside} on")
+        return "; ".join(texts)
 
 
 def finished(args: TrainingArguments, step: int, checkpoint: Path) -> list[str]:

@@ -176,6 +176,34 @@ def test_a_second_change_counts_from_where_the_run_is(tmp_path: Path) -> None:
     assert second.max_steps == 9
 
 
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+
+
+@pytest.mark.parametrize(("name", "order"), [("seed", "random"), *(("data_seed", order) for order in BY_LENGTH)])
+def test_another_seed_orders_the_next_epoch(name: str, order: str, tmp_path: Path) -> None:
+    """The epoch that has begun keeps its order, also if it is resumed twice."""
+    values = {"num_train_epochs": 2, "train_sampling_strategy": order}
+    (whole,) = ran(1, tmp_path / "whole", **values)
+    (other,) = ran(1, tmp_path / "other", **{**values, name: 7})
+    (first,) = ran(1, tmp_path / "parts", callbacks=[StopAt(2)], **values)
+    (second,) = ran(1, tmp_path / "parts", True, callbacks=[StopAt(4)], **{**values, name: 7})
+    (third,) = ran(1, tmp_path / "parts", True, **{**values, name: 7})
+    assert first.seen + second.seen + third.seen == whole.seen[:SAMPLES] + other.seen[SAMPLES:]
+    assert whole.seen[SAMPLES:] != other.seen[SAMPLES:]
+    text = " ".join(" ".join(table(second.text)).split())
+    assert "the order of samples is another one from epoch 1 on" in text and not table(third.text)
+
+
+def test_another_seed_orders_the_next_epoch_of_a_stream(tmp_path: Path) -> None:
+    values = {"max_steps": 12, "data": ShuffledStream()}
+    (whole,) = ran(1, tmp_path / "whole", **values)
+    (other,) = ran(1, tmp_path / "other", data_seed=7, **values)
+    (first,) = ran(1, tmp_path / "parts", callbacks=[StopAt(2)], **values)
+    (second,) = ran(1, tmp_path / "parts", True, data_seed=7, **values)
+    assert first.seen + second.seen == whole.seen[:SAMPLES] + other.seen[SAMPLES:]
+    assert whole.seen[SAMPLES:] != other.seen[SAMPLES:]
+
+
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_a_dataset_may_have_grown(order: str, tmp_path: Path) -> None:
     values = {"num_train_epochs": 2, "train_sampling_strategy": order}
