@@ -7,14 +7,11 @@ needs it (state of a stream or loader).
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import TrainerState
@@ -24,7 +21,6 @@ from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.stream import StreamLoader
-from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.data_cursor import DataCursor
@@ -175,31 +171,6 @@ class Resumption:
         if not file.is_file() or not (stream or same_layout):
             return {}
         return dict(load_pickle(file, trusted=True))  # the checkpoint has been verified
-
-
-def move_schedule(schedule: Any, saved: Mapping[str, Any], steps: int) -> None:
-    """Move a new ``schedule`` to the step at which the old one was ``saved``.
-
-    Args:
-        schedule: a new schedule that has not been stepped.
-        saved: the state of the old schedule, with its number of steps.
-        steps: optimizer steps done, used if ``saved`` has no number of steps.
-    """
-    if steps_on_metric(schedule):
-        logger.warning("The new schedule (%s) follows a metric and starts fresh.", type(schedule).__name__)
-        return
-    done = int(saved.get("last_epoch", saved.get("last_batch_iteration", steps)))
-    if done <= 0:
-        return
-    if "last_batch_iteration" in inspect.signature(schedule.step).parameters:  # a schedule of DeepSpeed
-        schedule.step(done)
-    elif isinstance(schedule, LambdaLR):  # a function of the step only
-        schedule.last_epoch = done - 1
-        schedule._step_count = done + 1
-        schedule.step()
-    else:
-        for _ in range(done):
-            schedule.step()
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
