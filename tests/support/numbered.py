@@ -126,7 +126,7 @@ class Ran:
 
 
 def arguments_of(output_dir: str, **changes: Any) -> TrainingArguments:
-    """Arguments of a run of single steps that keeps all its checkpoints."""
+    """Arguments of a run of single steps that keeps all its checkpoints. None leaves one at its default."""
     values: dict[str, Any] = dict(
         per_device_train_batch_size=4,
         learning_rate=0.05,
@@ -138,7 +138,8 @@ def arguments_of(output_dir: str, **changes: Any) -> TrainingArguments:
         use_cpu=True,
         self_test="never",
     )
-    return TrainingArguments(output_dir, **{**values, **changes})
+    given = {name: value for name, value in {**values, **changes}.items() if value is not None}
+    return TrainingArguments(output_dir, **given)
 
 
 def trainer_of(

@@ -29,10 +29,8 @@ _NOT_COMPARED = frozenset(
 )
 _LENGTH = ("max_steps", "num_train_epochs")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "accelerator_config")
-_LAYOUT = (
-    *("ranks", "zero_stage", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
-    *("offload_optimizer", "offload_param"),
-)
+_LAYOUT = ("ranks", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size")
+_SHARDING = ("zero_stage", "offload_optimizer", "offload_param")
 _SEEDS = ("seed", "data_seed")
 _ORDER = ("train_sampling_strategy", "length_column_name", "sortish_sampler")
 _SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
@@ -113,10 +111,10 @@ class Consequences:
         if name in _LENGTH:
             schedule = f"; the schedule too: {self._next_rate}" if "max_steps" in self.changes.values else ""
             return self._length + schedule
-        if name in _BATCH or (name == "ranks" and "global_batch" in self.changes.values):
+        if name in (*_BATCH, *_LAYOUT):
             return self._batch
-        if name in _LAYOUT:
-            return "the state is resharded; the global batch stays the same"
+        if name in _SHARDING:
+            return "the state is resharded"
         if name == "train_dataset":
             return f"samples used in an epoch; {self._new_order}; {self._length}"
         if name in _SEEDS:

@@ -100,14 +100,19 @@ def compatibility_of(
     found["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     found["global_batch"] = batch_plan.global_batch_size
-    by_length = "scheduler" not in config and not user_schedule and _depends_on_length(args)
+    of_file = config.user_values()
+    if "scheduler" in config:
+        total = "scheduler.params.total_num_steps"
+        by_length = total in config and total not in of_file  # auto
+    else:
+        by_length = not user_schedule and _depends_on_length(args)
     found["max_steps"] = max_steps if by_length else None
     samples = None if train_dataset is None else length_of(train_dataset)
     found["train_dataset"] = None if samples is None else batch_plan.samples_used(samples)
     found["optimizer"] = None if user_optimizer is None else user_optimizer.__name__
     if args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH:
         found["length_column_name"] = args.length_column_name
-    for path, value in config.user_values().items():
+    for path, value in of_file.items():
         if path.partition(".")[0] in _ENGINE:
             found[f"deepspeed.{path}"] = value
     return dict(json.loads(json.dumps(found, default=str)))
@@ -181,8 +186,7 @@ def compare(
 def _optimizer_of(fingerprint: Mapping[str, Any]) -> tuple[str, Any]:
     """The optimizer of a run: its name, the same for all implementations, and the weights that it treats specially."""
     of_file = fingerprint.get("deepspeed.optimizer.type")
-    name = fingerprint.get("optimizer") or (of_file if of_file != "auto" else None) or fingerprint.get("optim")
-    lowered = str(name).lower()
+    lowered = str(fingerprint.get("optimizer") or of_file or fingerprint.get("optim")).lower()
     return _SAME_STATES.get(lowered, lowered), fingerprint.get("optim_target_modules")
 
 

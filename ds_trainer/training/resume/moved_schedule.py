@@ -27,6 +27,8 @@ def move_schedule(schedule: Any, saved: Mapping[str, Any], steps: int) -> None:
     if steps_on_metric(schedule):
         logger.warning("The new schedule (%s) follows a metric and starts fresh.", type(schedule).__name__)
         return
+    if "num_bad_epochs" in saved:  # it followed a metric, and counted evaluations
+        saved = {}
     done = int(saved.get("last_epoch", saved.get("last_batch_iteration", steps)))
     if done <= 0:
         return

@@ -152,11 +152,16 @@ class Resumption:
             ConfigError: a change that is not possible, or not allowed.
         """
         if self.run is None:
-            logger.warning(
-                "%s has no %s, so its arguments cannot be compared with those of this run.", self.path, RUN_FILE
-            )
             before, now = self.state.max_steps, fingerprint["max_steps"]  # now is None if it has no effect
-            return Changes({} if now is None or before in (0, now) else {"max_steps": (before, now)})
+            longer = now is not None and before not in (0, now)
+            logger.warning(
+                "%s has no %s, so its arguments cannot be compared with those of this run. "
+                "The learning rates are those of %s.",
+                self.path,
+                RUN_FILE,
+                f"this run, of {now} steps instead of {before}" if longer else "the checkpoint's schedule",
+            )
+            return Changes({"max_steps": (before, now)} if longer else {})
         return compare(self.run["compatibility"], fingerprint, args, self.path)
 
     def reader_state(self, loader: Any, same_layout: bool) -> dict[str, Any]:

@@ -81,6 +81,16 @@ def test_a_linear_schedule_follows_the_new_length(tmp_path: Path) -> None:
     assert "learning rate 0.07 at step 7" in " ".join(" ".join(table(found.text)).split())
 
 
+def test_a_schedule_of_deepspeed_follows_the_new_length(tmp_path: Path) -> None:
+    params = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 1, "total_num_steps": "auto"}
+    values = {"deepspeed": {"scheduler": {"type": "WarmupDecayLR", "params": params}}, "lr_scheduler_type": None}
+    (whole,) = ran(1, tmp_path / "whole", max_steps=8, **values)
+    ran(1, tmp_path / "parts", max_steps=4, **values)
+    (found,) = ran(1, tmp_path / "parts", True, max_steps=8, **values)
+    assert found.rates[4:] == whole.rates[4:]
+    assert "the schedule too: learning rate 0.0" in " ".join(" ".join(table(found.text)).split())
+
+
 def test_a_finished_run_with_a_schedule_that_ended_at_zero_goes_on(tmp_path: Path) -> None:
     linear = {"lr_scheduler_type": "linear", "learning_rate": 0.1}
     ran(1, tmp_path, num_train_epochs=1, **linear)

@@ -54,6 +54,15 @@ def test_a_schedule_without_a_saved_step_is_moved_to_the_step() -> None:
     assert moved.get_last_lr() == [RATE / 4]
 
 
+def test_evaluations_of_an_old_schedule_are_not_steps() -> None:
+    moved = KINDS["of the step"]()
+    moved.optimizer.step()
+    plateau = ReduceLROnPlateau(optimizer())
+    plateau.step(1.0)
+    move_schedule(moved, plateau.state_dict(), steps=3)
+    assert moved.get_last_lr() == [RATE / 4]
+
+
 def test_a_deepspeed_schedule_is_moved_to_the_step() -> None:
     from deepspeed.runtime.lr_schedules import WarmupLR
 
