@@ -81,7 +81,7 @@ class Consequences:
         rows = self.rows(before)
         if not rows:
             return []
-        cells = [("argument", "was", "is", "what follows")]
+        cells: list[tuple[str, ...]] = [("argument", "was", "is", "what follows")]
         for index, row in enumerate(rows):
             follows = "as above" if index and rows[index - 1].follows == row.follows else row.follows
             values = (_cut(shown(value), _VALUE_WIDTH) for value in (row.before, row.now))
