@@ -167,7 +167,7 @@ class Consequences:
         texts = ["random states are those of the checkpoint"] if name == "seed" else []
         if "data_seed" in self.changes.values:
             texts.append(f"the order of samples is another one from epoch {self.position.epoch + self._inside} on")
-        return "; ".join(texts)
+        return "; ".join(texts) or "none: the order of samples stays the same"
 
 
 def finished(args: TrainingArguments, step: int, checkpoint: Path) -> list[str]:

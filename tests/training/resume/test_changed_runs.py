@@ -325,6 +325,12 @@ def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     assert "random states are those of the checkpoint" in " ".join(" ".join(lines).split())
 
 
+def test_a_seed_that_is_written_out_changes_nothing(tmp_path: Path) -> None:
+    ran(1, tmp_path, max_steps=5, callbacks=[StopAt(3)])
+    (found,) = ran(1, tmp_path, True, max_steps=5, data_seed=42)
+    assert "none: the order of samples stays the same" in found.text
+
+
 def test_nothing_is_said_if_nothing_has_changed(tmp_path: Path) -> None:
     ran(1, tmp_path, max_steps=5, callbacks=[StopAt(3)])
     (found,) = ran(1, tmp_path, True, max_steps=5, auto_resume=True)
