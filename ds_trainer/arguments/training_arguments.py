@@ -244,8 +244,12 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
         "(own) Seconds before the job's time limit by which a last checkpoint is complete.", 60.0
     )
     auto_resume: bool = _saving("(own) Resume from the newest checkpoint in output_dir, if there is one.", False)
+    strict_resume: bool = _saving(
+        "(own) Refuse to resume if an argument that affects results differs from the checkpoint's.", False
+    )
     allow_changed_on_resume: list[str] = _saving(
-        "(own) Names of arguments that may differ from the checkpoint's when resuming although they affect results.",
+        "(own) Names of arguments that may differ although strict_resume is set. Without it, only another optimizer "
+        "needs this (optim, optimizer, optim_target_modules, deepspeed); its states are then new.",
         default_factory=list,
     )
     start_from_weights: str | None = _saving(

@@ -118,7 +118,7 @@ class OrderByLength(ABC):
     Args:
         lengths: lengths of all samples.
         global_batch_size: default of :meth:`__call__`.
-        seed: seed of the order.
+        seed: default of :meth:`__call__`.
     """
 
     def __init__(self, lengths: npt.ArrayLike, global_batch_size: int, seed: int) -> None:
@@ -126,14 +126,15 @@ class OrderByLength(ABC):
         self.global_batch_size = global_batch_size
         self.seed = seed
 
-    def __call__(self, epoch: int, global_batch_size: int | None = None) -> Order:
-        """The order of ``epoch`` for global batches of ``global_batch_size``."""
-        order = self._order(epoch, global_batch_size or self.global_batch_size)
+    def __call__(self, epoch: int, global_batch_size: int | None = None, seed: int | None = None) -> Order:
+        """The order of ``epoch`` for global batches of ``global_batch_size``, drawn with ``seed``."""
+        drawn_with = self.seed if seed is None else seed
+        order = self._order(epoch, global_batch_size or self.global_batch_size, drawn_with)
         # A short order is stored, so that every window is sorted only once.
         return StoredOrder(order.at(np.arange(len(order)))) if len(order) <= STORED_UP_TO else order
 
     @abstractmethod
-    def _order(self, epoch: int, global_batch_size: int) -> Order:
+    def _order(self, epoch: int, global_batch_size: int, seed: int) -> Order:
         """The order, as it is computed."""
 
 
@@ -146,8 +147,8 @@ class RoughlySorted(OrderByLength):
     ``Seq2SeqTrainer`` (after fastai's), except that batches are global and the order depends on seed and epoch alone.
     """
 
-    def _order(self, epoch: int, global_batch_size: int) -> Order:
-        return _ShuffledBatches(self.lengths, global_batch_size, self.seed, epoch)
+    def _order(self, epoch: int, global_batch_size: int, seed: int) -> Order:
+        return _ShuffledBatches(self.lengths, global_batch_size, seed, epoch)
 
 
 class _ShuffledBatches:
@@ -185,10 +186,10 @@ class GroupedByLength(OrderByLength):
     ``LengthGroupedSampler``, except that chunks are multiples of the global batch, not of one rank's part of it.
     """
 
-    def _order(self, epoch: int, global_batch_size: int) -> Order:
+    def _order(self, epoch: int, global_batch_size: int, seed: int) -> Order:
         samples = len(self.lengths)
         batches = max(1, min(samples // (global_batch_size * 4), _GLOBAL_BATCHES_SORTED_TOGETHER))
-        return _SortedWindows(shuffled(samples, self.seed, epoch), self.lengths, batches * global_batch_size)
+        return _SortedWindows(shuffled(samples, seed, epoch), self.lengths, batches * global_batch_size)
 
 
 def _as_lengths(lengths: npt.ArrayLike) -> Lengths:
@@ -275,7 +276,7 @@ class BalancedBatchSampler(DistributedBatchSampler):
     def __init__(self, plan: BatchPlan, lengths: npt.ArrayLike, dp_rank: int, seed: int = 0) -> None:
         self.lengths = _as_lengths(lengths)
         super().__init__(plan, len(self.lengths), dp_rank, seed, shuffle=True)
-        self._cached_step: tuple[tuple[int, int, int], list[list[int]]] | None = None
+        self._cached_step: tuple[tuple[int, ...], list[list[int]]] | None = None
 
     def is_dummy(self, micro_step: int) -> bool:
         """Whether this replica has no samples in the micro-step."""
@@ -300,7 +301,7 @@ class BalancedBatchSampler(DistributedBatchSampler):
         return self._step(step)[slot * self.plan.layout.dp + self.dp_rank]
 
     def _step(self, step: int) -> list[list[int]]:
-        key = (self.epoch, self.first_sample, step)
+        key = (self.seed, self.epoch, self.first_sample, step)
         if self._cached_step is None or self._cached_step[0] != key:
             self._cached_step = (key, self._groups(step))
         return self._cached_step[1]

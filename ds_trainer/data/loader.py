@@ -51,6 +51,7 @@ class PlannedLoader(DataLoader[Any]):
     Attributes:
         dataset: the object given, also with workers.
         batch_size: samples of a micro-batch on one replica.
+        seed: seed of the order.
         batch_sampler: the dataset positions of this replica's micro-batches, a list for each, in the epoch's order.
         sampler: the same positions one by one, without those of dummy batches.
         drop_last: whether samples of an incomplete last micro-step are dropped.
@@ -73,6 +74,7 @@ class PlannedLoader(DataLoader[Any]):
         # would differ from an uninterrupted run.
         self._worker_seeds = torch.Generator()
         self._batches = sampler
+        self.seed = sampler.seed
         options: dict[str, Any] = {
             "batch_sampler": sampler,
             "collate_fn": collate,
@@ -120,15 +122,17 @@ class PlannedLoader(DataLoader[Any]):
         """Number of micro-steps of an epoch from its sample ``first_sample`` on."""
         return self._batches.plan.micro_steps(max(0, self.samples - first_sample))
 
-    def start(self, epoch: int, first_sample: int = 0, ordered_for: int | None = None) -> None:
+    def start(self, epoch: int, first_sample: int = 0, ordered_for: int | None = None, seed: int | None = None) -> None:
         """Set what the next iteration reads: the order of ``epoch``, from sample ``first_sample`` on.
 
         Args:
             epoch: counted from 0.
             first_sample: index in the order of that epoch; micro-steps are counted from there.
             ordered_for: global batch size for which the order is made; default: the plan's.
+            seed: seed of the order; default: :attr:`seed`.
         """
         self._batches.epoch = epoch
+        self._batches.seed = self.seed if seed is None else seed
         self._batches.first_sample = first_sample
         self._batches.ordered_for = ordered_for
         set_epoch = getattr(self.dataset, "set_epoch", None)

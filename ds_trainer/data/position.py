@@ -20,6 +20,7 @@ class DataPosition:
         ordered_for: global batch size for which its order was made. Orders by length depend on it, and do not change
             before the end of the epoch.
         ended: whether all its steps are done, and only the work at its end is missing.
+        seed: seed of its order, which does not change before the end of the epoch either; None: that of the run.
     """
 
     epoch: int = 0
@@ -29,6 +30,7 @@ class DataPosition:
     samples_per_micro_step: int = 0
     ordered_for: int = 0
     ended: bool = False
+    seed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

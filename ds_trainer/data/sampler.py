@@ -30,10 +30,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
         dp_rank: index of the replica.
         seed: seed of the order.
         shuffle: False keeps the dataset's order (evaluation).
-        order: returns the order of an epoch for its number and the global batch size (None: the default one); default:
-            :func:`ds_trainer.data.order.epoch_order`.
+        order: returns the order of an epoch for its number, the global batch size (None: the default one) and the seed;
+            default: :func:`ds_trainer.data.order.epoch_order`.
 
     Attributes:
+        seed: seed of the order of the next iteration.
         epoch: the epoch of the next iteration.
         first_sample: index in its order at which the iteration begins; micro-steps are counted from there.
         ordered_for: global batch size for which the order is made; None: this plan's.
@@ -46,7 +47,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         dp_rank: int,
         seed: int = 0,
         shuffle: bool = True,
-        order: Callable[[int, int | None], Order] | None = None,
+        order: Callable[[int, int | None, int], Order] | None = None,
     ) -> None:
         self.plan = plan
         self.samples = samples
@@ -57,7 +58,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self.first_sample = 0
         self.ordered_for: int | None = None
-        self._cached: tuple[tuple[int, int | None], Order] | None = None
+        self._cached: tuple[tuple[int, int | None, int], Order] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_cached": None}  # a copy computes its own
@@ -119,7 +120,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return self._order().at(np.arange(start, stop)).tolist()
 
     def _order(self) -> Order:
-        key = (self.epoch, self.ordered_for)
+        key = (self.epoch, self.ordered_for, self.seed)
         if self._cached is None or self._cached[0] != key:
             if self.order is None:
                 order = epoch_order(self.samples, self.seed, self.epoch, self.shuffle)

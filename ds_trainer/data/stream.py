@@ -64,9 +64,8 @@ class StreamShard(IterableDataset[Any]):
         self.plan = plan
         self.dp_rank = dp_rank
         self.collate = collate
-        self.seed = seed
-        # Shared with workers that persist from epoch to epoch.
-        self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
+        # Shared with workers that persist from epoch to epoch: epoch, first sample, seed.
+        self._start = torch.tensor([0, 0, seed], dtype=torch.int64).share_memory_()
         self._worker: tuple[int, int] | None = None
         self._is_worker = False  # whether this is a worker process
         self._resumed: StreamResume | None = None
@@ -76,23 +75,29 @@ class StreamShard(IterableDataset[Any]):
         """The epoch that the next iteration reads."""
         return int(self._start[0])
 
+    @property
+    def seed(self) -> int:
+        """Seed of the order of the next iteration."""
+        return int(self._start[2])
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration reads."""
         self._start[0] = epoch
 
-    def start(self, epoch: int, first_sample: int, resumed: StreamResume | None = None) -> None:
+    def start(self, epoch: int, first_sample: int, seed: int, resumed: StreamResume | None = None) -> None:
         """Set what the next iteration reads.
 
         Args:
             epoch: counted from 0.
             first_sample: index of the first sample to read.
+            seed: seed of the order.
             resumed: how to get there; only before the first iteration, when there are no workers yet.
         """
-        self._start[0], self._start[1] = epoch, first_sample
+        self._start[0], self._start[1], self._start[2] = epoch, first_sample, seed
         self._resumed = resumed
 
     def __iter__(self) -> Iterator[tuple[Any, bool, int, Any]]:
-        epoch, first = self._start.tolist()
+        epoch, first, _ = self._start.tolist()
         worker, workers = self._worker_index()
         source = self._begin(epoch, first, show=worker == 0)
         stateful = has_state(self.stream)
@@ -154,6 +159,7 @@ class StreamLoader(DataLoader[Any]):
     Attributes:
         dataset: the stream.
         batch_size: samples of a micro-batch on one replica.
+        seed: seed of the order.
         collate_fn: returns a batch for a list of samples.
         drop_last: whether samples of an incomplete last micro-step are dropped.
         state: state of the stream after the last micro-step read (those of a step are read together), if the stream has
@@ -172,6 +178,7 @@ class StreamLoader(DataLoader[Any]):
     ) -> None:
         self._window = window
         self._shard = shard
+        self.seed = shard.seed
         self._worker_seeds = torch.Generator()  # the global generator is for the model
         options: dict[str, Any] = {
             "num_workers": num_workers,
@@ -210,10 +217,19 @@ class StreamLoader(DataLoader[Any]):
         """Micro-steps of an epoch from its sample ``first_sample`` on; a TypeError if the stream has no length."""
         return self._shard.plan.micro_steps(max(0, len(self._shard.stream) - first_sample))
 
-    def start(self, epoch: int, first_sample: int = 0, resumed: StreamResume | None = None) -> None:
-        """Set what the next iteration reads: ``epoch``, from its sample ``first_sample`` on."""
+    def start(
+        self, epoch: int, first_sample: int = 0, resumed: StreamResume | None = None, seed: int | None = None
+    ) -> None:
+        """Set what the next iteration reads: ``epoch``, from its sample ``first_sample`` on.
+
+        Args:
+            epoch: counted from 0.
+            first_sample: index in the order of that epoch.
+            resumed: how a resumed run gets there.
+            seed: seed of the order; default: :attr:`seed`.
+        """
         self.state = None
-        self._shard.start(epoch, first_sample, resumed)
+        self._shard.start(epoch, first_sample, self.seed if seed is None else seed, resumed)
 
     def __iter__(self) -> Lockstep:  # type: ignore[override]  # an iterator serves as DataLoader's
         groups = replica_groups(self._shard.plan.layout)

@@ -356,9 +356,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
 
     def fingerprint(self, plan: RunPlan) -> dict[str, Any]:
         """The compatibility fingerprint, which is compared when a run resumes."""
-        return compatibility_of(
-            self.args, self.batch_plan, self.compiled, self.train_dataset, plan.max_steps, self.has_user_schedule
-        )
+        given = self.has_user_schedule, self.user_optimizer_class
+        return compatibility_of(self.args, self.batch_plan, self.compiled, self.train_dataset, plan.max_steps, *given)
 
     def save_as_part(self, directory: str | None = None) -> None:
         """:meth:`save_model` as part of a checkpoint or a push."""

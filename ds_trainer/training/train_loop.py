@@ -49,7 +49,10 @@ _READ_ONCE = (
 
 
 class TrainOutput(NamedTuple):
-    """The result of ``train``: optimizer steps done, mean training loss, and the metrics of the run."""
+    """The result of ``train``: optimizer steps done, mean training loss, and the metrics of the run.
+
+    If there was nothing left to train, the loss is NaN, and the metrics have no ``train_loss``.
+    """
 
     global_step: int
     training_loss: float
@@ -317,7 +320,7 @@ class TrainLoop:
             "train_steps_per_second": rates.steps_per_second,
             **({"train_tokens_per_second": rates.tokens_per_second} if self._counter.has_tokens else {}),
             "total_flos": state.total_flos,
-            "train_loss": loss,
+            **({"train_loss": loss} if state.global_step > self._first_step else {}),  # the run may have been finished
             **run.final_metrics(),
         }
         run.log(metrics)

@@ -189,6 +189,8 @@ class Trainer(Assembly):
             automatic = directory.resumes_automatically and trial is None
             if resume_from_checkpoint or (automatic and directory.has_checkpoints()):
                 checkpoint, _ = directory.choose(directory.imported(requested, self.describe_running_model))
+            elif trial is None:
+                directory.warn_of_checkpoints()
             self.start_fresh()
             if self.args.auto_find_batch_size:
                 find_batch_size(
@@ -240,7 +242,14 @@ class Trainer(Assembly):
             outer.callback(directory.release)
             join_ranks(args)
             votes = host_votes(self.groups.world_host) if distributed.world_size() > 1 else None
-            stop = StopController(self.output_dir, saves, not args.save_only_model, args.time_limit_margin, votes)
+            stop = StopController(
+                self.output_dir,
+                saves,
+                not args.save_only_model,
+                args.time_limit_margin,
+                votes,
+                directory.resumes_automatically,
+            )
             outer.enter_context(stop)
             if not saves:
                 outer.enter_context(finish_before_sigterm(lambda: stop.before_exit()))
@@ -251,8 +260,8 @@ class Trainer(Assembly):
         """The plan of the run, with the description of the run in the checkpoint. Collective.
 
         Raises:
-            ConfigError: an argument of the compatibility fingerprint has changed, and ``allow_changed_on_resume`` does
-                not allow it.
+            ConfigError: the optimizer has changed, or with ``strict_resume`` any argument of the compatibility
+                fingerprint, and ``allow_changed_on_resume`` does not allow it.
         """
         args = self.args
         values = self.set_initial_training_values(args, loader)
@@ -261,5 +270,5 @@ class Trainer(Assembly):
             return plan, None, Changes({})
         defer_to_checkpoint(self.model, checkpoint)
         resumption = Resumption.of(checkpoint)
-        plan = resumption.plan(args, self.batch_plan, plan, loader)
+        plan = resumption.plan(args, self.batch_plan, plan, loader, self.fingerprint(plan))
         return plan, resumption, resumption.changes(self.fingerprint(plan), args)

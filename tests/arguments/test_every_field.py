@@ -282,6 +282,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "enable_jit_checkpoint": Shown("tests.training.stopping.test_stopping::test_a_run_without_checkpoints_stops"),
     "time_limit_margin": Shown("tests.training.stopping.test_stopping::test_a_run_stops_before_the_time_limit"),
     "auto_resume": Shown("tests.training.stopping.test_stopping::test_the_same_command_starts_and_resumes"),
+    "strict_resume": Shown("tests.training.resume.test_changed_runs::test_strict_resume_refuses_every_change_at_once"),
     "allow_changed_on_resume": Shown(
         "tests.training.test_changed_arguments::test_an_allowed_schedule_change_continues_at_the_step"
     ),

@@ -38,6 +38,7 @@ OWN = {
     "save_keep_every",
     "self_test",
     "verify_weights",
+    "strict_resume",
     "allow_changed_on_resume",
     "start_from_weights",
     "model_init_kwargs",

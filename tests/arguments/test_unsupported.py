@@ -47,7 +47,7 @@ def test_fields_of_a_subclass_may_hold_the_json_text_of_a_mapping() -> None:
 
     assert made('{"dtype": "float32"}') == {"dtype": "float32"}
     assert made({"a": 1}) == {"a": 1} and made("plain") == "plain" and made(None) is None
-    with pytest.raises(ConfigError, match="model_init_kwargs_of_library='{nonsense' is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"model_init_kwargs_of_library='\{nonsense' is not valid JSON"):
         made("{nonsense")
 
 
@@ -60,6 +60,7 @@ def test_the_zero_stage_is_known_before_there_is_a_trainer(tmp_path: Path, monke
     path.write_text(json.dumps(config), encoding="utf-8")
     assert [stage(zero_stage=3), stage(deepspeed=config), stage(deepspeed=str(path)), stage()] == [3, 2, 2, 0]
     assert stage(deepspeed={"zero_optimization": {"stage": "auto"}}) == 0
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    launched = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     assert stage() == 1

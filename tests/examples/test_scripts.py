@@ -72,7 +72,7 @@ def test_evaluate_only_gives_the_models_loss(run_example: Callable[..., Path], m
 
 def test_multi_node_on_two_agents_resumes(run_example: Callable[..., Path]) -> None:
     """Two torchruns stand for two nodes. They continue after the checkpoint of a start on one node."""
-    more = ("--save_steps", "5", "--logging_steps", "1", "--allow_changed_on_resume", "max_steps")
+    more = ("--save_steps", "5", "--logging_steps", "1")
     out = run_example("multi_node", "--max_steps", "5", *more, ranks=2)
     port = str(free_port())
     nodes = [

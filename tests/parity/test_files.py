@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ds_trainer
 from tests.parity.library import FullTokens, Library, assert_same, both, logs, weights
 from tests.support.models import tiny_llama
 
@@ -88,6 +89,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(step: int, tmp_path: Path) -
         return {"logs": logs(trainer), "weights": weights(trainer), "step": trainer.state.global_step}
 
     assert_same(*both(script, tmp_path))
+
+
+def test_a_run_of_transformers_is_extended(tmp_path: Path) -> None:
+    """Four steps there, eight in all: the rates are those of eight steps, from the first resumed one on."""
+    import transformers
+
+    (tmp_path / "theirs").mkdir()
+    theirs = Library(transformers, tmp_path / "theirs").trainer({"save_strategy": "steps", "save_steps": 4})
+    theirs.train()
+    ours = Library(ds_trainer, tmp_path / "ours").trainer({"max_steps": 8})
+    ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-4"))
+    rates = [entry["learning_rate"] for entry in logs(ours)]
+    assert rates[4:] == pytest.approx([1e-2 * (8 - step) / 8 for step in range(4, 8)])
+    assert ours.state.global_step == 8
+    ours.engine.close()
 
 
 def test_training_twice_with_model_init(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Recorder(Regression):
 
 def samples_seen(output_dir: Path, resume: bool = False, **changes: Any) -> list[torch.Tensor]:
     model = Recorder()
-    args = arguments(output_dir, allow_changed_on_resume=["max_steps"], **changes)
+    args = arguments(output_dir, **changes)
     job = Trainer(model, args, train_dataset=regression_rows(16))
     job.train(resume_from_checkpoint=resume or None)
     job.engine.close()
@@ -358,9 +358,7 @@ def count_over_two_runs(output_dir: Path, restore: bool) -> tuple[int, int]:
     first.train()
     first.engine.close()
     counter = Counter(start=20)
-    changes: dict[str, Any] = dict(
-        max_steps=4, allow_changed_on_resume=["max_steps"], restore_callback_states_from_checkpoint=restore
-    )
+    changes: dict[str, Any] = dict(max_steps=4, restore_callback_states_from_checkpoint=restore)
     second = trainer(output_dir, callbacks=[counter], **changes)
     second.train(resume_from_checkpoint=True)
     second.engine.close()

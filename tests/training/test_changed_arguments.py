@@ -1,4 +1,4 @@
-"""Arguments that decide the trajectory: refused when they differ from the checkpoint's, taken over when allowed."""
+"""Arguments that decide the trajectory: taken over when they differ; with strict_resume refused unless allowed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CHANGED: list[tuple[str, Any, str]] = [
 def test_arguments_that_decide_the_weights_are_compared(
     name: str, value: Any, message: str, checkpoint: str, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(tmp_path, **{name: value})
+    trainer = trainer_of(tmp_path, strict_resume=True, **{name: value})
     with pytest.raises(ConfigError) as error:
         trainer.train(resume_from_checkpoint=checkpoint)
     assert message in str(error.value) and checkpoint in str(error.value)
@@ -84,7 +84,13 @@ def test_arguments_that_decide_the_weights_are_compared(
 def test_all_differences_are_reported_at_once(checkpoint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         trained(
-            tmp_path, checkpoint, learning_rate=5e-3, weight_decay=0.0, allow_changed_on_resume=["weight_decay"], seed=1
+            tmp_path,
+            checkpoint,
+            strict_resume=True,
+            learning_rate=5e-3,
+            weight_decay=0.0,
+            allow_changed_on_resume=["weight_decay"],
+            seed=1,
         )
     assert [problem.partition(" was ")[0] for problem in error.value.problems] == ["learning_rate", "seed", "data_seed"]
 
@@ -99,7 +105,7 @@ FREE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("arguments", FREE, ids=str)
 def test_other_arguments_may_change(arguments: dict[str, Any], checkpoint: str, tmp_path: Path) -> None:
-    trainer = trained(tmp_path, checkpoint, **arguments)
+    trainer = trained(tmp_path, checkpoint, strict_resume=True, **arguments)
     assert trainer.state.global_step == 6
     trainer.engine.close()
 
@@ -108,7 +114,7 @@ def test_the_length_is_compared_only_if_the_schedule_depends_on_it(tmp_path: Pat
     for kind, free in (("constant", True), ("linear", False)):
         directory = tmp_path / kind
         trained(directory, lr_scheduler_type=kind, max_steps=3).engine.close()
-        trainer = trainer_of(directory, lr_scheduler_type=kind, max_steps=6)
+        trainer = trainer_of(directory, lr_scheduler_type=kind, max_steps=6, strict_resume=True)
         if free:
             assert trainer.train(resume_from_checkpoint=True).global_step == 6
         else:
@@ -128,17 +134,25 @@ def test_an_allowed_schedule_change_continues_at_the_step(
 ) -> None:
     """From the step on its rates are those of a run that had them from the beginning."""
     uninterrupted = trained(tmp_path / "whole", **changed)
-    found = trained(tmp_path / "found", checkpoint, allow_changed_on_resume=list(changed), **changed)
+    strict = {"strict_resume": True, "allow_changed_on_resume": list(changed)}
+    found = trained(tmp_path / "found", checkpoint, **strict, **changed)
     assert logged(found, "learning_rate")[3:] == logged(uninterrupted, "learning_rate")[3:]
     assert logged(found, "learning_rate")[:3] != logged(uninterrupted, "learning_rate")[:3]
     for trainer in (uninterrupted, found):
         trainer.engine.close()
 
 
-def test_allowed_changes_take_effect(checkpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_allowed_changes_take_effect(strict: bool, checkpoint: str, tmp_path: Path) -> None:
     names = ["weight_decay", "adam_beta1", "adam_epsilon"]
     trainer = trained(
-        tmp_path, checkpoint, weight_decay=0.3, adam_beta1=0.5, adam_epsilon=1e-4, allow_changed_on_resume=names
+        tmp_path,
+        checkpoint,
+        weight_decay=0.3,
+        adam_beta1=0.5,
+        adam_epsilon=1e-4,
+        strict_resume=strict,
+        allow_changed_on_resume=names if strict else [],
     )
     groups = trainer.optimizer.param_groups
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.3]
@@ -156,16 +170,20 @@ def test_another_optimizer_starts_without_states(checkpoint: str, tmp_path: Path
 
 
 def test_the_restored_state_is_printed(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, checkpoint, learning_rate=5e-3, allow_changed_on_resume=["learning_rate"]).engine.close()
+    trained(tmp_path, checkpoint, learning_rate=5e-3).engine.close()
     text = capsys.readouterr().out
     start = text.index("Resumed from ")
-    lines = text[start:].splitlines()[:9]
+    lines = text[start:].splitlines()[:11]
     assert lines[0] == f"Resumed from {checkpoint}: step 3 of 6"
     words = dict(line.split(maxsplit=1) for line in lines[1:] if not line.strip().startswith(("state of", "random")))
     assert words["weights"] == words["optimizer"] == "restored"
     assert words["schedule"] == "LambdaLR, moved to learning rate 0.0025"
     assert words["data"] == "epoch 0, after 12 samples"
-    assert words["changed"] == "learning_rate: 0.01 -> 0.005"
+    assert lines[8:10] == [
+        "Changed since then:",
+        "  argument       was   is     what follows",
+    ]
+    assert words["learning_rate"] == "0.01  0.005  the schedule is computed anew: learning rate 0.0025 at step 4"
 
 
 def test_unknown_names_are_rejected() -> None:

@@ -220,7 +220,7 @@ def test_a_custom_loader_cannot_resume_inside_a_batch(tmp_path: Path) -> None:
 
 
 def refused_batch(output_dir: str) -> str:
-    changed = {"per_device_train_batch_size": 5, "allow_changed_on_resume": ["global_batch"], "max_steps": 14}
+    changed = {"per_device_train_batch_size": 5, "max_steps": 14}
     trainer = make(output_dir, trainer_class=OwnLoader, **changed)
     try:
         trainer.train(resume_from_checkpoint=True)

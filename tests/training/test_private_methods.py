@@ -245,7 +245,7 @@ def test_what_a_subclass_saves_beside_a_checkpoint_is_there_to_be_restored(tmp_p
     trainer = made(Saves, tmp_path, save_strategy="steps", save_steps=1)
     trainer.train()
     assert trainer.read is None
-    resumed = made(Saves, tmp_path, max_steps=4, allow_changed_on_resume=["max_steps"])
+    resumed = made(Saves, tmp_path, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.read == "0.1" and resumed.state.global_step == 4
 

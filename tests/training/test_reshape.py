@@ -146,7 +146,7 @@ def test_another_batch_size_skips_and_repeats_nothing(
     first = pool(LAYOUTS[old]["world"]).run(partial(run, old, str(tmp_path), batch=before, **saving))
     longer = {"max_steps": -1, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
     checkpoint = str(tmp_path / f"checkpoint-{STOP}")
-    changed = {**longer, "batch": now, "allow_changed_on_resume": ["global_batch"]}
+    changed = {**longer, "batch": now}
     second = pool(LAYOUTS[new]["world"]).run(partial(run, new, str(tmp_path / "new"), checkpoint, **changed))
     rows = [row for _, batches in (*first, *second) for row in dict.fromkeys(rows_of(batches))]
     data = sorted(tuple(row["input_ids"].tolist()) for row in RaggedTokens(60))
@@ -156,7 +156,7 @@ def test_another_batch_size_skips_and_repeats_nothing(
     assert len(second[0][0].losses) == STOP + -(-(60 - STOP * before) // now)
 
 
-def test_another_batch_size_is_rejected_unless_it_is_allowed(tmp_path: Path) -> None:
+def test_strict_resume_rejects_another_batch_size(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "lr_scheduler_type": "constant"}
     pool(2).run(partial(run, "dp 2, ZeRO 1", str(tmp_path), **saving))
     message = pool(1).run(refusal, "1 rank, ZeRO 0", str(tmp_path), str(tmp_path / "checkpoint-1"))[0]
@@ -167,7 +167,7 @@ def test_another_batch_size_is_rejected_unless_it_is_allowed(tmp_path: Path) -> 
 
 def refusal(layout: str, output_dir: str, checkpoint: str) -> str:
     try:
-        run(layout, output_dir, checkpoint, batch=4, lr_scheduler_type="constant")
+        run(layout, output_dir, checkpoint, batch=4, lr_scheduler_type="constant", strict_resume=True)
     except ConfigError as error:
         return str(error)
     raise AssertionError("was not refused")

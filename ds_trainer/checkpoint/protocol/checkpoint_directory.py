@@ -27,6 +27,9 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+HOW_TO_RESUME = "call train(resume_from_checkpoint=True), or add --auto_resume True to the command"
+"""For messages. The Trainer reads ``auto_resume``; what ``--resume_from_checkpoint`` does is up to the script."""
+
 POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = re.compile(r"\.(checkpoint-\d+|latest)\.[0-9a-f]{8}\.(partial|old|removed)")

@@ -77,11 +77,14 @@ class DataCursor:
         self.epoch, self.steps, self.micro_steps = epoch, 0, 0
         self._first_sample, self._first_micro_step = 0, 0
         self._ordered_for = self._batch.global_batch_size
+        self._seed: int | None = self.loader.seed if self.is_ours else None
         self._ended = False
 
     def _enter_at(self, at: DataPosition) -> None:
         self.steps, self._ended = at.steps, at.ended
         self._ordered_for = at.ordered_for or self._batch.global_batch_size
+        if at.seed is not None and self.is_ours and self.is_inside and not self._args.ignore_data_skip:
+            self._seed = at.seed
         # A checkpoint without sample counts is assumed to have the current batch sizes.
         self._first_sample = (
             at.samples if at.samples_per_micro_step else at.micro_steps * self._batch.samples_per_micro_step
@@ -124,11 +127,11 @@ class DataCursor:
         if self._is_read:  # a loader that is placed at its end but not read would begin the next epoch there
             return iter(())
         if isinstance(self.loader, PlannedLoader):
-            self.loader.start(epoch, sample, self._ordered_for)
+            self.loader.start(epoch, sample, self._ordered_for, self._seed)
             return iter(self.loader)
         if isinstance(self.loader, StreamLoader):
             state = self._saved.get("state") if at is not None and sample else None
-            self.loader.start(epoch, sample, StreamResume(epoch, state, epoch_random_state, show))
+            self.loader.start(epoch, sample, StreamResume(epoch, state, epoch_random_state, show), self._seed)
             return iter(self.loader)
         set_epoch(self.loader, epoch)
         if at is not None and micro_steps and has_state(self.loader) and "state" in self._saved:
@@ -204,7 +207,9 @@ class DataCursor:
         if isinstance(self.loader, PlannedLoader):
             samples = min(samples, self.loader.samples)
         size, ordered_for = self._batch.samples_per_micro_step, self._ordered_for
-        return DataPosition(self.epoch, samples, self.steps, self.micro_steps, size, ordered_for, self._ended)
+        return DataPosition(
+            self.epoch, samples, self.steps, self.micro_steps, size, ordered_for, self._ended, self._seed
+        )
 
     def reader_state(self) -> dict[str, Any]:
         """State of the reader on this rank besides the position: that of the stream or loader, and the random state."""

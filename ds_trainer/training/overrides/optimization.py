@@ -105,6 +105,13 @@ class Optimization(TrainerBase):
         """Whether the user passed the schedule or overrides ``create_scheduler``."""
         return self.user_optimizers[1] is not None or "create_scheduler" in self.overridden
 
+    @property
+    def user_optimizer_class(self) -> type[torch.optim.Optimizer] | None:
+        """The class of the optimizer that the user passed; None if the arguments describe it."""
+        if self.user_optimizers[0] is not None:
+            return type(self.user_optimizers[0])
+        return None if self.optimizer_class is None else self.optimizer_class[0]
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay: all except biases and norms."""
         return decay_parameter_names(model)

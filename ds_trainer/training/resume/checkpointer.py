@@ -39,10 +39,10 @@ from ds_trainer.training.resume.background_saves import (
 from ds_trainer.training.resume.checkpoint_model import plan_of_checkpoints
 from ds_trainer.training.resume.checkpoint_size_notice import announce
 from ds_trainer.training.resume.compatibility import Changes
+from ds_trainer.training.resume.moved_schedule import MovedSchedule, move_schedule
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import (
     Resumption,
-    move_schedule,
     rank_files,
     report,
     run_files,
@@ -95,6 +95,7 @@ class Checkpointer:
         self._background: BackgroundSaves | None = None
         self._resumption: Resumption | None = None
         self._changes = Changes({})
+        self._moved_schedule: MovedSchedule | None = None
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,7 @@ class Checkpointer:
         run.events.state = self._merged_state(resumption.state, at)
         if changes.schedule:
             move_schedule(run.lr_scheduler, schedule, run.events.state.global_step)
+            self._moved_schedule = MovedSchedule(run.lr_scheduler, run.optimizer)
         else:
             run.lr_scheduler.load_state_dict(schedule)
         manifest = Manifest.read(resumption.path)
@@ -177,10 +179,15 @@ class Checkpointer:
         self.wait()
         resumption = Resumption.of(rollback_checkpoint(self._directory, self._resumption, self._changes, began, reason))
         state = self._run.events.state
-        schedule = self.manager(state).load(resumption.path)
+        first = self._resumption is not None and resumption.path == self._resumption.path
+        changes = self._changes if first else Changes({})  # later checkpoints have the values of this run
+        schedule = self.manager(state).load(resumption.path, changes.settings(self._run.events.args))
         restored = self._merged_state(resumption.state, resumption.position(self._run.plan))
         vars(state).update(vars(restored))  # in place: the loop and callbacks hold this object
-        self._run.lr_scheduler.load_state_dict(schedule)
+        if first and self._moved_schedule is not None:
+            self._moved_schedule.restore()
+        else:
+            self._run.lr_scheduler.load_state_dict(schedule)
         run: Any = resumption.run or {}
         tried = run.get("divergence", {}).get("incidents", {}).get("tried", resumption.state.global_step)
         return RolledBack(resumption.path, tried)

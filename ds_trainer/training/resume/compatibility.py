@@ -2,6 +2,9 @@
 
 Layout, ZeRO stage, offload and everything else that changes rounding only may differ. The fingerprint covers the order
 and the size of the global batches, the optimizer, its schedule, the loss and the number format.
+
+A run resumes with other values, unless the states of the optimizer mean nothing to the new one. With ``strict_resume``
+it resumes only with the same values.
 """
 
 from __future__ import annotations
@@ -44,6 +47,15 @@ _BY_LENGTH = (
     *(SchedulerType.LINEAR, SchedulerType.COSINE, SchedulerType.COSINE_WITH_RESTARTS, SchedulerType.POLYNOMIAL),
     *(SchedulerType.COSINE_WITH_MIN_LR, SchedulerType.COSINE_WARMUP_WITH_MIN_LR, SchedulerType.WARMUP_STABLE_DECAY),
 )
+# Names of one optimizer: these have the same states.
+_SAME_STATES = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adam": "adamw",
+    "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw",
+}
+_OPTIMIZER = ("optimizer", "optim", "optim_target_modules", "deepspeed.optimizer.type")
 _OTHER_NAMES = {
     "num_train_epochs": "max_steps",
     "per_device_train_batch_size": "global_batch",
@@ -53,8 +65,12 @@ _ABOUT = {
     "global_batch": "per_device_train_batch_size x gradient_accumulation_steps x replicas",
     "max_steps": "the steps of the schedule, from max_steps or num_train_epochs",
     "train_dataset": "samples in an epoch",
+    "optimizer": "the class that was passed to the Trainer",
 }
-NAMES = (*_PLAIN, "grad_accum_dtype", "max_steps", "global_batch", "train_dataset", "deepspeed", *_OTHER_NAMES)
+NAMES = (
+    *(*_PLAIN, "grad_accum_dtype", "max_steps", "global_batch", "train_dataset", "optimizer", "deepspeed"),
+    *_OTHER_NAMES,
+)
 """The valid values in ``allow_changed_on_resume``."""
 
 
@@ -65,6 +81,7 @@ def compatibility_of(
     train_dataset: Any,
     max_steps: int,
     user_schedule: bool,
+    user_optimizer: type | None = None,
 ) -> dict[str, Any]:
     """The compatibility fingerprint of a run: plain data by name.
 
@@ -75,6 +92,7 @@ def compatibility_of(
         train_dataset: the training dataset; None if a subclass builds the loader.
         max_steps: optimizer steps of the run.
         user_schedule: whether the user passed the schedule, so that the arguments do not describe it.
+        user_optimizer: the class of the optimizer that the user passed; None if the arguments describe it.
     """
     found = {name: plain(getattr(args, name)) for name in _PLAIN if hasattr(args, name)}
     if str(args.grad_accum_dtype) != "auto":
@@ -82,13 +100,19 @@ def compatibility_of(
     found["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     found["global_batch"] = batch_plan.global_batch_size
-    by_length = "scheduler" not in config and not user_schedule and _depends_on_length(args)
+    of_file = config.user_values()
+    if "scheduler" in config:
+        total = "scheduler.params.total_num_steps"
+        by_length = total in config and total not in of_file  # auto
+    else:
+        by_length = not user_schedule and _depends_on_length(args)
     found["max_steps"] = max_steps if by_length else None
     samples = None if train_dataset is None else length_of(train_dataset)
     found["train_dataset"] = None if samples is None else batch_plan.samples_used(samples)
+    found["optimizer"] = None if user_optimizer is None else user_optimizer.__name__
     if args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH:
         found["length_column_name"] = args.length_column_name
-    for path, value in config.user_values().items():
+    for path, value in of_file.items():
         if path.partition(".")[0] in _ENGINE:
             found[f"deepspeed.{path}"] = value
     return dict(json.loads(json.dumps(found, default=str)))
@@ -100,18 +124,15 @@ def _depends_on_length(args: TrainingArguments) -> bool:
 
 @dataclass(frozen=True)
 class Changes:
-    """The allowed differences from the run that wrote a checkpoint.
+    """The differences from the run that wrote a checkpoint.
 
     Attributes:
-        values: pairs of old and new value, by name.
+        values: pairs of old and new value, by name of :func:`compatibility_of`.
+        optimizer: whether the optimizer has changed, so that it cannot use the states in the checkpoint.
     """
 
     values: Mapping[str, tuple[Any, Any]]
-
-    @property
-    def optimizer(self) -> bool:
-        """Whether the optimizer has changed, so that it cannot use the states in the checkpoint."""
-        return "optim" in self.values or "deepspeed.optimizer.type" in self.values
+    optimizer: bool = False
 
     @property
     def schedule(self) -> bool:
@@ -127,15 +148,14 @@ class Changes:
             kept |= set(args.optimizer_arguments())
         return kept | ({"lr", "initial_lr", "schedule"} if self.schedule else set())
 
-    def lines(self) -> list[str]:
-        """A line for each change: ``learning_rate: 0.002 -> 0.001``."""
-        return [f"{name}: {_shown(before)} -> {_shown(now)}" for name, (before, now) in self.values.items()]
-
 
 def compare(
     written: Mapping[str, Any], present: Mapping[str, Any], args: TrainingArguments, checkpoint: Path
 ) -> Changes:
-    """Compare two fingerprints, and return the differences if ``args.allow_changed_on_resume`` allows them all.
+    """Compare two fingerprints, and return the differences.
+
+    Refused are another optimizer, and with ``strict_resume`` any difference, unless ``allow_changed_on_resume`` names
+    it.
 
     Args:
         written: :func:`compatibility_of` the run that wrote the checkpoint.
@@ -147,6 +167,7 @@ def compare(
         ConfigError: changes that are not allowed; one sentence for each.
     """
     allowed = allowed_names(args.allow_changed_on_resume)
+    another_optimizer = _optimizer_of(written) != _optimizer_of(present)
     different = {
         name: (written.get(name), present.get(name))
         for name in dict.fromkeys([*present, *written])
@@ -155,9 +176,18 @@ def compare(
     if "global_batch" in allowed and "max_steps" in different and args.max_steps <= 0:
         allowed.add("max_steps")  # the same epochs have another number of steps
     refused = [name for name in different if name not in allowed and name.partition(".")[0] not in allowed]
+    if not args.strict_resume:
+        refused = [name for name in refused if another_optimizer and name in _OPTIMIZER]
     if refused:
         raise ConfigError([_sentence(name, different[name], args, checkpoint) for name in refused])
-    return Changes(different)
+    return Changes(different, another_optimizer)
+
+
+def _optimizer_of(fingerprint: Mapping[str, Any]) -> tuple[str, Any]:
+    """The optimizer of a run: its name, the same for all implementations, and the weights that it treats specially."""
+    of_file = fingerprint.get("deepspeed.optimizer.type")
+    lowered = str(fingerprint.get("optimizer") or of_file or fingerprint.get("optim")).lower()
+    return _SAME_STATES.get(lowered, lowered), fingerprint.get("optim_target_modules")
 
 
 def allowed_names(given: Collection[str]) -> set[str]:
@@ -180,12 +210,15 @@ def _sentence(name: str, values: tuple[Any, Any], args: TrainingArguments, check
     where = _ABOUT.get(name) or (args.where(name) if hasattr(args, name) else "")
     about = f" ({where})" if where else ""
     key = "deepspeed" if name.startswith("deepspeed.") else name
+    why, so = "", "resume with the new value"
+    if not args.strict_resume:
+        why, so = "; the optimizer's states in the checkpoint mean nothing to another one", "begin with new states"
     return (
-        f"{name} was {_shown(before)} when {checkpoint} was written, and is {_shown(now)}{about}. Set it back, or "
-        f"resume with the new value: allow_changed_on_resume=['{key}'], or on the command line "
-        f"--allow_changed_on_resume {key}."
+        f"{name} was {shown(before)} when {checkpoint} was written, and is {shown(now)}{about}{why}. Set it back, or "
+        f"{so}: allow_changed_on_resume=['{key}'], or on the command line --allow_changed_on_resume {key}."
     )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """``value``, plain data, in a message."""
     return value if isinstance(value, str) else json.dumps(value)

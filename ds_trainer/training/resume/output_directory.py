@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.converters.conversion import other_format_at
 from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.checkpoint.manager import choose_checkpoint
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import HOW_TO_RESUME, CheckpointDirectory, list_checkpoints
 from ds_trainer.checkpoint.protocol.checkpoint_selection import VerifiedCheckpoint
 from ds_trainer.checkpoint.protocol.directory_lock import DirectoryLock
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
@@ -97,6 +97,18 @@ class OutputDirectory:
         """Whether there is a checkpoint to resume from, damaged or not. Collective."""
         here = self.writer_group.is_leader and CheckpointDirectory(self.path).has_checkpoints()
         return bool(distributed.agree(torch.tensor([int(here)]))[0])
+
+    def warn_of_checkpoints(self) -> None:
+        """Warn that a new run begins in a directory that has checkpoints of another one. Collective."""
+        newest = self.newest()
+        if newest is not None and distributed.rank() == 0:
+            logger.warning(
+                "This run begins at step 0 although %s is there; it will replace checkpoints of the same steps. To "
+                "resume instead, %s. To keep both, set another output_dir (%s).",
+                newest,
+                HOW_TO_RESUME,
+                self._args.where("output_dir"),
+            )
 
     def choose(self, requested: Path | None) -> VerifiedCheckpoint:
         """``requested``, or the newest valid checkpoint, verified by all ranks. Collective.

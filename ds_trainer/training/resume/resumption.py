@@ -7,14 +7,11 @@ needs it (state of a stream or loader).
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import TrainerState
@@ -24,13 +21,13 @@ from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.stream import StreamLoader
-from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.data_cursor import DataCursor
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.training_run import TrainingRun
+from ds_trainer.training.resume.changed_arguments import Consequences, finished
 from ds_trainer.training.resume.compatibility import Changes, compare
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -118,33 +115,53 @@ class Resumption:
         written = plan if plan.micro_steps_per_epoch is not None else replace(plan, steps_per_epoch=length)
         return written.position(self.state.global_step, self.state.epoch)
 
-    def plan(self, args: TrainingArguments, batch_plan: BatchPlan, plan: RunPlan, loader: Any) -> RunPlan:
-        """The plan of the resumed run. With another global batch size, the same epochs have other steps."""
+    def plan(
+        self, args: TrainingArguments, batch_plan: BatchPlan, plan: RunPlan, loader: Any, fingerprint: Mapping[str, Any]
+    ) -> RunPlan:
+        """The plan of the resumed run.
+
+        With another global batch size, or another length of the data, the same epochs have other steps: those that are
+        left are counted from the position in the data.
+
+        Args:
+            args: the arguments of this run.
+            batch_plan: sizes of its batches.
+            plan: the plan of a new run.
+            loader: micro-batches of this replica.
+            fingerprint: :func:`compatibility_of` this run.
+        """
         if self.run is None or plan.micro_steps_per_epoch is None:
             return plan
-        at = self.position(plan)
-        if self.run["compatibility"]["global_batch"] != batch_plan.global_batch_size:
-            cursor = DataCursor(args, batch_plan, plan, loader, at)
-            return plan.with_another_batch(args, at.epoch, cursor.micro_steps, self.state.global_step)
-        if self.run["planned_steps"] == plan.max_steps:  # the global batch size changed earlier in this run
+        written, at = self.run["compatibility"], self.position(plan)
+        same_epochs = all(written[name] == fingerprint[name] for name in ("global_batch", "train_dataset"))
+        if same_epochs and self.run["planned_steps"] == plan.max_steps:
             return replace(plan, max_steps=self.run["steps"], epochs=self.run["epochs"])
-        return plan
+        if same_epochs and self.run["planned_steps"] == self.run["steps"]:
+            return plan
+        cursor = DataCursor(args, batch_plan, plan, loader, at)
+        return plan.with_another_batch(args, at.epoch, cursor.micro_steps, self.state.global_step)
 
     def changes(self, fingerprint: Mapping[str, Any], args: TrainingArguments) -> Changes:
-        """The allowed changes of arguments since the checkpoint was written.
+        """The changes of arguments since the checkpoint was written.
 
         Args:
             fingerprint: :func:`compatibility_of` this run.
             args: the arguments of this run.
 
         Raises:
-            ConfigError: a change that is not allowed.
+            ConfigError: a change that is not possible, or not allowed.
         """
         if self.run is None:
+            before, now = self.state.max_steps, fingerprint["max_steps"]  # now is None if it has no effect
+            longer = now is not None and before not in (0, now)
             logger.warning(
-                "%s has no %s, so its arguments cannot be compared with those of this run.", self.path, RUN_FILE
+                "%s has no %s, so its arguments cannot be compared with those of this run. "
+                "The learning rates are those of %s.",
+                self.path,
+                RUN_FILE,
+                f"this run, of {now} steps instead of {before}" if longer else "the checkpoint's schedule",
             )
-            return Changes({})
+            return Changes({"max_steps": (before, now)} if longer else {})
         return compare(self.run["compatibility"], fingerprint, args, self.path)
 
     def reader_state(self, loader: Any, same_layout: bool) -> dict[str, Any]:
@@ -161,31 +178,6 @@ class Resumption:
         return dict(load_pickle(file, trusted=True))  # the checkpoint has been verified
 
 
-def move_schedule(schedule: Any, saved: Mapping[str, Any], steps: int) -> None:
-    """Move a new ``schedule`` to the step at which the old one was ``saved``.
-
-    Args:
-        schedule: a new schedule that has not been stepped.
-        saved: the state of the old schedule, with its number of steps.
-        steps: optimizer steps done, used if ``saved`` has no number of steps.
-    """
-    if steps_on_metric(schedule):
-        logger.warning("The new schedule (%s) follows a metric and starts fresh.", type(schedule).__name__)
-        return
-    done = int(saved.get("last_epoch", saved.get("last_batch_iteration", steps)))
-    if done <= 0:
-        return
-    if "last_batch_iteration" in inspect.signature(schedule.step).parameters:  # a schedule of DeepSpeed
-        schedule.step(done)
-    elif isinstance(schedule, LambdaLR):  # a function of the step only
-        schedule.last_epoch = done - 1
-        schedule._step_count = done + 1
-        schedule.step()
-    else:
-        for _ in range(done):
-            schedule.step()
-
-
 # -- reporting --------------------------------------------------------------------------------------------------------
 
 
@@ -195,11 +187,11 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
     Args:
         run: the resumed training.
         resumption: the checkpoint.
-        changes: the allowed changes of arguments.
+        changes: the changes of arguments.
         manifest: the manifest of the checkpoint.
         cursor: the data cursor.
     """
-    state, engine = run.events.state, run.engine
+    state, engine, args = run.events.state, run.engine, run.events.args
     now = _describe(engine.layout.describe(), engine.stage, engine.precision)
     sizes = {name: manifest.layout[name] for name in ("world_size", "tp", "cp", "sp")}
     before = _describe(ParallelLayout(**sizes).describe(), manifest.zero_stage, manifest.precision)
@@ -213,13 +205,26 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
         ("optimizer", "new, because it has changed" if changes.optimizer else "restored"),
         ("schedule", f"{schedule}, {'moved to' if changes.schedule else 'restored at'} learning rate {rates}"),
         ("random state", "of every rank" if same else "of the replica with the same number"),
-        ("data", _describe_position(run.events.args, cursor)),
+        ("data", _describe_position(args, cursor)),
         ("callbacks", callbacks),
-        *(("changed", line) for line in changes.lines()),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"Resumed from {resumption.path}: step {state.global_step} of {state.max_steps}"]
-    return "\n".join([*lines, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    lines += [f"  {name:<{width}}  {text}" for name, text in rows]
+    if resumption.run is not None and (resumption.path / ARGUMENTS_FILE).is_file():
+        consequences = Consequences(
+            changes,
+            args,
+            world_size=(sizes["world_size"], engine.layout.world_size),
+            max_steps=(resumption.run["steps"], run.plan.max_steps),
+            step=state.global_step,
+            position=cursor.position,
+            rates=rates,
+        )
+        lines += consequences.table(read_json(resumption.path / ARGUMENTS_FILE))
+    if state.global_step >= run.plan.max_steps or cursor.epoch >= run.plan.epochs:
+        lines += finished(args, state.global_step, resumption.path)
+    return "\n".join(lines)
 
 
 def _describe(layout: str, stage: int, precision: str) -> str:

@@ -37,10 +37,8 @@ def rollback_checkpoint(
         pass
     if resumption is None:
         raise TrainingDiverged(f"{nothing}: training stops; the weights are those before this step.")
-    if changes.optimizer or changes.schedule:
-        raise TrainingDiverged(
-            f"{nothing} with the current optimizer and schedule, which were changed on resume: training stops."
-        )
+    if changes.optimizer:
+        raise TrainingDiverged(f"{nothing} with the current optimizer, which was changed on resume: training stops.")
     try:
         return directory.choose(resumption.path)[0]
     except BrokenCheckpoint as error:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from ds_trainer.checkpoint.protocol.checkpoint_directory import HOW_TO_RESUME
 from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.job_end import JobEnd
 from ds_trainer.training.stopping.request import StopRequest
@@ -43,18 +44,21 @@ class TrainingStopped(SystemExit):
         step: optimizer steps done.
         checkpoint: the checkpoint from which the run can resume; None if there is none.
         reason: what requested the stop.
+        resume: how to resume; empty if that is not possible.
     """
 
-    def __init__(self, code: int, step: int, checkpoint: Path | None, reason: str) -> None:
+    def __init__(self, code: int, step: int, checkpoint: Path | None, reason: str, resume: str = "") -> None:
         super().__init__(code)
         self.step = step
         self.checkpoint = checkpoint
         self.reason = reason
+        self.resume = resume
 
     def __str__(self) -> str:
         checkpoint = f"{self.checkpoint} is complete" if self.checkpoint is not None else "there is no checkpoint"
-        advice = "restart the job to resume" if self.code == REQUEUE else "no restart requested"
-        return f"Stopped at step {self.step} by {self.reason}: {checkpoint}. Exit code {self.code}: {advice}."
+        advice = "restart the job" if self.code == REQUEUE else "no restart requested"
+        resume = f" To resume, {self.resume}." if self.resume else ""
+        return f"Stopped at step {self.step} by {self.reason}: {checkpoint}. Exit code {self.code}: {advice}.{resume}"
 
 
 class EvaluationAborted(BaseException):
@@ -74,6 +78,7 @@ class StopController:
         resumable: whether the run can resume from its checkpoints; if not, the exit code asks for no restart.
         margin: seconds before the end of the job by which the last checkpoint must be complete.
         votes: how all ranks vote; None for one process.
+        automatic: whether the same command, started again, resumes from the newest checkpoint (``auto_resume``).
 
     Attributes:
         saves: see above.
@@ -82,8 +87,17 @@ class StopController:
         before_exit: called before a signal ends the process without a checkpoint; finishes the save in progress.
     """
 
-    def __init__(self, output_dir: Path, saves: bool, resumable: bool, margin: float, votes: HostVotes | None) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        saves: bool,
+        resumable: bool,
+        margin: float,
+        votes: HostVotes | None,
+        automatic: bool = False,
+    ) -> None:
         self.saves = saves
+        self._automatic = automatic
         self._resumable = saves and resumable
         self.agreed: StopRequest | None = None
         self.before_exit: Callable[[], None] = lambda: None
@@ -168,7 +182,9 @@ class StopController:
         code = self.agreed.code if self._resumable else STOPPED
         if code == STOPPED and launcher_restarts(os.environ):
             code = 0
-        return TrainingStopped(code, step, checkpoint, self.agreed.text)
+        resume = "start the same command again" if self._automatic else HOW_TO_RESUME
+        possible = self._resumable and checkpoint is not None
+        return TrainingStopped(code, step, checkpoint, self.agreed.text, resume if possible else "")
 
     def _own_request(self) -> StopRequest | None:
         """The request that this rank has received; a stop file has priority."""

@@ -55,8 +55,7 @@ def train_with_trainer(
     model, rows, collate = KINDS[kind]
     return Trainer(
         model(),
-        # Resumed runs are longer here, so that their learning rates fall another way.
-        arguments(output_dir, **{**VALUES, "allow_changed_on_resume": ["max_steps"], **changes}),
+        arguments(output_dir, **{**VALUES, **changes}),
         data_collator=collate,
         train_dataset=rows(8),
         eval_dataset=rows(3),

@@ -68,7 +68,6 @@ def seen(
         disable_tqdm=True,
         use_cpu=True,
         remove_unused_columns=False,
-        allow_changed_on_resume=["global_batch"],
         **more,
     )
     model = Linear()

@@ -254,6 +254,21 @@ def test_a_rollback_may_use_the_checkpoint_of_the_resumed_run(tmp_path: Path) ->
     assert (record.step, counted["rollbacks"], counted["tried"]) == (6, 1, 8)
 
 
+@pytest.mark.parametrize("changed", [{"learning_rate": 0.02}, {"weight_decay": 0.5}, {"max_steps": 7}], ids=str)
+def test_a_rollback_to_the_resumed_checkpoint_keeps_changed_arguments(changed: dict[str, Any], tmp_path: Path) -> None:
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "nonfinite_policy": "rollback"}
+    bad, without = Rows(10, SIZE, bad=(3,)), Rows(10, SIZE, without=(2, 3))
+    later = {**arguments, "save_steps": 4, **changed}
+    records = []
+    for name, data in (("bad", bad), ("ok", without)):
+        pool(1).run(partial(run, str(tmp_path / name), data, stop_at=2, **arguments))
+        ((record, counted),) = pool(1).run(partial(run, str(tmp_path / name), data, resume=True, **later))
+        assert counted["rollbacks"] == int(name == "bad")
+        records.append(record)
+    assert records[0].logs == records[1].logs and records[0].state == records[1].state
+    assert records[0].step == later["max_steps"]
+
+
 def test_repeated_rollbacks_end_training(tmp_path: Path) -> None:
     data = Rows(20, SIZE, bad=tuple(range(5, 20)))
     arguments = {"max_steps": 10, "save_strategy": "steps", "save_steps": 4, "nonfinite_policy": "rollback"}

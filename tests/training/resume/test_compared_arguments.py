@@ -22,7 +22,7 @@ BEFORE = {
 
 
 def compared(changes: dict[str, Any], allowed: list[str], without: str = "", **arguments: Any) -> Any:
-    args = TrainingArguments("out", allow_changed_on_resume=allowed, **arguments)
+    args = TrainingArguments("out", allow_changed_on_resume=allowed, **{"strict_resume": True, **arguments})
     present = {name: value for name, value in {**BEFORE, **changes}.items() if name != without}
     return compare(BEFORE, present, args, Path("checkpoint-5"))
 
@@ -77,7 +77,33 @@ def test_effects_of_changes_on_optimizer_and_schedule() -> None:
     assert decay.settings(args) == {"weight_decay"}
     eps = compared({"deepspeed.optimizer.params.eps": 2}, ["deepspeed"])
     assert (eps.optimizer, eps.schedule, eps.settings(args)) == (False, False, {"eps"})
-    for name in ("optim", "deepspeed.optimizer.type"):
-        other = compared({name: "sgd"}, [name.partition(".")[0]])
-        assert (other.optimizer, other.schedule) == (True, True)
-    assert rate.lines() == ["learning_rate: 0.1 -> 1"]
+    other = compared({"deepspeed.optimizer.type": "sgd"}, ["deepspeed"])
+    assert (other.optimizer, other.schedule) == (True, True)
+
+
+def test_without_strict_resume_only_another_optimizer_is_refused() -> None:
+    everything = {"learning_rate": 1, "weight_decay": 2, "global_batch": 4, "max_steps": 20, "new": 1}
+    free = compared(everything, [], strict_resume=False)
+    assert set(free.values) == set(everything) and not free.optimizer and free.schedule
+    for name in ("optimizer", "deepspeed.optimizer.type", "optim_target_modules"):
+        with pytest.raises(ConfigError, match=f"{name} was .* mean nothing to another one") as error:
+            compared({**everything, name: "Other"}, ["learning_rate"], strict_resume=False)
+        assert len(error.value.problems) == 1
+        allowed = compared({name: "Other"}, [name.partition(".")[0]], strict_resume=False)
+        assert allowed.optimizer and allowed.schedule
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "another"),
+    [
+        ({"optim": "adamw_torch"}, {"optim": "adamw_torch_fused"}, False),
+        ({"optim": "adamw_torch"}, {"optim": "sgd"}, True),
+        ({"optim": "adamw_torch"}, {"optim": "adamw_torch", "deepspeed.optimizer.type": "AdamW"}, False),
+        ({"optim": "adamw_torch"}, {"optim": "adamw_torch", "deepspeed.optimizer.type": "Lion"}, True),
+        ({"optim": "adamw_torch", "optimizer": "SGD"}, {"optim": "sgd"}, False),
+        ({"optim": "adamw_torch", "optimizer": "SGD"}, {"optim": "adamw_torch"}, True),
+    ],
+)
+def test_names_of_one_optimizer_are_not_another_one(before: Any, now: Any, another: bool) -> None:
+    args = TrainingArguments("out", allow_changed_on_resume=["optim", "optimizer", "deepspeed"])
+    assert compare(before, now, args, Path("checkpoint-5")).optimizer is another

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from ds_trainer.training.resume.resumption import move_schedule
+from ds_trainer.training.resume.moved_schedule import move_schedule
 
 RATE = 0.5
 
@@ -51,6 +51,15 @@ def test_a_schedule_without_a_saved_step_is_moved_to_the_step() -> None:
     moved = KINDS["of the step"]()
     moved.optimizer.step()
     move_schedule(moved, {}, steps=3)
+    assert moved.get_last_lr() == [RATE / 4]
+
+
+def test_evaluations_of_an_old_schedule_are_not_steps() -> None:
+    moved = KINDS["of the step"]()
+    moved.optimizer.step()
+    plateau = ReduceLROnPlateau(optimizer())
+    plateau.step(1.0)
+    move_schedule(moved, plateau.state_dict(), steps=3)
     assert moved.get_last_lr() == [RATE / 4]
 
 

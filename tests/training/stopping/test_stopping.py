@@ -98,6 +98,31 @@ def test_a_signal_to_one_rank_stops_all(world: int, name: str, more: dict[str, A
     assert len(resumed[0].batches) == STEPS - step
 
 
+def stop_message(output_dir: str, **more: Any) -> str:
+    trainer = make(output_dir, callbacks=[ActAtStep(2, partial(send, signal.SIGINT), 0)], **more)
+    try:
+        trainer.train()
+    except TrainingStopped as stop:
+        return str(stop)
+    finally:
+        trainer.engine.close()
+    raise AssertionError("was not stopped")
+
+
+@pytest.mark.parametrize(
+    ("more", "ending"),
+    [
+        ({}, "To resume, call train(resume_from_checkpoint=True), or add --auto_resume True to the command."),
+        ({"auto_resume": True}, "To resume, start the same command again."),
+        ({"save_only_model": True, "enable_jit_checkpoint": True}, "no restart requested."),
+    ],
+    ids=str,
+)
+def test_the_message_says_what_resumes(more: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    (message,) = pool(1).run(partial(stop_message, str(tmp_path), **more))
+    assert message.endswith(ending) and "SIGINT on rank 0" in message
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_second_signal_stops_without_a_checkpoint(world: int, tmp_path: Path) -> None:
     twice = partial(send, signal.SIGUSR1, signal.SIGTERM)
@@ -220,7 +245,8 @@ def test_the_exit_code_of_a_process(tmp_path: Path) -> None:
     (kept,) = list_checkpoints(tmp_path / "out")
     assert process.returncode == 75
     assert "not stopped" not in output
-    assert f"{kept} is complete. Exit code 75: restart the job to resume." in output
+    advice = "To resume, call train(resume_from_checkpoint=True), or add --auto_resume True to the command."
+    assert f"{kept} is complete. Exit code 75: restart the job. {advice}" in output
     assert json.loads((kept / "trainer_state.json").read_text())["global_step"] == Manifest.read(kept).step
 
 
