@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ds_trainer.training.loading.model_argument import defer_to_checkpoint, put_
 from ds_trainer.training.loop.batches import check_dataset
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.model.preparation import prepared_for_training
+from ds_trainer.training.out_of_memory import Remedy, explained_out_of_memory, startup_remedies, training_remedies
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import Resumption
@@ -173,7 +174,7 @@ class Trainer(Assembly):
         requested = find_checkpoint(resume_from_checkpoint, self.output_dir) if resume_from_checkpoint else None
         directory = OutputDirectory(self.args)
 
-        with self._training(directory) as (stop, parts):
+        with self._training(directory) as (stop, parts), self._explained_out_of_memory():
             check_start(self.args, self.model, self.compiled, self.layout)
             self.events.agree_on_user_callbacks()
             directory.acquire()
@@ -207,6 +208,22 @@ class Trainer(Assembly):
         self.save_state()
         self.publisher.finish()
         return output
+
+    def _explained_out_of_memory(self) -> AbstractContextManager[None]:
+        """Context in which an out-of-memory error ends with what to change."""
+
+        def when() -> str:
+            if self.engines.training_or_none is None:
+                return "while the engine was built"
+            size = self.args.per_device_train_batch_size
+            return f"in step {self.state.global_step + 1}, with {size} samples in a micro-batch"
+
+        def remedies() -> list[Remedy]:
+            if self.engines.training_or_none is None:
+                return startup_remedies(self.compiled, self.layout)
+            return training_remedies(self.args, self.compiled, self.layout)
+
+        return explained_out_of_memory(when, remedies, self.args.deepspeed)
 
     def _check_can_train(self) -> None:
         problems = Problems()
