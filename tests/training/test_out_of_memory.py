@@ -111,7 +111,7 @@ def test_an_evaluation_has_remedies_of_its_own(tmp_path: Path) -> None:
 
 
 def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="^shapes do not match$"):
+    with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         trainer_of(tmp_path, Short(RuntimeError("shapes do not match"))).train()
 
 
