@@ -5,7 +5,8 @@ others waiting. So it runs the micro-batch again with less data, which needs the
 those that it has taken part in already do nothing this time, the rest are real. Its gradients are worthless afterwards,
 and so are those of all ranks: all of them drop the step (:meth:`TrainingEngine.drop_step`).
 
-Needs a known order of collectives: not the first step of ZeRO-3, in which DeepSpeed and the module guard record it.
+Needs a known order of collectives: under ZeRO-3, DeepSpeed and the module guard record it in the first two
+micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_trainer.engine.rehearsal import COLLECTIVES, do_nothing
+from ds_trainer.engine.rehearsal import COLLECTIVES, do_nothing, without_communication
 from ds_trainer.engine.training_engine import TrainingEngine
 
 
@@ -28,7 +29,8 @@ class PassCompletion:
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
         self._done = 0  # collectives of this micro-batch
-        self._left_out = 0  # of those, how many the next ones repeat
+        self._left_out = 0  # of an interrupted pass, which the next one repeats
+        self._parameters = _GatheredParameters(engine) if engine.stage == 3 else None
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -36,6 +38,8 @@ class PassCompletion:
         from deepspeed.comm import comm
 
         self._done = self._left_out = 0
+        if self._parameters is not None:
+            self._parameters.begin()
         real = comm.cdb
         comm.cdb = _CountedBackend(real, self)
         try:
@@ -43,10 +47,19 @@ class PassCompletion:
         finally:
             comm.cdb = real
 
+    @property
+    def order_known(self) -> bool:
+        """Whether the order of collectives in this micro-batch was known when it began."""
+        return self._parameters is None or self._parameters.order_known
+
     def restart(self) -> None:
         """After an interrupted pass: the next pass begins the micro-batch anew."""
         self._left_out, self._done = self._done, 0
-        forget_pass(self._engine)
+        _forget_gradients(self._engine)
+        if self._parameters is not None:
+            self._parameters.restore()
+            if self._engine.module_guard is not None:
+                self._engine.module_guard.restart_pass()
         self._engine.begin_micro_batch(last=self._engine.deepspeed.is_gradient_accumulation_boundary())
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -73,8 +86,8 @@ class _CountedBackend:
         return lambda *args, **kwargs: self._completion.call(found, args, kwargs)
 
 
-def forget_pass(engine: TrainingEngine) -> None:
-    """Forget what an interrupted forward or backward pass has left in the engine, and all gradients of this rank."""
+def _forget_gradients(engine: TrainingEngine) -> None:
+    """Forget the gradients of this rank, and what an interrupted backward pass has left of their reduction."""
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
     optimizer: Any = engine.deepspeed.optimizer
@@ -91,24 +104,39 @@ def forget_pass(engine: TrainingEngine) -> None:
         reduced = getattr(optimizer, "params_already_reduced", [])
         for key in reduced if isinstance(reduced, dict) else range(len(reduced)):
             reduced[key] = False
-    offload = getattr(optimizer, "parameter_offload", None)
-    if offload is not None:
-        _release_parameters(engine, offload.get_param_coordinator())
-        if engine.module_guard is not None:
-            engine.module_guard.restart_pass()
 
 
-def _release_parameters(engine: TrainingEngine, coordinator: Any) -> None:
-    """Release what ZeRO-3 has gathered. Small parameters stay, as they do between passes on the other ranks."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+class _GatheredParameters:
+    """Which parameters of a ZeRO-3 engine are gathered when a micro-batch begins, so that it can begin anew."""
 
-    module = engine.deepspeed.module
-    coordinator.release_backward_leftovers()
-    for part in module.modules():
-        part._parameters._in_forward = False  # DeepSpeed's dict subclass: access must not gather a parameter
-    for parameter in module.parameters():
-        parameter.ds_active_sub_modules.clear()
-    # Parameters in flight are awaited and released when the next forward pass begins.
-    for parameter in module.parameters():
-        if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
-            parameter.partition()
+    def __init__(self, engine: TrainingEngine) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self._available = ZeroParamStatus.AVAILABLE
+        self._module = engine.deepspeed.module
+        self._parameters: list[Any] = list(self._module.parameters())
+        self._coordinator = engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+        self._before: list[Any] = []
+        self.order_known = False
+
+    def begin(self) -> None:
+        self._before = [parameter for parameter in self._parameters if parameter.ds_status == self._available]
+        # Before that, DeepSpeed compares the order of modules between the ranks when a pass begins.
+        self.order_known = self._coordinator.is_complete_trace()
+
+    def restore(self) -> None:
+        """Gather and release parameters until they are as they were; without communication, so without values."""
+        for part in self._module.modules():
+            part._parameters._in_forward = False  # DeepSpeed's dict subclass: access must not gather a parameter
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.clear()
+        self._coordinator.release_backward_leftovers()
+        self._coordinator._clean_inflight_param_registry()  # waits for the gathers that have begun
+        before = {id(parameter) for parameter in self._before}
+        for parameter in self._parameters:
+            if parameter.ds_status == self._available and id(parameter) not in before:
+                parameter.partition()
+        lost = [parameter for parameter in self._before if parameter.ds_status != self._available]
+        if lost:
+            with without_communication():
+                lost[0].all_gather(param_list=lost)

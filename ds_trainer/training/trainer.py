@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ds_trainer.arguments.compat.library_arguments import own_arguments
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
@@ -27,7 +28,7 @@ from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import Resumption
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
-from ds_trainer.training.startup.constructor_checks import check_construction
+from ds_trainer.training.startup.constructor_checks import check_construction, renamed_processing_class
 from ds_trainer.training.startup.preflight import check_start
 from ds_trainer.training.startup.process_setup import configure_process, join_ranks
 from ds_trainer.training.startup.run_header import print_header
@@ -57,7 +58,7 @@ class Trainer(Assembly):
             the first element of a tuple, or the item ``"loss"``); or a directory or hub name, from which each rank
             reads its shards (docs/how-to/loading.md); or a configuration of transformers, for a new model; or None
             with ``model_init``.
-        args: the training arguments; default: ``TrainingArguments("tmp_trainer")``.
+        args: the training arguments, also those of transformers; default: ``TrainingArguments("tmp_trainer")``.
         data_collator: converts a list of samples to a batch (a dict of tensors); default:
             :func:`ds_trainer.data.collators.default_data_collator`, or padding if ``processing_class`` is a
             tokenizer or feature extractor.
@@ -75,6 +76,7 @@ class Trainer(Assembly):
             it gets the parameter groups of the Trainer.
         preprocess_logits_for_metrics: ``f(logits, labels)`` that returns what to keep of the logits of each batch.
         peft_config: a configuration of PEFT: the model gets new adapters, and only they are trained.
+        tokenizer: older name of ``processing_class``.
 
     Raises:
         ConfigError: the run cannot work; raised before any process group exists.
@@ -108,9 +110,12 @@ class Trainer(Assembly):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         peft_config: Any = None,
+        *,
+        tokenizer: Any = None,
     ) -> None:
         check_construction(model, model_init, optimizers, optimizer_cls_and_kwargs, data_collator)
-        args = args if args is not None else TrainingArguments("tmp_trainer")
+        args = TrainingArguments("tmp_trainer") if args is None else own_arguments(args)
+        processing_class = renamed_processing_class(processing_class, tokenizer)
         self.overridden = frozenset(name for name in _OVERRIDABLE if is_overridden(self, Trainer, name))
         self.make_components(args, processing_class)
         with self.memory_tracker.stage("init"):

@@ -167,8 +167,8 @@ class MemoryRecovery:
     def _reason_against(self, batch: Any) -> str:
         if self._obstacle:
             return self._obstacle
-        if self._first_step:
-            return "this is the first step, in which the order of the communication is recorded"
+        if self._first_step or not self._completion.order_known:
+            return "the order of the communication is not known yet; it is recorded in the first two micro-batches"
         if number_of_samples(batch) <= 1:
             return "the micro-batch has one sample"
         try:
