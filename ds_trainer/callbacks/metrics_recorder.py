@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,12 @@ def draw(directory: Path, baselines: Mapping[str, float] | None = None) -> list[
     A disk error is a warning.
     """
     source, written = directory / METRICS_NAME, []
-    for name, plot in ((PLOT_NAME, partial(plot_losses, baselines=baselines)), (METRICS_PLOT_NAME, plot_metrics)):
+    for name in (PLOT_NAME, METRICS_PLOT_NAME):
         try:
-            if plot(source, directory / name):
-                written.append(directory / name)
+            target = directory / name
+            drawn = plot_losses(source, target, baselines) if name == PLOT_NAME else plot_metrics(source, target)
         except OSError as error:
             logger.warning("%s cannot be written: %s", directory / name, error)
+        else:
+            written += [target] if drawn else []
     return written

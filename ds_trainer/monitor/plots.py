@@ -28,7 +28,9 @@ _TEXT_COLOR = "#2b2f36"
 
 _SMOOTH_FROM = 40  # with fewer points, the raw line is clearer than an average of it
 _POSITION = ("step", "epoch", "time")
-_NO_QUANTITY = re.compile(r"train_.*|total_flos|.*_nonfinite|eval_.*(runtime|_per_second|_items|_time)")
+_NO_QUANTITY = re.compile(
+    r"train_.*|total_flos|.*_nonfinite|eval_(\w+_)?(runtime|\w+_per_second|items|model_preparation_time)"
+)
 _EVAL_LOSS = re.compile(r"eval(?:_(?P<set>\w+))?_loss")
 
 

@@ -161,7 +161,15 @@ def test_everything_but_losses_has_a_panel(tmp_path: Path) -> None:
     records = [
         {"step": 1, "epoch": 0.1, "time": 1.0, "loss": 3.0, "learning_rate": 0.1, "grad_norm": None},
         {"step": 2, "epoch": 0.2, "time": 2.0, "loss": 2.0, "learning_rate": 0.2, "grad_norm": 4, "flag": True},
-        {"step": 2, "eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 1.0, "eval_samples_per_second": 3.0},
+        {
+            "step": 2,
+            "eval_loss": 2.0,
+            "eval_accuracy": 0.5,
+            "eval_runtime": 1.0,
+            "eval_samples_per_second": 3.0,
+            "eval_items": 9,
+            "eval_part_items": 9,
+        },
         {"step": 2, "train_loss": 2.5, "train_runtime": 9.0, "total_flos": 1e9, "name": "text"},
     ]
     found = read_quantities(records)

@@ -36,8 +36,6 @@ logger = get_logger(__name__)
 
 def obstacle(engine: TrainingEngine, model: nn.Module, config: CompiledConfig) -> str:
     """Why a step of ``model`` cannot be run again after an out-of-memory error; empty if it can."""
-    if engine.layout.replica_size > 1:
-        return "tensor, context and sequence parallel ranks exchange activations, whose sizes depend on the micro-batch"
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
         return "the model has batch normalization, whose statistics include the samples of the interrupted step"
     if engine.deepspeed.has_moe_layers:

@@ -4,8 +4,8 @@ Before training, all ranks rehearse the first micro-batches (:mod:`ds_trainer.en
 memory, all ranks halve the micro-batch and increase the accumulation: the global batch, the order of samples, the steps
 and the results do not change. A rehearsal never leaves ranks waiting for each other.
 
-Limit: a later batch may be longer than those of the first step. If so, let the collator pad to a fixed length, or sort
-by length with the longest samples first.
+A later batch may be longer than those of the first step. Then the micro-batch is halved during the training
+(:mod:`ds_trainer.training.loop.memory_recovery`).
 """
 
 from __future__ import annotations
