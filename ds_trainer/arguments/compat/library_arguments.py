@@ -22,13 +22,13 @@ def own_arguments(args: Any) -> Any:
     """
     if args is None or isinstance(args, TrainingArguments):
         return args
-    library = next((base for base in type(args).__mro__ if base.__module__.startswith("transformers.")), None)
-    if library is None or not dataclasses.is_dataclass(library) or not library.__name__.endswith("TrainingArguments"):
+    library = _library_class(type(args))
+    if library is None:
         raise ConfigError(
             f"args is a {type(args).__name__}; pass a ds_trainer.TrainingArguments, for example "
             'Trainer(args=TrainingArguments("output")).'
         )
-    defaults: Any = library(output_dir=args.output_dir, use_cpu=args.use_cpu)  # other defaults follow from it
+    defaults = library(output_dir=args.output_dir, use_cpu=args.use_cpu)  # other defaults follow from it
     names = {field.name for field in dataclasses.fields(library) if field.init}
     given = {name: _plain(getattr(args, name)) for name in names if getattr(args, name) != getattr(defaults, name)}
     if "fsdp" in given:
@@ -39,6 +39,14 @@ def own_arguments(args: Any) -> Any:
     for name in added:
         setattr(made, name, getattr(args, name))
     return made
+
+
+def _library_class(given: type) -> Any:
+    """The class of transformers that ``given`` is or extends; None if it is something else."""
+    for base in given.__mro__:
+        if base.__module__.startswith("transformers.") and base.__name__.endswith("TrainingArguments"):
+            return base
+    return None
 
 
 def _plain(value: Any) -> Any:
