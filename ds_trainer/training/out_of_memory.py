@@ -94,9 +94,20 @@ def _message(text: str, when: str, remedies: list[Remedy], file: Any) -> str:
     return "\n".join(lines)
 
 
-def training_remedies(args: TrainingArguments, config: CompiledConfig, layout: ParallelLayout) -> list[Remedy]:
-    """What lowers the memory of a training, from cheap to expensive; without what is in use already."""
-    return [*_activations(args, config, layout), *_states(config, layout)]
+def training_remedies(
+    args: TrainingArguments, config: CompiledConfig, layout: ParallelLayout, can_recompute: bool
+) -> list[Remedy]:
+    """What lowers the memory of a training, from cheap to expensive; without what is in use already.
+
+    ``can_recompute``: whether the model has gradient checkpointing.
+    """
+    found = _smaller_micro_batch(args, layout)
+    recomputes = args.gradient_checkpointing or args.activation_checkpointing or config.activation_checkpointing
+    if can_recompute and not recomputes:
+        found.append(
+            Remedy("activations computed again in the backward pass (slower)", {"gradient_checkpointing": True})
+        )
+    return found + _states(config, layout)
 
 
 def startup_remedies(config: CompiledConfig, layout: ParallelLayout) -> list[Remedy]:
@@ -119,22 +130,17 @@ def evaluation_remedies(args: TrainingArguments, keeps_predictions: bool) -> lis
     return found
 
 
-def _activations(args: TrainingArguments, config: CompiledConfig, layout: ParallelLayout) -> list[Remedy]:
-    found = []
+def _smaller_micro_batch(args: TrainingArguments, layout: ParallelLayout) -> list[Remedy]:
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if size > 1:
-        smaller, more = smaller_micro_batch(size, accumulation)
-        found.append(
-            Remedy(
-                f"a smaller micro-batch; the global batch stays at {size * accumulation * layout.dp}",
-                {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": more},
-            )
+    if size == 1:
+        return []
+    smaller, more = smaller_micro_batch(size, accumulation)
+    return [
+        Remedy(
+            f"a smaller micro-batch; the global batch stays at {size * accumulation * layout.dp}",
+            {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": more},
         )
-    if not (args.gradient_checkpointing or args.activation_checkpointing or config.activation_checkpointing):
-        found.append(
-            Remedy("activations computed again in the backward pass (slower)", {"gradient_checkpointing": True})
-        )
-    return found
+    ]
 
 
 def _states(config: CompiledConfig, layout: ParallelLayout) -> list[Remedy]:

@@ -21,6 +21,7 @@ from ds_trainer.training.assembly import Assembly
 from ds_trainer.training.loading.model_argument import defer_to_checkpoint, put_on_device
 from ds_trainer.training.loop.batches import check_dataset
 from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
 from ds_trainer.training.model.preparation import prepared_for_training
 from ds_trainer.training.out_of_memory import Remedy, explained_out_of_memory, startup_remedies, training_remedies
 from ds_trainer.training.resume.compatibility import Changes
@@ -226,7 +227,8 @@ class Trainer(Assembly):
         def remedies() -> list[Remedy]:
             if self.engines.training_or_none is None:
                 return startup_remedies(self.compiled, self.layout)
-            return training_remedies(self.args, self.compiled, self.layout)
+            can_recompute = not gradient_checkpointing_problems(self.model, None, reentrant=False)
+            return training_remedies(self.args, self.compiled, self.layout, can_recompute)
 
         return explained_out_of_memory(when, remedies, self.args.deepspeed)
 

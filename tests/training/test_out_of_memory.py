@@ -27,6 +27,9 @@ class Short(PlainLanguageModel):
         self.error, self.at, self.mode = error, at, training
         self.passes = 0
 
+    def gradient_checkpointing_enable(self) -> None:
+        """So that the Trainer may propose it."""
+
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: Any = None) -> Any:
         self.passes += self.training == self.mode
         if self.passes == self.at and self.training == self.mode:
@@ -95,6 +98,15 @@ def test_what_is_in_use_is_not_proposed(tmp_path: Path) -> None:
         "weights in the memory of the host (slower)",
     ]
     assert "DeepSpeed configuration: zero_optimization.offload_param.device = cpu" in str(caught.value)
+
+
+def test_a_model_without_checkpointing_is_not_asked_to_use_it(tmp_path: Path) -> None:
+    model = Short(torch.OutOfMemoryError(CUDA), at=2)
+    model.supports_gradient_checkpointing = False  # type: ignore[assignment]
+    with pytest.raises(OutOfMemory) as caught:
+        trainer_of(tmp_path, model, zero_stage=0).train()
+    assert len(remedies_in(str(caught.value))) == 2
+    assert "gradient_checkpointing" not in str(caught.value)
 
 
 def test_an_evaluation_has_remedies_of_its_own(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_what_cannot_be_run_again_ends_with_the_reason_and_remedies(short_from: 
     with pytest.raises(OutOfMemory, match=text) as caught:
         trainer_of(str(tmp_path), model).train()
     assert "auto_find_batch_size cannot go on with a smaller micro-batch" in str(caught.value)
-    assert "--gradient_checkpointing" in str(caught.value)
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in str(caught.value)
 
 
 def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
