@@ -24,8 +24,8 @@ class DefaultFlowCallback(TrainerCallback):
     ``logging_strategy``, ``eval_strategy`` and ``save_strategy`` are ``"no"``, ``"steps"`` or ``"epoch"`` (strings or
     enums with such values). Any other value, such as saving at the ``"best"`` evaluation, is handled elsewhere and
     leaves its flag unchanged. The step counts are those of the state (:meth:`TrainerState.compute_steps`); below 1
-    means never. With the strategy ``"steps"``, the last step is evaluated and saved too. There is no evaluation before
-    ``eval_delay`` (steps or epochs, depending on the strategy).
+    means never. With the strategy ``"steps"``, the last step is logged, evaluated and saved too. There is no evaluation
+    before ``eval_delay`` (steps or epochs, depending on the strategy).
     """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
@@ -39,6 +39,7 @@ class DefaultFlowCallback(TrainerCallback):
         last = step >= state.max_steps
         if last:
             control.should_training_stop = True
+            control.should_log = control.should_log or _is(args.logging_strategy, "steps")
         if (
             _is(args.eval_strategy, "steps")
             and (last or _is_due(step, state.eval_steps))
@@ -81,19 +82,20 @@ class _StepClock:
         """Leave out the time since the last step: an evaluation or a save."""
         self._mark = time.monotonic()
 
-    def phrases(self, step: int, max_steps: int) -> list[str]:
-        """Seconds a step since the last call, time since the start, and the estimated time to ``max_steps``.
+    def phrases(self, step: int, max_steps: int, of_steps: bool) -> list[str]:
+        """Time since the start and the estimated time to ``max_steps``; before them, with ``of_steps``, seconds a step.
 
-        The estimate includes evaluations and saves at the rate seen so far.
+        The seconds are those since the last such call. The estimate includes evaluations and saves at the rate seen so
+        far.
         """
         elapsed, found = time.monotonic() - self._began, []
-        if step > self._last_step:
+        if of_steps and step > self._last_step:
             found.append(f"{self._stepping / (step - self._last_step):.3g} s/step")
-        found.append(f"time {human_duration(elapsed)}")
+            self._last_step, self._stepping = step, 0.0
+        found.append(f"elapsed {human_duration(elapsed)}")
         if self._first_step < step < max_steps:
             remaining = elapsed / (step - self._first_step) * (max_steps - step)
             found.append(f"ETA {human_duration(remaining)}")
-        self._last_step, self._stepping = step, 0.0
         return found
 
 
@@ -121,11 +123,11 @@ class _LogPrinter(TrainerCallback):
         self._clock = None
 
     def _line(self, logs: Any, state: TrainerState, max_str_len: int = 100) -> str:
-        """One line: the step, the values, and for a log of training steps the times of :class:`_StepClock`."""
+        """One line: the step, the values, and during a training the times of :class:`_StepClock`."""
         line = step_line(logs, state.global_step, state.max_steps, max_str_len)
-        if self._clock is None or "loss" not in logs:
+        if self._clock is None or "train_runtime" in logs:  # the summary has its own times
             return line
-        return "  ".join([line, *self._clock.phrases(state.global_step, state.max_steps)])
+        return "  ".join([line, *self._clock.phrases(state.global_step, state.max_steps, of_steps="loss" in logs)])
 
 
 class PrinterCallback(_LogPrinter):

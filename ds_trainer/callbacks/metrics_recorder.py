@@ -1,4 +1,4 @@
-"""Records what is logged: ``metrics.jsonl`` during the run, ``loss.png`` at its end."""
+"""Records what is logged: ``metrics.jsonl`` during the run, ``loss.png`` and ``metrics.png`` at its end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.metrics_file import MetricsWriter
-from ds_trainer.monitor.plots import plot_losses
+from ds_trainer.monitor.plots import plot_losses, plot_metrics
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("callbacks.records")
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
+METRICS_PLOT_NAME = "metrics.png"
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -72,7 +73,7 @@ class MetricsFileCallback(TrainerCallback):
             self._writer = None
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Draw ``loss.png``."""
+        """Draw ``loss.png`` and ``metrics.png``."""
         self._in_training = False
         self._plot(args)
 
@@ -85,8 +86,21 @@ class MetricsFileCallback(TrainerCallback):
         if self._writer is None:
             return
         self._writer.close()  # a later record opens it again
-        target = Path(args.output_dir) / PLOT_NAME
+        draw(Path(args.output_dir), self.baselines)
+
+
+def draw(directory: Path, baselines: Mapping[str, float] | None = None) -> list[Path]:
+    """Draw ``loss.png`` and ``metrics.png`` of the run in ``directory``; returns those that were written.
+
+    A disk error is a warning.
+    """
+    source, written = directory / METRICS_NAME, []
+    for name in (PLOT_NAME, METRICS_PLOT_NAME):
         try:
-            plot_losses(self._writer.path, target, self.baselines)
+            target = directory / name
+            drawn = plot_losses(source, target, baselines) if name == PLOT_NAME else plot_metrics(source, target)
         except OSError as error:
-            logger.warning("%s cannot be written: %s", target, error)
+            logger.warning("%s cannot be written: %s", directory / name, error)
+        else:
+            written += [target] if drawn else []
+    return written

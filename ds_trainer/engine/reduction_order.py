@@ -18,19 +18,25 @@ import torch
 from torch import nn
 
 
-def reduce_in_fixed_order(engine: Any) -> None:
-    """Makes DeepSpeed's ``engine`` reduce the gradients of all trainable parameters in the same order on all ranks."""
+def reduce_in_fixed_order(engine: Any) -> FixedOrder | None:
+    """Makes DeepSpeed's ``engine`` reduce the gradients of all trainable parameters in the same order on all ranks.
+
+    Returns the queue that does so; None if there is none.
+    """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     optimizer = engine.optimizer
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        _FixedOrder(optimizer, engine.module).install()
-    elif isinstance(optimizer, BF16_Optimizer):
+        order = FixedOrder(optimizer, engine.module)
+        order.install()
+        return order
+    if isinstance(optimizer, BF16_Optimizer):
         _count_all_gradients(optimizer)
+    return None
 
 
-class _FixedOrder:
+class FixedOrder:
     """The reduction queue of one optimizer: a parameter is reduced after all parameters before it."""
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -39,12 +45,17 @@ class _FixedOrder:
         ordered = [p for p in model.parameters() if id(p) in groups and p.requires_grad]
         self._queue = [(p, groups[id(p)]) for p in reversed(ordered)]
         self._index = {id(p): index for index, (p, _) in enumerate(self._queue)}
-        self._arrived = bytearray(len(self._queue))
-        self._next = 0
+        self.restart()
         self._reduce = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.overlapping_partition_gradients_reduce_epilogue
 
+    def restart(self) -> None:
+        """Wait for the first gradient of a backward pass."""
+        self._arrived = bytearray(len(self._queue))
+        self._next = 0
+
     def install(self) -> None:
+        """Take the place of the two methods of DeepSpeed's optimizer."""
         self._optimizer.reduce_ready_partitions_and_remove_grads = self._arrives
         self._optimizer.overlapping_partition_gradients_reduce_epilogue = self._complete
 
@@ -73,8 +84,7 @@ class _FixedOrder:
             for parameter, group in self._queue[self._next :]:
                 self._fill(parameter)
                 self._reduce(parameter, group)
-            self._arrived = bytearray(len(self._queue))
-            self._next = 0
+            self.restart()
         self._finish()
 
     def _fill(self, parameter: Any) -> None:

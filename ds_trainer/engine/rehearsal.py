@@ -18,7 +18,7 @@ from torch import nn
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import full_numel
 
-_COLLECTIVES = frozenset(
+COLLECTIVES = frozenset(
     {
         *("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_gather_object", "all_reduce"),
         *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list"),
@@ -46,10 +46,11 @@ class _Silent:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        return _nothing if name in _COLLECTIVES else getattr(self._real, name)
+        return do_nothing if name in COLLECTIVES else getattr(self._real, name)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> _Done:
+def do_nothing(*args: Any, **kwargs: Any) -> _Done:
+    """In place of a collective."""
     return _Done()
 
 
@@ -61,7 +62,7 @@ def without_communication() -> Iterator[None]:
 
     real, check = comm.cdb, coordinator.assert_ints_same_as_other_ranks
     comm.cdb = _Silent(real)
-    coordinator.assert_ints_same_as_other_ranks = _nothing  # stage 3 compares its order of modules with rank 0's
+    coordinator.assert_ints_same_as_other_ranks = do_nothing  # stage 3 compares its order of modules with rank 0's
     try:
         yield
     finally:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of the weights in each 16-bit precision."""
 
@@ -82,6 +83,7 @@ class TrainingEngine:
     Attributes:
         before_step: called once before the next :meth:`step`; a background copy of the masters and optimizer states
             uses it to delay the step.
+        reduction_order: reduces gradients in the same order on all ranks; None where DeepSpeed does.
         module_guard: stops all ranks if they are about to run different modules under ZeRO-3; None at other stages.
         guarded: non-finite gradients never reach the weights (:mod:`ds_trainer.engine.finite_step`).
 
@@ -129,7 +131,7 @@ class TrainingEngine:
         batches = BatchPlan(layout, config.micro_batch_size, config.gradient_accumulation_steps)
         verify_engine_topology(self.deepspeed, self.groups, batches)
         limit_collectives()
-        reduce_in_fixed_order(self.deepspeed)
+        self.reduction_order = reduce_in_fixed_order(self.deepspeed)
         if self.stage == 3:
             delay_leaf_reduction(model)
         self.module_guard = guard_modules(self.deepspeed)
@@ -206,6 +208,12 @@ class TrainingEngine:
         with skipped_update(self.deepspeed.optimizer) if skip_update else nullcontext():
             self.deepspeed.step()
         return self.deepspeed.was_step_applied()
+
+    def drop_step(self) -> None:
+        """Clears the gradients of a step that will be run again; nothing else changes. Collective."""
+        counters = {name: getattr(self.deepspeed, name) for name in _COUNTERS}
+        self.step(skip_update=True)
+        vars(self.deepspeed).update(counters)
 
     def _clip_and_keep_norm(self) -> None:
         torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, self._grad_norm)

@@ -22,7 +22,7 @@ from ds_trainer.launching.processes import (
     processes_of_job,
 )
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, HUNG, REQUEUE, STOPPED
-from ds_trainer.utils.outcomes import RankOutcome, read_outcomes
+from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes
 
 POLL_SECONDS = 0.2
 # How long the launcher may continue after a rank has failed.
@@ -196,7 +196,8 @@ class Supervisor:
 
     def _code(self, launcher_code: int) -> int:
         outcomes = self._outcomes()
-        for outcome in sorted(outcomes.values(), key=lambda outcome: outcome.time)[:8]:
+        ended = sorted(outcomes.values(), key=lambda outcome: outcome.time)
+        for outcome in ended[:8]:
             if outcome.code != DONE:
                 print_message(f"{outcome}.")
         missing = sorted(set(self.expected) - set(outcomes))
@@ -206,6 +207,9 @@ class Supervisor:
                 f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of {len(self.expected)} ranks "
                 f"recorded no outcome ({listed})."
             )
+        errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
+        for rank, error in [(rank, error) for rank, error in errors if error][:1]:  # the cause, as the last line
+            print_message(f"rank {rank} failed: {error}")
         return job_code(launcher_code, outcomes, self.expected)
 
 

@@ -1,4 +1,4 @@
-"""The loss curve as an image, drawn from the metrics file alone, so that it can be redrawn at any time."""
+"""The metrics file as images: the loss, and everything else. Drawn from the file alone, at any time of a run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 logger = get_logger("monitor.plots")
 
@@ -26,6 +27,10 @@ _BASELINE_COLOR = "#5f6670"
 _TEXT_COLOR = "#2b2f36"
 
 _SMOOTH_FROM = 40  # with fewer points, the raw line is clearer than an average of it
+_POSITION = ("step", "epoch", "time")
+_NO_QUANTITY = re.compile(
+    r"train_.*|total_flos|.*_nonfinite|eval_(\w+_)?(runtime|\w+_per_second|items|model_preparation_time)"
+)
 _EVAL_LOSS = re.compile(r"eval(?:_(?P<set>\w+))?_loss")
 
 
@@ -93,19 +98,11 @@ def plot_losses(
             "%s was not drawn: %s has no loss; a smaller logging_steps records one", Path(png_path).name, metrics_path
         )
         return False
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        logger.info(
-            "%s was not drawn: matplotlib is not installed (pip install 'ds-trainer[plot]')", Path(png_path).name
-        )
+    figure = _new_figure(Path(png_path).name, (8.0, 4.6))
+    if figure is None:
         return False
+    from matplotlib.ticker import MaxNLocator
 
-    # Figure and canvas without pyplot, which would change the user's own figures and backend.
-    figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_train(axes, train)
     for index, (label, curve) in enumerate(evaluations.items()):
@@ -120,7 +117,67 @@ def plot_losses(
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     _dress(axes, [*train.losses, *(loss for curve in evaluations.values() for loss in curve.losses)])
 
-    target = Path(png_path)
+    _save(figure, Path(png_path))
+    return True
+
+
+def read_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Every number that is logged during a training except losses, by name, in the order of the records.
+
+    Durations and speeds of evaluations and the summary of the training (``train_...``) are left out.
+    """
+    found: dict[str, Curve] = {}
+    for record in records:
+        step = record.get("step")
+        for name, value in record.items():
+            if name in _POSITION or _EVAL_LOSS.fullmatch(name) or name == "loss" or _NO_QUANTITY.fullmatch(name):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(step, (int, float)):
+                continue
+            curve = found.setdefault(name, Curve())
+            curve.steps.append(step)
+            curve.losses.append(value)
+    return found
+
+
+def plot_metrics(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> bool:
+    """Draw everything but losses, each in a panel, to ``png_path``. Returns whether it was written.
+
+    Nothing is written if matplotlib is not installed or nothing was recorded.
+    """
+    quantities = read_quantities(read_records(metrics_path))
+    if not quantities:
+        return False
+    columns = min(3, len(quantities))
+    rows = math.ceil(len(quantities) / columns)
+    figure = _new_figure(Path(png_path).name, (4.0 * columns, 2.5 * rows))
+    if figure is None:
+        return False
+    for index, (name, curve) in enumerate(quantities.items()):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        color = _EVAL_COLORS[0] if name.startswith("eval_") else _TRAIN_COLOR
+        marker = "o" if len(curve.steps) < 3 or name.startswith("eval_") else None
+        axes.plot(curve.steps, curve.losses, color=color, linewidth=1.3, marker=marker, markersize=3)
+        axes.set_title(name.replace("_", " "), fontsize=9, color=_TEXT_COLOR)
+        _plain_axes(axes)
+    _save(figure, Path(png_path))
+    return True
+
+
+def _new_figure(name: str, size: tuple[float, float]) -> Figure | None:
+    """A figure of ``size`` inches; None without matplotlib. Without pyplot, which would change the user's figures."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("%s was not drawn: matplotlib is not installed (pip install 'ds-trainer[plot]')", name)
+        return None
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -128,7 +185,6 @@ def plot_losses(
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
-    return True
 
 
 def _draw_train(axes: Axes, curve: Curve) -> None:
@@ -185,6 +241,12 @@ def _dress(axes: Axes, losses: Sequence[float]) -> None:
         axes.set_yscale("log")
     axes.set_xlabel("optimizer step", color=_TEXT_COLOR)
     axes.set_ylabel("loss", color=_TEXT_COLOR)
+    _plain_axes(axes)
+    axes.margins(x=0.02, y=0.08)
+    axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT_COLOR)
+
+
+def _plain_axes(axes: Axes) -> None:
     axes.grid(True, color="#d9dde3", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_TEXT_COLOR, labelsize=9)
@@ -192,5 +254,3 @@ def _dress(axes: Axes, losses: Sequence[float]) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#9aa1ab")
-    axes.margins(x=0.02, y=0.08)
-    axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT_COLOR)

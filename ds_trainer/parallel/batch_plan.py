@@ -84,3 +84,16 @@ class BatchPlan:
             first = start + dp_rank * self.micro_batch
             return range(first, first + self.micro_batch)
         return range(start + size * dp_rank // self.layout.dp, start + size * (dp_rank + 1) // self.layout.dp)
+
+
+def smaller_micro_batch(micro_batch: int, accumulation: int) -> tuple[int, int]:
+    """At most half the micro-batch, with more accumulation for the same product of both.
+
+    Raises:
+        ValueError: the micro-batch is one sample.
+    """
+    product = micro_batch * accumulation
+    for size in range(micro_batch // 2, 0, -1):
+        if product % size == 0:
+            return size, product // size
+    raise ValueError("a micro-batch of one sample cannot be smaller")

@@ -168,7 +168,9 @@ def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str,
     Raises:
         ConfigError: the loss is not finite.
     """
-    loss = trainer.evaluate()["eval_loss"]
+    loss = loss_of_last_step(trainer)
+    if loss is None:
+        loss = trainer.evaluate()["eval_loss"]
     if not math.isfinite(loss):
         rate = trainer.args.learning_rate
         raise ConfigError(
@@ -182,6 +184,16 @@ def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str,
         bytes=text.bytes,
         baselines=baselines,
     )
+
+
+def loss_of_last_step(trainer: Trainer) -> float | None:
+    """The evaluation loss of the final weights, if the training has just evaluated them."""
+    if trainer.args.load_best_model_at_end:
+        return None
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not evaluations or evaluations[-1]["step"] != trainer.state.global_step:
+        return None
+    return float(evaluations[-1]["eval_loss"])
 
 
 def versions() -> dict[str, str]:

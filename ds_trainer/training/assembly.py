@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -28,6 +26,7 @@ from ds_trainer.training.loading.weight_check import note_origin
 from ds_trainer.training.loop.batches import check_names, checked_batch, checked_raw_batch
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
@@ -52,6 +51,7 @@ from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.telemetry import Telemetry
 from ds_trainer.training.train_loop import TrainLoop
 from ds_trainer.utils import distributed
+from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
@@ -216,9 +216,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         self.use_model(nn.Module())  # hooks on the model keep the engine alive
         self.label_smoother = None
         self.losses.release()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self.device)
 
     def new_state(self, plan: RunPlan | None = None) -> TrainerState:
         """The state of a new run."""
@@ -336,6 +334,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
             run.lr_scheduler,
             self.device,
             self.check_first_batch,
+            MemoryRecovery.of(run, self.resize_micro_batch) if self.args.auto_find_batch_size else None,
         )
 
         def evaluate(stop_requested: Callable[[], bool] | None) -> dict[str, float]:
@@ -416,9 +415,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
             )
         finally:
             self.start_fresh()
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(self.device)
 
     def resize_micro_batch(self, size: int, accumulation: int) -> TrainingArguments:
         """Use micro-batches of ``size`` samples: change a copy of the arguments, and compile it again."""

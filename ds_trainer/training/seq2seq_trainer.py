@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ds_trainer.arguments.compat.library_arguments import own_arguments
 from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.engine.tensor_parallel.repairs import allow_generation
@@ -66,9 +67,10 @@ class Seq2SeqTrainer(Trainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         peft_config: Any = None,
+        *,
+        tokenizer: Any = None,
     ) -> None:
-        if args is None:
-            args = Seq2SeqTrainingArguments("tmp_trainer")
+        args = Seq2SeqTrainingArguments("tmp_trainer") if args is None else own_arguments(args)
         if not isinstance(args, Seq2SeqTrainingArguments):
             raise ConfigError(
                 f"args is a {type(args).__name__}, but Seq2SeqTrainer needs generation arguments. Pass "
@@ -97,6 +99,7 @@ class Seq2SeqTrainer(Trainer):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
             peft_config,
+            tokenizer=tokenizer,
         )
 
     @staticmethod

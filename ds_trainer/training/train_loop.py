@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from ds_trainer.arguments.enums import SaveStrategy, TokenCount
+from ds_trainer.arguments.enums import IntervalStrategy, SaveStrategy, TokenCount
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -142,7 +142,9 @@ class TrainLoop:
         stop.no_more_steps()
         self._report_save(wait=True)
         with self._health.paused("the end of training"):
-            self._close_window()
+            logs = self._close_window()
+            if logs and events.args.logging_strategy != IntervalStrategy.NO:  # a callback has ended the training
+                self._run.log(logs, **self._log_keywords)
             output = self._output()
             self._checkpointer.keep_best()
             events.notify("on_train_end")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ds_trainer.arguments.compat.library_arguments import own_arguments
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
@@ -21,13 +22,15 @@ from ds_trainer.training.evaluation.labels import returns_loss_by_default
 from ds_trainer.training.loading.model_argument import defer_to_checkpoint, put_on_device
 from ds_trainer.training.loop.batches import check_dataset
 from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
 from ds_trainer.training.model.preparation import prepared_for_training
+from ds_trainer.training.out_of_memory import Remedy, explained_out_of_memory, startup_remedies, training_remedies
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import Resumption
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
-from ds_trainer.training.startup.constructor_checks import check_construction
+from ds_trainer.training.startup.constructor_checks import check_construction, renamed_processing_class
 from ds_trainer.training.startup.preflight import check_start
 from ds_trainer.training.startup.process_setup import configure_process, create_accelerator_state, join_ranks
 from ds_trainer.training.startup.run_header import print_header
@@ -59,7 +62,7 @@ class Trainer(Assembly):
             the first element of a tuple, or the item ``"loss"``); or a directory or hub name, from which each rank
             reads its shards (docs/how-to/loading.md); or a configuration of transformers, for a new model; or None
             with ``model_init``.
-        args: the training arguments; default: ``TrainingArguments("tmp_trainer")``.
+        args: the training arguments, also those of transformers; default: ``TrainingArguments("tmp_trainer")``.
         data_collator: converts a list of samples to a batch (a dict of tensors); default:
             :func:`ds_trainer.data.collators.default_data_collator`, or padding if ``processing_class`` is a
             tokenizer or feature extractor.
@@ -77,6 +80,7 @@ class Trainer(Assembly):
             it gets the parameter groups of the Trainer.
         preprocess_logits_for_metrics: ``f(logits, labels)`` that returns what to keep of the logits of each batch.
         peft_config: a configuration of PEFT: the model gets new adapters, and only they are trained.
+        tokenizer: older name of ``processing_class``.
 
     Raises:
         ConfigError: the run cannot work; raised before any process group exists.
@@ -111,9 +115,12 @@ class Trainer(Assembly):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         peft_config: Any = None,
+        *,
+        tokenizer: Any = None,
     ) -> None:
         check_construction(model, model_init, optimizers, optimizer_cls_and_kwargs, data_collator)
-        args = args if args is not None else TrainingArguments("tmp_trainer")
+        args = TrainingArguments("tmp_trainer") if args is None else own_arguments(args)
+        processing_class = renamed_processing_class(processing_class, tokenizer)
         self.overridden = frozenset(name for name in _OVERRIDABLE if is_overridden(self, Trainer, name))
         self.make_components(args, processing_class)
         with self.memory_tracker.stage("init"):
@@ -181,7 +188,7 @@ class Trainer(Assembly):
         requested = find_checkpoint(resume_from_checkpoint, self.output_dir) if resume_from_checkpoint else None
         directory = OutputDirectory(self.args)
 
-        with self._training(directory) as (stop, parts):
+        with self._training(directory) as (stop, parts), self._explained_out_of_memory():
             check_start(self.args, self.model, self.compiled, self.layout)
             self.events.agree_on_user_callbacks()
             directory.acquire()
@@ -218,6 +225,23 @@ class Trainer(Assembly):
         self.save_state()
         self.publisher.finish()
         return output
+
+    def _explained_out_of_memory(self) -> AbstractContextManager[None]:
+        """Context in which an out-of-memory error ends with what to change."""
+
+        def when() -> str:
+            if self.engines.training_or_none is None:
+                return "while the engine was built"
+            size = self.args.per_device_train_batch_size
+            return f"in step {self.state.global_step + 1}, with {size} samples in a micro-batch"
+
+        def remedies() -> list[Remedy]:
+            if self.engines.training_or_none is None:
+                return startup_remedies(self.compiled, self.layout)
+            can_recompute = not gradient_checkpointing_problems(self.model, None, reentrant=False)
+            return training_remedies(self.args, self.compiled, self.layout, can_recompute)
+
+        return explained_out_of_memory(when, remedies, self.args.deepspeed)
 
     def _check_can_train(self) -> None:
         problems = Problems()

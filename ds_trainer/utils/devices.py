@@ -11,6 +11,7 @@ is kept in another variable (:meth:`ds_trainer.utils.ranks.RankInfo.environment`
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -124,3 +125,10 @@ def _remedy(launcher: str) -> str:
         "mpich": "-ppn of mpiexec",
         "mvapich": "-ppn of mpirun",
     }.get(launcher, "--nproc-per-node of torchrun, --num_gpus of deepspeed")
+
+
+def free_memory(device: torch.device) -> None:
+    """Collect unreachable objects, and return the memory of a GPU that torch caches."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.outcomes import record_error
 from ds_trainer.utils.store import RankStore, expiry, group_store, side_store
 from ds_trainer.utils.threads import new_thread
 
@@ -185,7 +186,7 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except (Exception, SystemExit) as error:
-            if _watch is not None and _depth == 1:
+            if _depth == 1:
                 _handle_failure(_watch, error)
             raise
         finally:
@@ -253,9 +254,13 @@ def rendezvous_again() -> Any:
     return dist.distributed_c10d.PrefixStore(f"{_PREFIX}/{name}/group", _watch.store)
 
 
-def _handle_failure(watch: _Watch, error: BaseException) -> None:
+def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
     """Report ``error``, or raise PeerFailure if another rank caused it."""
-    broken = watch.aborted or _is_broken_connection(error)
+    broken = (watch is not None and watch.aborted) or _is_broken_connection(error)
+    if not broken and isinstance(error, Exception) and not isinstance(error, PeerFailure):
+        record_error(error)
+    if watch is None:
+        return
     if broken:
         failure = watch.peer_failure(wait=2 * POLL_SECONDS)
         if failure is not None:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,6 +53,28 @@ def record_outcome(code: int, environment: Mapping[str, str] = os.environ) -> bo
     return True
 
 
+def record_error(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
+    """Record the error that ends this rank, for a launcher that reports it after the output of all ranks.
+
+    ``ds-trainer launch`` reads it from ``DS_TRAINER_OUTCOME_DIR``, ``torchrun`` from ``TORCHELASTIC_ERROR_FILE``.
+    Without them nothing is written.
+    """
+    directory = environment.get(VARIABLE)
+    if directory and os.path.isdir(directory):
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        write_json(_error_path(Path(directory), likely_rank(environment)), text)
+    if environment.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def read_error(directory: Path, rank: int) -> str:
+    """The error that :func:`record_error` recorded for ``rank``; empty if there is none."""
+    path = _error_path(directory, rank)
+    return str(read_json(path)) if path.exists() else ""
+
+
 def read_outcomes(directory: Path) -> dict[int, RankOutcome]:
     """The outcomes in ``directory``, by rank."""
     found = [RankOutcome(**read_json(path)) for path in directory.glob("rank-*.json")]
@@ -60,3 +83,7 @@ def read_outcomes(directory: Path) -> dict[int, RankOutcome]:
 
 def _path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.json"
+
+
+def _error_path(directory: Path, rank: int) -> Path:
+    return directory / f"error-{rank}.json"

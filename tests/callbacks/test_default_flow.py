@@ -108,6 +108,12 @@ def test_every_decision_is_that_of_transformers(
             history.append((state.global_step, control.state()["args"]))
         histories.append(history)
     ours, original, borrowed = histories
+    if logging_strategy == IntervalStrategy.STEPS:  # a deliberate difference: we log the last step
+        assert ours[-1][1]["should_log"]
+        for history in histories:
+            for step, flags in history:
+                if step == max_steps:
+                    flags["should_log"] = True
     assert ours == original == borrowed
     assert ours[-1][0] == max_steps
 
@@ -119,12 +125,12 @@ def test_logging() -> None:
     assert decide(1, 99, flow_args(logging_first_step=True)).should_log
 
 
-def test_the_last_step_is_evaluated_and_saved_and_ends_the_run() -> None:
+def test_the_last_step_is_logged_evaluated_and_saved_and_ends_the_run() -> None:
     args = flow_args(eval_strategy="steps", save_strategy="steps", logging_strategy="steps")
     controls = {step: decide(step, 10, args, eval_steps=4, save_steps=3, logging_steps=6) for step in range(1, 11)}
     assert [step for step, control in controls.items() if control.should_evaluate] == [4, 8, 10]
     assert [step for step, control in controls.items() if control.should_save] == [3, 6, 9, 10]
-    assert [step for step, control in controls.items() if control.should_log] == [6]
+    assert [step for step, control in controls.items() if control.should_log] == [6, 10]
     assert [step for step, control in controls.items() if control.should_training_stop] == [10]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ds_trainer.monitor.metrics_file import MetricsWriter
-from ds_trainer.monitor.plots import plot_losses, read_curves, smooth
+from ds_trainer.monitor.plots import plot_losses, plot_metrics, read_curves, read_quantities, smooth
 
 from .conftest import LogRecords
 
@@ -155,3 +155,31 @@ def test_the_backend_and_figures_of_the_user_are_kept(tmp_path: Path) -> None:
     before = matplotlib.get_backend(auto_select=False)
     plot_losses(metrics(tmp_path / "m.jsonl", falling(5)), tmp_path / "loss.png")
     assert matplotlib.get_backend(auto_select=False) == before
+
+
+def test_everything_but_losses_has_a_panel(tmp_path: Path) -> None:
+    records = [
+        {"step": 1, "epoch": 0.1, "time": 1.0, "loss": 3.0, "learning_rate": 0.1, "grad_norm": None},
+        {"step": 2, "epoch": 0.2, "time": 2.0, "loss": 2.0, "learning_rate": 0.2, "grad_norm": 4, "flag": True},
+        {
+            "step": 2,
+            "eval_loss": 2.0,
+            "eval_accuracy": 0.5,
+            "eval_runtime": 1.0,
+            "eval_samples_per_second": 3.0,
+            "eval_items": 9,
+            "eval_part_items": 9,
+        },
+        {"step": 2, "train_loss": 2.5, "train_runtime": 9.0, "total_flos": 1e9, "name": "text"},
+    ]
+    found = read_quantities(records)
+    assert {name: (curve.steps, curve.losses) for name, curve in found.items()} == {
+        "learning_rate": ([1, 2], [0.1, 0.2]),
+        "grad_norm": ([2], [4]),
+        "eval_accuracy": ([2], [0.5]),
+    }
+    source, target = metrics(tmp_path / "m.jsonl", records), tmp_path / "metrics.png"
+    assert plot_metrics(source, target)
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert not plot_metrics(metrics(tmp_path / "empty.jsonl", [{"step": 1, "loss": 1.0}]), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

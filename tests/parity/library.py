@@ -81,7 +81,21 @@ def both(script: Script, directory: Path) -> tuple[Any, Any]:
         output_dir = directory / module.__name__
         output_dir.mkdir()
         results.append(script(Library(module, output_dir)))
-    return results[0], results[1]
+    ours, reference = results
+    if isinstance(reference, dict) and "logs" in reference:
+        _drop_log_of_last_step(ours, reference)
+    return ours, reference
+
+
+def _drop_log_of_last_step(ours: dict[str, Any], reference: dict[str, Any]) -> None:
+    """A deliberate difference: we log the last step also where ``logging_steps`` does not divide it."""
+
+    def is_last(entry: dict[str, Any]) -> bool:
+        return "loss" in entry and entry["step"] == ours["steps"]
+
+    if not any(map(is_last, reference["logs"])) and any("loss" in entry for entry in reference["logs"]):
+        assert sum(map(is_last, ours["logs"])) == 1
+        ours["logs"] = [entry for entry in ours["logs"] if not is_last(entry)]
 
 
 def logs(trainer: Any, *keys: str) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_the_constructor_is_that_of_transformers() -> None:
     wanted = list(inspect.signature(transformers.Trainer.__init__).parameters.values())
     ours = list(inspect.signature(Trainer.__init__).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(wanted)]] == [(p.name, p.default) for p in wanted]
-    assert [p.name for p in ours[len(wanted) :]] == ["peft_config"]
+    assert [p.name for p in ours[len(wanted) :]] == ["peft_config", "tokenizer"]
 
 
 @pytest.mark.parametrize("name", ["__init__", "evaluate", "predict", "prediction_step"])

@@ -118,6 +118,7 @@ def launched(launcher: str, where: str, stage: int, failing_rank: int, tmp_path:
     command = {
         "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port, str(path)],
         "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, str(path)],
+        "launch": ["ds-trainer", "launch", "--nproc-per-node", "2", "--master-port", port, str(path)],
     }[launcher]
     job = subprocess.Popen(
         command,
@@ -154,13 +155,19 @@ def left_over(tmp_path: Path) -> list[str]:
         ("deepspeed", "loss", 3, 1),
         ("torchrun", "dataset", 3, 1),
         ("torchrun", "callback", 0, 0),
+        ("launch", "loss", 0, 1),
     ],
 )
 def test_a_launched_job_ends(launcher: str, where: str, stage: int, failing_rank: int, tmp_path: Path) -> None:
     code, output, seconds = launched(launcher, where, stage, failing_rank, tmp_path)
     assert code != 0
     assert seconds < ENDED_WITHIN
-    assert f"tests.utils.test_failures.Breaks: {where.replace('dataset', 'sample')} is broken" in output
+    error = f"tests.utils.test_failures.Breaks: {where.replace('dataset', 'sample')} is broken"
+    assert error in output
+    if launcher == "torchrun":
+        assert error in output.partition("Root Cause")[2]
+    if launcher == "launch":
+        assert output.splitlines()[-1] == f"ds-trainer launch: rank {failing_rank} failed: {error}"
     assert "Traceback" in output and "in due" not in output
     assert "REACHED THE END" not in output
     assert left_over(tmp_path) == []

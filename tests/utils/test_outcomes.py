@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.cli.main import main
-from ds_trainer.utils.outcomes import VARIABLE, RankOutcome, read_outcomes, record_outcome
+from ds_trainer.utils.outcomes import VARIABLE, RankOutcome, read_error, read_outcomes, record_error, record_outcome
 
 
 def test_an_outcome_is_written_and_read(tmp_path: Path) -> None:
@@ -36,3 +36,14 @@ def test_a_training_records_its_exit_code(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert json.loads(path.read_text())["code"] == 0
+
+
+def test_the_error_of_a_rank_is_kept_for_its_launcher(tmp_path: Path) -> None:
+    environment = {"RANK": "3", "WORLD_SIZE": "4", VARIABLE: str(tmp_path)}
+    record_error(ValueError("two\nlines"), environment)
+    assert read_error(tmp_path, 3) == "ValueError: two\nlines"
+    assert read_error(tmp_path, 2) == ""
+    assert read_outcomes(tmp_path) == {}
+    record_error(ValueError("nowhere"), {"RANK": "3", VARIABLE: str(tmp_path / "missing")})
+    record_error(ValueError("no launcher"), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["error-3.json"]

@@ -76,6 +76,7 @@ class ModuleGuard:
         self._paths = ModulePaths()
         self._new: list[int] = []  # events that the ranks have not compared yet
         self._passes = 0
+        self._restarted = False  # the next pass replaces one that was interrupted
         self._inputs: tuple[str, ...] = ()
         self._lock = threading.Lock()  # a leaf module's hooks may run in several threads of the backward pass
         self.step = self.micro_batch = 0
@@ -95,6 +96,11 @@ class ModuleGuard:
         self._deviations.close()
         self._hook.remove()
         self._follow = lambda event, module=None: None  # type: ignore[method-assign]
+
+    def restart_pass(self) -> None:
+        """The next pass begins the current one anew, on this rank alone. Not in the first pass of its kind."""
+        self._passes -= 1
+        self._restarted = True
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -125,8 +131,9 @@ class ModuleGuard:
         optimizer.overlapping_partition_gradients_reduce_epilogue = finished
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._passes:
+        if self._passes and not self._restarted:
             self._follow(_END)
+        self._restarted = False
         self._inputs = tuple(name for name, value in kwargs.items() if value is not None)
         self._passes += 1
         self._paths.begin((module.training, torch.is_grad_enabled()))

@@ -21,6 +21,7 @@ would be too large without any error.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,10 @@ def accepts_item_count(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return takes_any or "num_items_in_batch" in parameters
+
+
+def _names_item_count(function: Callable[..., Any]) -> bool:
+    return "num_items_in_batch" in inspect.signature(function).parameters
 
 
 class ItemCounter:
@@ -133,6 +138,7 @@ class LossRule:
         count: counts the items of a micro-batch.
         normalized: whether the loss is assumed to be a sum divided by ``num_items_in_batch``.
         auxiliary: whether the model may add terms that are not a sum over items.
+        claimed: whether the model, or the user, says that it is; otherwise it only takes any keyword argument.
 
     Attributes:
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
@@ -142,20 +148,23 @@ class LossRule:
     replicas: int | None = None
     scale: float = 1.0
 
-    def __init__(self, count: ItemCounter, normalized: bool, auxiliary: bool = False) -> None:
+    def __init__(self, count: ItemCounter, normalized: bool, auxiliary: bool = False, claimed: bool = True) -> None:
         self.count = count
         self.normalized = normalized
         self.auxiliary = auxiliary
+        self._claimed = claimed
         self.verified = not normalized  # a mean loss needs no verification
 
     def reject(self) -> None:
         """Treat the loss as a mean from now on, because it ignores ``num_items_in_batch``."""
         self.normalized = False
         self.verified = True
-        logger.warning(
+        # Most models of transformers take any keyword argument, and classifiers return a mean all the same.
+        logger.log(
+            logging.WARNING if self._claimed else logging.DEBUG,
             "The loss does not depend on num_items_in_batch although the model accepts it: it is treated as the mean "
             "over the items of each micro-batch and weighted by their number. To make this explicit, divide a summed "
-            "loss by num_items_in_batch, or set `accepts_loss_kwargs = False` on the model."
+            "loss by num_items_in_batch, or set `accepts_loss_kwargs = False` on the model.",
         )
 
     def declare(self, scaled: bool, replicas: int) -> None:
@@ -221,6 +230,7 @@ def loss_rule_of(
         loss_function: whether a ``compute_loss_func`` computes the loss.
         smoothed: whether the Trainer computes the loss with label smoothing.
     """
+    claimed = True
     if loss_function:
         normalized = True
     elif compute_loss is not None and not accepts_item_count(compute_loss):
@@ -230,6 +240,7 @@ def loss_rule_of(
     else:
         declared = getattr(model, "accepts_loss_kwargs", None)
         normalized = accepts_item_count(model.forward) if declared is None else bool(declared)
-    rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalized, adds_auxiliary_loss(model))
+        claimed = bool(declared) or _names_item_count(compute_loss or model.forward)
+    rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalized, adds_auxiliary_loss(model), claimed)
     rule.verified = rule.verified or (smoothed and compute_loss is None)
     return rule

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from ds_trainer.training.loop.first_loss import FirstLoss
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.token_counter import TokenCounter
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng
 from ds_trainer.utils import distributed
@@ -163,6 +165,7 @@ class StepRunner:
         optimizer, lr_scheduler: those of the run.
         device: the device of this rank.
         check_first: called with the first micro-batch, before anything is computed.
+        recovery: runs a step again if memory runs out; None without ``auto_find_batch_size``.
 
     Attributes:
         learning_rate: learning rate of the last step.
@@ -184,6 +187,7 @@ class StepRunner:
         lr_scheduler: Any,
         device: torch.device,
         check_first: Callable[[Any], None],
+        recovery: MemoryRecovery | None = None,
     ) -> None:
         self._methods = methods
         self._micro_batches = micro_batches
@@ -201,6 +205,7 @@ class StepRunner:
         )
         self._device = device
         self._check_first: Callable[[Any], None] | None = check_first
+        self._recovery = recovery
         self.learning_rate: Any = float("nan")
 
     def run(self, source: Iterator[Any], micro_steps: int) -> Update:
@@ -226,14 +231,9 @@ class StepRunner:
 
         health.begin_compute()
         guard.begin_step()
-        losses, notifies = [], bool(events.handler.listeners("on_substep_end"))
-        for index, batch in enumerate(batches):
-            last = index == micro_steps - 1
-            engine.begin_micro_batch(last)
+        for batch in batches:
             self._counter.add(batch)
-            losses.append(self._micro_batches.run(batch, items, step, index))
-            if notifies and not last:
-                events.notify("on_substep_end")
+        losses = self._run_micro_batches(batches, items, step)
 
         events.notify("on_pre_optimizer_step")
         self.learning_rate = current_lr(self._optimizer)
@@ -249,13 +249,36 @@ class StepRunner:
         health.step_done(step + 1, timed.seconds)
         return update
 
+    def _run_micro_batches(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:
+        """Forward and backward passes of a step; returns the contributions of this rank to the loss."""
+        recovery = self._recovery
+        if recovery is None:
+            return self._passes(batches, items, step)
+        recovery.begin_step()
+        losses = self._passes(recovery.split(batches), items, step)
+        while recovery.must_repeat(step):
+            losses = self._passes(recovery.split(batches), items, step)
+        return losses
+
+    def _passes(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:
+        engine, events, recovery = self._engine, self._events, self._recovery
+        self._micro_batches.accumulation = len(batches)
+        losses, notifies = [], bool(events.handler.listeners("on_substep_end"))
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            engine.begin_micro_batch(last)
+            run = partial(self._micro_batches.run, items=items, step=step, index=index)
+            losses.append(run(batch) if recovery is None else recovery.run(run, batch))
+            if notifies and not last:
+                events.notify("on_substep_end")
+        return losses
+
     def _check(self, batches: list[Any], micro_steps: int, step: int) -> None:
         if len(batches) != micro_steps:
             raise ConfigError(
                 f"The training loader of rank {distributed.rank()} ended after {len(batches)} of {micro_steps} "
                 f"micro-batches of step {step + 1}, although its length is larger."
             )
-        self._micro_batches.accumulation = micro_steps
         self._micro_batches.several_micro_batches = micro_steps * self._engine.layout.seq_data_parallel_size > 1
         if self._check_first is not None:
             self._check_first(batches[0])

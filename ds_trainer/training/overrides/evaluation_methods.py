@@ -27,6 +27,7 @@ from ds_trainer.training.loop.loss_computation import LossMethod
 from ds_trainer.training.loop.run_plan import evaluation_plan_of
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.half_precision import half_precision_of, weights_cast_to
+from ds_trainer.training.out_of_memory import evaluation_remedies, explained_out_of_memory
 from ds_trainer.training.overrides.data_loading import DataLoading
 from ds_trainer.training.overrides.logging_methods import LoggingMethods
 from ds_trainer.training.overrides.training_step import TrainingStep
@@ -144,7 +145,13 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
         )
         self.callback_handler.eval_dataloader = dataloader
         loop = EvalLoop(self, dataloader, loss_only, keep=description == "Prediction")
-        with without_cache(self.model, unless=self.args.use_cache), weights_cast_to(half, self.model, self.device):
+        explained = explained_out_of_memory(
+            lambda: f"in the evaluation, with {self.args.per_device_eval_batch_size} samples in a batch",
+            lambda: evaluation_remedies(self.args, keeps_predictions=not loss_only),
+            None,
+        )
+        cast = weights_cast_to(half, self.model, self.device)
+        with explained, without_cache(self.model, unless=self.args.use_cache), cast:
             output = loop.run(model, ignore_keys, metric_key_prefix)
         if self.engines.preparation_seconds is not None and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_model_preparation_time"] = self.engines.preparation_seconds

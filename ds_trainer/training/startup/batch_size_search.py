@@ -4,8 +4,8 @@ Before training, all ranks rehearse the first micro-batches (:mod:`ds_trainer.en
 memory, all ranks halve the micro-batch and increase the accumulation: the global batch, the order of samples, the steps
 and the results do not change. A rehearsal never leaves ranks waiting for each other.
 
-Limit: a later batch may be longer than those of the first step. If so, let the collator pad to a fixed length, or sort
-by length with the longest samples first.
+A later batch may be longer than those of the first step. Then the micro-batch is halved during the training
+(:mod:`ds_trainer.training.loop.memory_recovery`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.loop.loss_rule import LossRule
@@ -30,19 +31,6 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
-
-
-def smaller_micro_batch(micro_batch: int, accumulation: int) -> tuple[int, int]:
-    """At most half the micro-batch, with more accumulation for the same product of both.
-
-    Raises:
-        ValueError: the micro-batch is one sample.
-    """
-    product = micro_batch * accumulation
-    for size in range(micro_batch // 2, 0, -1):
-        if product % size == 0:
-            return size, product // size
-    raise ValueError("a micro-batch of one sample cannot be smaller")
 
 
 def find_batch_size(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.arguments.compat.renamed_arguments import warn_renamed
 from ds_trainer.training.loading.model_argument import is_model_reference
 from ds_trainer.training.signatures import is_from
 from ds_trainer.utils.errors import ConfigError
@@ -50,6 +51,20 @@ def check_construction(
         problems.append(f"data_collator is a {type(data_collator).__name__}, which cannot be called with samples.")
     if problems:
         raise ConfigError(problems)
+
+
+def renamed_processing_class(processing_class: Any, tokenizer: Any) -> Any:
+    """``processing_class``, or the ``tokenizer`` of a script that uses its name in transformers 4.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if tokenizer is None:
+        return processing_class
+    if processing_class is not None:
+        raise ConfigError("Both processing_class and tokenizer, its older name, are given. Keep processing_class.")
+    warn_renamed(["tokenizer is now called processing_class: Trainer(processing_class=...)."])
+    return tokenizer
 
 
 def keras_problems(model: Any) -> list[str]:

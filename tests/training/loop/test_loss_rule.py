@@ -19,6 +19,7 @@ from ds_trainer.training.loop.loss_rule import (
     accepts_item_count,
     depends_on,
     loss_in,
+    loss_rule_of,
     shifts_labels,
 )
 from ds_trainer.utils.errors import ConfigError
@@ -121,6 +122,28 @@ def test_a_loss_that_ignores_the_count_is_taken_as_a_mean_with_a_warning(caplog:
         found.verify(weight * 1.0, items, lambda n: torch.tensor(2.0))
     assert found.verified and not found.normalized
     assert "does not depend on num_items_in_batch" in caplog.text
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_model_that_only_takes_any_keyword_causes_no_warning(named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Such are the classifiers of transformers."""
+
+    class Classifier(torch.nn.Module):
+        if named:
+
+            def forward(self, labels: Any, num_items_in_batch: Any = None) -> Any: ...
+
+        else:
+
+            def forward(self, labels: Any, **keywords: Any) -> Any: ...
+
+    found = loss_rule_of(Classifier(), ["labels"])
+    assert found.normalized and not found.verified
+    logging.getLogger("ds_trainer").propagate = True
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        found.verify(torch.tensor(2.0, requires_grad=True) * 1.0, torch.tensor(4.0), lambda n: torch.tensor(2.0))
+    assert found.verified and not found.normalized
+    assert ("does not depend on num_items_in_batch" in caplog.text) is named
 
 
 def test_means_are_weighted_by_items_and_empty_means_are_ignored() -> None:

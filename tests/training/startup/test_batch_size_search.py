@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.startup.batch_size_search import smaller_micro_batch
+from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal

@@ -1,0 +1,142 @@
+"""``PassCompletion``: a rank whose pass was interrupted still takes part in the communication of the micro-batch.
+
+Under ZeRO the ranks communicate in the middle of both passes. A rank that runs out of memory there would leave the
+others waiting. So it runs the micro-batch again with less data, which needs the same collectives in the same order:
+those that it has taken part in already do nothing this time, the rest are real. Its gradients are worthless afterwards,
+and so are those of all ranks: all of them drop the step (:meth:`TrainingEngine.drop_step`).
+
+Needs a known order of collectives: under ZeRO-3, DeepSpeed and the module guard record it in the first two
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ds_trainer.engine.rehearsal import COLLECTIVES, do_nothing, without_communication
+from ds_trainer.engine.training_engine import TrainingEngine
+
+
+class PassCompletion:
+    """Counts the collectives of a micro-batch, and leaves out those that a rank has taken part in.
+
+    Args:
+        engine: runs the passes.
+    """
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._engine = engine
+        self._done = 0  # collectives of this micro-batch
+        self._left_out = 0  # of an interrupted pass, which the next one repeats
+        self._parameters = _GatheredParameters(engine) if engine.stage == 3 else None
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Context of the passes of one micro-batch, including :meth:`restart`."""
+        from deepspeed.comm import comm
+
+        self._done = self._left_out = 0
+        if self._parameters is not None:
+            self._parameters.begin()
+        real = comm.cdb
+        comm.cdb = _CountedBackend(real, self)
+        try:
+            yield
+        finally:
+            comm.cdb = real
+
+    @property
+    def order_known(self) -> bool:
+        """Whether the order of collectives in this micro-batch was known when it began."""
+        return self._parameters is None or self._parameters.order_known
+
+    def restart(self) -> None:
+        """After an interrupted pass: the next pass begins the micro-batch anew."""
+        self._left_out, self._done = self._done, 0
+        _forget_gradients(self._engine)
+        if self._parameters is not None:
+            self._parameters.restore()
+            if self._engine.module_guard is not None:
+                self._engine.module_guard.restart_pass()
+        self._engine.begin_micro_batch(last=self._engine.deepspeed.is_gradient_accumulation_boundary())
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a collective, or leave it out."""
+        if self._left_out > self._done:
+            self._done += 1
+            return do_nothing()
+        result = function(*args, **kwargs)
+        self._done += 1
+        return result
+
+
+class _CountedBackend:
+    """DeepSpeed's backend; its collectives are counted."""
+
+    def __init__(self, real: Any, completion: PassCompletion) -> None:
+        self._real = real
+        self._completion = completion
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name not in COLLECTIVES:
+            return found
+        return lambda *args, **kwargs: self._completion.call(found, args, kwargs)
+
+
+def _forget_gradients(engine: TrainingEngine) -> None:
+    """Forget the gradients of this rank, and what an interrupted backward pass has left of their reduction."""
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    optimizer: Any = engine.deepspeed.optimizer
+    for parameter in engine.deepspeed.module.parameters():
+        parameter.grad = None  # it may be a view of a bucket
+        if hasattr(parameter, "grad_accum"):
+            parameter.grad_accum = None
+    if engine.reduction_order is not None:
+        engine.reduction_order.restart()
+    if isinstance(optimizer, ZeROOptimizer):
+        optimizer._backward_active_depth = 0
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+            (bucket.clear_params if hasattr(bucket, "clear_params") else bucket.clear)()
+        reduced = getattr(optimizer, "params_already_reduced", [])
+        for key in reduced if isinstance(reduced, dict) else range(len(reduced)):
+            reduced[key] = False
+
+
+class _GatheredParameters:
+    """Which parameters of a ZeRO-3 engine are gathered when a micro-batch begins, so that it can begin anew."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self._available = ZeroParamStatus.AVAILABLE
+        self._module = engine.deepspeed.module
+        self._parameters: list[Any] = list(self._module.parameters())
+        self._coordinator = engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+        self._before: list[Any] = []
+        self.order_known = False
+
+    def begin(self) -> None:
+        self._before = [parameter for parameter in self._parameters if parameter.ds_status == self._available]
+        # Before that, DeepSpeed compares the order of modules between the ranks when a pass begins.
+        self.order_known = self._coordinator.is_complete_trace()
+
+    def restore(self) -> None:
+        """Gather and release parameters until they are as they were; without communication, so without values."""
+        for part in self._module.modules():
+            part._parameters._in_forward = False  # DeepSpeed's dict subclass: access must not gather a parameter
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.clear()
+        self._coordinator.release_backward_leftovers()
+        self._coordinator._clean_inflight_param_registry()  # waits for the gathers that have begun
+        before = {id(parameter) for parameter in self._before}
+        for parameter in self._parameters:
+            if parameter.ds_status == self._available and id(parameter) not in before:
+                parameter.partition()
+        lost = [parameter for parameter in self._before if parameter.ds_status != self._available]
+        if lost:
+            with without_communication():
+                lost[0].all_gather(param_list=lost)

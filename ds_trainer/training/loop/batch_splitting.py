@@ -1,0 +1,54 @@
+"""Splits a micro-batch into smaller ones by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_trainer.data.loader import DummyBatch
+from ds_trainer.training.loop.batches import number_of_samples
+
+
+class NotSplittable(ValueError):
+    """A batch whose rows cannot be told apart. The message names the item."""
+
+
+def split_batch(batch: Any, rows: int, parts: int) -> list[Any]:
+    """``parts`` batches of ``rows`` samples each, in order.
+
+    A batch with fewer samples has smaller parts at its end; a part without samples is a dummy batch, so that every
+    rank has the same number of parts.
+
+    Raises:
+        NotSplittable: the batch is no mapping, or not every item has one entry per sample.
+    """
+    return [part_of_batch(batch, index * rows, rows) for index in range(parts)]
+
+
+def part_of_batch(batch: Any, first: int, rows: int) -> Any:
+    """The samples ``first`` to ``first + rows - 1`` of ``batch``; see :func:`split_batch`."""
+    if not isinstance(batch, Mapping):
+        raise NotSplittable(f"a batch is a {type(batch).__name__}, not a dict")
+    samples = number_of_samples(batch)
+    if first >= samples:
+        return DummyBatch(_rows(batch, slice(0, 1), samples, ""))
+    part = _rows(batch, slice(first, first + rows), samples, "")
+    return DummyBatch(part) if isinstance(batch, DummyBatch) else part
+
+
+def _rows(value: Any, rows: slice, samples: int, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rows(part, rows, samples, f"{name}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, torch.Tensor):
+        length = value.shape[0] if value.dim() else None
+    elif isinstance(value, (list, tuple)):
+        length = len(value)
+    else:
+        length = None
+    if length is None:
+        return value  # the same for all samples
+    if length != samples:
+        raise NotSplittable(f"batch{name} has {length} entries for {samples} samples")
+    return value[rows]

@@ -1,0 +1,180 @@
+"""``MemoryRecovery``: if memory runs out in a step, all ranks run it again in smaller micro-batches.
+
+For ``auto_find_batch_size``. Before each update, the ranks agree on whether memory ran out on one of them: one vote on
+the host per step. If so, all drop the gradients of the step, halve the micro-batch, and run the step again with the
+same samples and random numbers. Weights, optimizer states and schedule are those of the last whole step, and the global
+batch stays. The loader does not change: its micro-batches are split by rows.
+
+A rank that runs out of memory while the others communicate completes the micro-batch with one sample
+(:mod:`ds_trainer.engine.interrupted_pass`). Where that is not possible, the error ends the training: :func:`obstacle`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.interrupted_pass import PassCompletion
+from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.parallel.batch_plan import smaller_micro_batch
+from ds_trainer.training.loop.batch_splitting import NotSplittable, part_of_batch, split_batch
+from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.training.loop.training_run import TrainingRun
+from ds_trainer.training.out_of_memory import is_out_of_memory
+from ds_trainer.utils import distributed
+from ds_trainer.utils.devices import free_memory
+from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.seeds import random_state, restore_random_state
+
+logger = get_logger(__name__)
+
+
+def obstacle(engine: TrainingEngine, model: nn.Module, config: CompiledConfig) -> str:
+    """Why a step of ``model`` cannot be run again after an out-of-memory error; empty if it can."""
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        return "the model has batch normalization, whose statistics include the samples of the interrupted step"
+    if engine.deepspeed.has_moe_layers:
+        return "DeepSpeed's expert layers exchange samples, whose number depends on the micro-batch"
+    if config.uses_deepspeed_compiler:
+        return "DeepSpeed's compiler schedules the communication"
+    if config.offload("param") == "nvme":
+        return "parameters are offloaded to NVMe"
+    return ""
+
+
+class MemoryRecovery:
+    """Recovers the steps of one training from running out of memory.
+
+    Args:
+        engine: runs the passes.
+        micro_batch: samples of a micro-batch of the loader.
+        accumulation: micro-batches of a full step.
+        obstacle: see :func:`obstacle`.
+        resize: makes the Trainer report another micro-batch and accumulation.
+
+    Attributes:
+        rows: samples of a micro-batch now.
+    """
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        micro_batch: int,
+        accumulation: int,
+        obstacle: str,
+        resize: Callable[[int, int], Any],
+    ) -> None:
+        self._engine = engine
+        self._completion = PassCompletion(engine)
+        self._micro_batch = self.rows = micro_batch
+        self._accumulation = accumulation
+        self._obstacle = obstacle
+        self._resize = resize
+        self._first_step = True
+        self._failure: str | None = None
+        self._random: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, run: TrainingRun, resize: Callable[[int, int], Any]) -> MemoryRecovery:
+        """The recovery of ``run``; ``resize`` makes the Trainer report another micro-batch and accumulation."""
+
+        def resized(size: int, accumulation: int) -> None:
+            resize(size, accumulation)
+            run.events.state.train_batch_size = size
+
+        plan, reason = run.batch_plan, obstacle(run.engine, run.model, run.config)
+        return cls(run.engine, plan.micro_batch, plan.accumulation, reason, resized)
+
+    def begin_step(self) -> None:
+        """Keep the random state, before the first pass of a step."""
+        self._random = random_state()
+        self._failure = None
+
+    def split(self, batches: list[Any]) -> list[Any]:
+        """The micro-batches of the loader, in parts of :attr:`rows` samples."""
+        parts = self._micro_batch // self.rows
+        if parts == 1:
+            return batches
+        try:
+            return [part for batch in batches for part in split_batch(batch, self.rows, parts)]
+        except NotSplittable as error:
+            raise torch.OutOfMemoryError(_cannot(self._failure or "", str(error))) from error
+
+    def run(self, passes: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+        """Forward and backward pass of ``batch``. If memory runs out, one of its samples completes the communication.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out, and the step cannot be run again.
+        """
+        with self._completion.micro_batch():
+            if self._failure is not None:  # the step will be dropped
+                return passes(part_of_batch(batch, 0, 1))
+            try:
+                return passes(batch)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if reason := self._reason_against(batch):
+                    raise torch.OutOfMemoryError(_cannot(str(error), reason)) from error
+                self._failure = str(error)
+            # After the except block, because its traceback keeps the activations.
+            free_memory(self._engine.deepspeed.device)
+            self._completion.restart()
+            return passes(part_of_batch(batch, 0, 1))
+
+    def must_repeat(self, step: int) -> bool:
+        """Whether memory ran out on a rank. All ranks have then dropped the step and use smaller micro-batches.
+
+        Collective: one vote on the host.
+
+        Args:
+            step: optimizer steps done.
+        """
+        self._first_step = False
+        failed = self._failure is not None
+        if not distributed.agree(torch.tensor([int(failed)]))[0]:
+            return False
+        ranks = [rank for rank, short in enumerate(distributed.gather_objects(failed)) if short]
+        self._engine.drop_step()
+        free_memory(self._engine.deepspeed.device)
+        before = self.rows
+        # A divisor of the loader's micro-batch, so that all parts have the same size.
+        self.rows, parts = smaller_micro_batch(before, self._micro_batch // before)
+        accumulation = self._accumulation * parts
+        self._resize(self.rows, accumulation)
+        restore_random_state(self._random)
+        self._failure = None
+        logger.log(
+            logging.WARNING if distributed.rank() == 0 else logging.DEBUG,
+            "auto_find_batch_size: out of memory on %s %s in step %d with %d samples in a micro-batch; now %d, with %d "
+            "accumulation steps. The global batch does not change, and the step is run again.",
+            "ranks" if len(ranks) > 1 else "rank",
+            ", ".join(map(str, ranks)),
+            step + 1,
+            before,
+            self.rows,
+            accumulation,
+        )
+        return True
+
+    def _reason_against(self, batch: Any) -> str:
+        if self._obstacle:
+            return self._obstacle
+        if self._first_step or not self._completion.order_known:
+            return "the order of the communication is not known yet; it is recorded in the first two micro-batches"
+        if number_of_samples(batch) <= 1:
+            return "the micro-batch has one sample"
+        try:
+            part_of_batch(batch, 0, 1)
+        except NotSplittable as error:
+            return str(error)
+        return ""
+
+
+def _cannot(text: str, reason: str) -> str:
+    return f"{text}\nauto_find_batch_size cannot go on with a smaller micro-batch: {reason}."

@@ -1,0 +1,243 @@
+"""A step in which memory runs out is run again in smaller micro-batches, on all ranks, with the same result.
+
+Memory is bounded by a module that refuses more than so many samples from some step on, as an allocator does: on one
+rank only, in the forward or in the backward pass, in the first or the last micro-batch of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.data.loader import DummyBatch
+from ds_trainer.training.loop.batch_splitting import NotSplittable, split_batch
+from ds_trainer.training.out_of_memory import OutOfMemory
+from ds_trainer.utils import distributed
+from tests.support.compare import assert_equal
+from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.oracle import Trajectory
+from tests.support.pool import pool
+from tests.support.runs import compatibility_of
+from tests.training.startup.test_batch_size_search import OutOfMemoryAbove
+
+STEPS, SHORT_FROM = 5, 3
+
+
+class Bounded(nn.Module):
+    """A language model that from pass ``short_from`` on, counted from 1, holds ``limit`` samples on rank ``rank``."""
+
+    def __init__(self, limit: int, short_from: int, rank: int = 0, backward: bool = False, dropout: float = 0) -> None:
+        super().__init__()
+        self.model = tiny_llama(num_hidden_layers=3, attention_dropout=dropout)
+        self.limit, self.short_from, self.rank, self.short = limit, short_from, rank, backward
+        self.passes = 0
+        self.model.model.layers[1].register_forward_hook(self._bounded)
+        self.loss_type = self.model.loss_type
+
+    def _bounded(self, module: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        short = distributed.rank() == self.rank and self.passes >= self.short_from
+        hidden = OutOfMemoryAbove.apply(hidden, self.limit if short else 10**6, self.short)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> Any:
+        self.passes += 1
+        return self.model(**inputs, num_items_in_batch=num_items_in_batch)
+
+
+def trainer_of(directory: str, model: nn.Module, callbacks: Any = (), data: Any = None, **changes: Any) -> Trainer:
+    values: dict[str, Any] = dict(
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        optim="sgd",  # Adam enlarges rounding where a gradient is almost zero
+        learning_rate=0.1,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        auto_find_batch_size=True,
+    )
+    args = TrainingArguments(directory, **{**values, **changes})
+    return Trainer(model, args, train_dataset=data or RaggedTokens(40), callbacks=list(callbacks))
+
+
+class MicroBatches(TrainerCallback):
+    """Records how many micro-batches of this rank each step has in the end."""
+
+    trainer: Trainer
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.found.append(self.trainer.current_gradient_accumulation_steps)
+
+
+def train(directory: str, limit: int, model: dict[str, Any] | None = None, **changes: Any) -> tuple[Trajectory, Any]:
+    """Train; the trajectory, and what micro-batch and accumulation it came to."""
+    # The rehearsal before the training is two passes.
+    before = (
+        0 if not changes.get("auto_find_batch_size", True) else min(2, changes.get("gradient_accumulation_steps", 1))
+    )
+    per_step = changes.get("gradient_accumulation_steps", 1)
+    options = dict(model or {})
+    last = options.pop("last", False)
+    short_from = before + (SHORT_FROM - 1) * per_step + (per_step if last else 1)
+    micro_batches = MicroBatches()
+    data = RaggedTokens(4 * per_step * distributed.world_size() * STEPS)
+    trainer = trainer_of(directory, Bounded(limit, short_from, **options), [micro_batches], data, **changes)
+    micro_batches.trainer = trainer
+    trainer.train()
+    report = compatibility_of(trainer)
+    facts = {
+        "micro": trainer.args.per_device_train_batch_size,
+        "accumulation": trainer.args.gradient_accumulation_steps,
+        "total": trainer.get_total_train_batch_size(trainer.args),
+        "state": trainer.state.train_batch_size,
+        "steps": trainer.state.global_step,
+        "engine steps": (trainer.engine.deepspeed.global_steps, trainer.engine.deepspeed.skipped_steps),
+        "micro-batches": micro_batches.found,
+    }
+    trainer.engine.close()
+    return report, facts
+
+
+def equal_with_less_memory(
+    ranks: int, model: dict[str, Any], tmp_path: Path, tolerance: float = 1e-5, **common: Any
+) -> None:
+    """With memory for 4 samples and for 2 from step 3 on: the same losses, norms and weights."""
+    ((free, _), *_) = on_ranks(ranks, str(tmp_path / "free"), 4, {}, common)
+    accumulation = common.get("gradient_accumulation_steps", 1)
+    for report, facts in on_ranks(ranks, str(tmp_path / "short"), 2, model, common):
+        assert facts == {
+            "micro": 2,
+            "accumulation": 2 * accumulation,
+            "total": 4 * accumulation * ranks,
+            "state": 2,
+            "steps": STEPS,
+            "engine steps": (STEPS, 0),
+            "micro-batches": [accumulation] * (SHORT_FROM - 1) + [2 * accumulation] * (STEPS - SHORT_FROM + 1),
+        }
+        assert_equal(report, free, tolerance)
+
+
+def on_ranks(ranks: int, *given: Any) -> list[Any]:
+    return pool(ranks).run(_train, *given) if ranks > 1 else [_train(*given)]
+
+
+def _train(directory: str, limit: int, model: dict[str, Any], common: dict[str, Any]) -> Any:
+    return train(directory, limit, model, **common)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_of_which_one_is_short_of_memory(stage: int, backward: bool, tmp_path: Path) -> None:
+    equal_with_less_memory(2, {"rank": 1, "backward": backward}, tmp_path, zero_stage=stage)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_in_the_first_or_the_last_micro_batch_of_a_step(stage: int, last: bool, tmp_path: Path) -> None:
+    model = {"rank": 0, "backward": True, "last": last}
+    equal_with_less_memory(2, model, tmp_path, zero_stage=stage, gradient_accumulation_steps=3)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_zero_3_with_gathered_and_prefetched_parameters(backward: bool, last: bool, tmp_path: Path) -> None:
+    """No parameter stays gathered, buckets hold a few of them: many collectives in both passes."""
+    sizes = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 3000,
+        "stage3_max_live_parameters": 9000,
+        "stage3_max_reuse_distance": 2000,
+        "reduce_bucket_size": 2000,
+    }
+    common = {"deepspeed": {"zero_optimization": sizes}, "gradient_accumulation_steps": 2}
+    equal_with_less_memory(2, {"rank": 1, "backward": backward, "last": last}, tmp_path, **common)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_one_process(bf16: bool, tmp_path: Path) -> None:
+    # bf16 gradients of two micro-batches are rounded before they are added.
+    equal_with_less_memory(1, {"backward": True}, tmp_path, 1e-2 if bf16 else 1e-5, bf16=bf16, zero_stage=0)
+
+
+def test_memory_may_run_out_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        report, facts = train(str(tmp_path / "short"), 1)
+    free, _ = train(str(tmp_path / "free"), 4)
+    assert (facts["micro"], facts["accumulation"]) == (1, 4)
+    assert_equal(report, free)
+    assert "out of memory on rank 0 in step 3 with 4 samples in a micro-batch; now 2, with 2 acc" in caplog.text
+    assert "out of memory on rank 0 in step 3 with 2 samples in a micro-batch; now 1, with 4 acc" in caplog.text
+
+
+def test_from_that_step_on_a_run_equals_one_with_the_smaller_micro_batch(tmp_path: Path) -> None:
+    report, _ = train(str(tmp_path / "short"), 2)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    smaller = trainer_of(str(tmp_path / "smaller"), Bounded(4, 1), data=RaggedTokens(4 * STEPS), **sizes)
+    smaller.train()
+    assert_equal(report, compatibility_of(smaller))
+
+
+def test_dropout_draws_the_numbers_of_the_repeated_step_once(tmp_path: Path) -> None:
+    """A run without shortage that has the same micro-batches has the same losses, with dropout."""
+    short, _ = train(str(tmp_path / "short"), 2, {"dropout": 0.5})
+    again, _ = train(str(tmp_path / "again"), 2, {"dropout": 0.5, "backward": True})
+    assert short.losses == again.losses  # interrupted at another point, other numbers were drawn before
+
+
+@pytest.mark.parametrize(
+    ("short_from", "text"),
+    [(2, "the order of the communication is not known yet"), (4, "the model has batch normalization")],
+)
+def test_what_cannot_be_run_again_ends_with_the_reason_and_remedies(short_from: int, text: str, tmp_path: Path) -> None:
+    model = Bounded(2, short_from)
+    if "batch normalization" in text:
+        model.add_module("statistics", nn.BatchNorm1d(4))
+    with pytest.raises(OutOfMemory, match=text) as caught:
+        trainer_of(str(tmp_path), model).train()
+    assert "auto_find_batch_size cannot go on with a smaller micro-batch" in str(caught.value)
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in str(caught.value)
+
+
+def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="the micro-batch has one sample"):
+        train(str(tmp_path), 0, per_device_train_batch_size=1)
+
+
+def test_without_the_argument_the_error_ends_the_training(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="in step 3"):
+        train(str(tmp_path), 2, auto_find_batch_size=False)
+
+
+def test_a_batch_is_split_by_rows() -> None:
+    batch = {"a": torch.arange(10).reshape(5, 2), "names": list("abcde"), "scale": 2.0, "bias": torch.tensor(1.0)}
+    parts = split_batch(batch, 2, 4)
+    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"], ["e"], ["a"]]
+    assert [part["a"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]], [[0, 1]]]
+    assert [isinstance(part, DummyBatch) for part in parts] == [False, False, False, True]
+    assert all(part["scale"] == 2.0 and part["bias"] == 1 for part in parts)
+    assert all(isinstance(part, DummyBatch) for part in split_batch(DummyBatch(batch), 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ([1], "a batch is a list"),
+        ({"input_ids": torch.zeros(2, 3), "cu_seqlens": torch.zeros(5)}, "batch['cu_seqlens'] has 5 entries for 2"),
+        ({"x": torch.zeros(2), "images": {"sizes": [1, 2, 3]}}, "batch['images']['sizes'] has 3 entries for 2 samples"),
+    ],
+)
+def test_a_batch_without_rows_is_refused(batch: Any, text: str) -> None:
+    with pytest.raises(NotSplittable) as caught:
+        split_batch(batch, 1, 2)
+    assert text in str(caught.value)
