@@ -21,17 +21,20 @@ class SamplerOrder:
 
     Args:
         sampler: yields dataset positions.
-        seed: of the global random numbers while the sampler is iterated, which some samplers use.
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
+    def __init__(self, sampler: Any) -> None:
         self._given = sampler
-        self._seed = seed
         self._current = copy.deepcopy(sampler)
         self._iterated = 0
 
-    def __call__(self, epoch: int, ordered_for: int | None = None) -> Order:
-        """The order of ``epoch``. ``ordered_for`` is ignored: a sampler does not depend on the batch size.
+    def __call__(self, epoch: int, ordered_for: int | None = None, seed: int = 0) -> Order:
+        """The order of an epoch.
+
+        Args:
+            epoch: counted from 0.
+            ordered_for: ignored: a sampler does not depend on the batch size.
+            seed: of the global random numbers while the sampler is iterated, which some samplers use.
 
         Raises:
             ConfigError: the number of positions is not the length of the sampler.
@@ -44,7 +47,7 @@ class SamplerOrder:
         positions: list[int] = []
         for number in range(self._iterated, epoch + 1):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self._seed + number)
+                torch.manual_seed(seed + number)
                 positions = [int(position) for position in self._current]
         self._iterated = epoch + 1
         if len(positions) != len(self._current):

@@ -157,7 +157,7 @@ def in_order_of(order: Sampler[int], plan: BatchPlan, dp_rank: int, seed: int) -
             f"The sampler, a {type(order).__name__}, has no length or length 0: give it a __len__ that returns the "
             "number of positions that it yields in an epoch."
         )
-    return DistributedBatchSampler(plan, samples, dp_rank, seed, order=SamplerOrder(order, seed))
+    return DistributedBatchSampler(plan, samples, dp_rank, seed, order=SamplerOrder(order))
 
 
 def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any, asked_by: str) -> Lengths:
