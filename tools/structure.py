@@ -32,8 +32,13 @@ import walks
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_trainer"
 
-# Names with an underscore that are public: of named tuples, of the reference API, and of TensorFlow.
-PUBLIC = {"_replace", "_prepare_inputs", "_new_training", "_new_epoch", "_new_step", "_inputs"}
+# Names with an underscore that are public: of named tuples, of the reference API, of TensorFlow, and those of
+# transformers' Trainer that subclasses of other libraries override.
+PUBLIC = {
+    *("_replace", "_prepare_inputs", "_new_training", "_new_epoch", "_new_step", "_inputs"),
+    *("_get_train_sampler", "_get_eval_sampler", "_remove_unused_columns", "_get_collator_with_removed_columns"),
+    *("_save_checkpoint", "_load_optimizer_and_scheduler", "_get_output_dir"),
+}
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -52,8 +51,6 @@ from ds_trainer.training.telemetry import Telemetry
 from ds_trainer.training.train_loop import TrainLoop
 from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 
@@ -64,8 +61,6 @@ _USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"
 class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
     """Builds the components of a Trainer, and rebuilds them if arguments or model change."""
 
-    checkpointer: Checkpointer | None = None
-    """Saves and restores the current or last training."""
     unsharded: list[str]
     """Reasons against the sequence sharding that the layout requests; if there are any, training is not possible."""
     stage: Stage
@@ -357,46 +352,6 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         """The compatibility fingerprint, which is compared when a run resumes."""
         given = self.has_user_schedule, self.user_optimizer_class
         return compatibility_of(self.args, self.batch_plan, self.compiled, self.train_dataset, plan.max_steps, *given)
-
-    def save_as_part(self, directory: str | None = None) -> None:
-        """:meth:`save_model` as part of a checkpoint or a push."""
-        known = accepted_arguments(self.save_model, {"_internal_call"})
-        self.save_model(directory, **dict.fromkeys(known, True))
-
-    @fails_together
-    def save_checkpoint(self) -> Path | None:
-        """Write a checkpoint to ``checkpoint-<global_step>`` while training waits. Collective.
-
-        Returns:
-            Its path; None if it could not be written and ``save_failure_policy="continue"``.
-
-        Raises:
-            ConfigError: there has been no training.
-            SaveFailed: it could not be written; on all ranks.
-        """
-        if self.checkpointer is None:
-            raise ConfigError("There is nothing to save yet: call train() before save_checkpoint().")
-        return self.checkpointer.save()
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Called when a checkpoint is due. Override it to save more; call this method from the override. Collective.
-
-        An override finds the complete checkpoint on the disk after this call. Without one it is written in the
-        background.
-
-        Args:
-            model, trial: ignored; part of the signature in transformers.
-
-        Raises:
-            ConfigError: there has been no training.
-            SaveFailed: it could not be written; on all ranks.
-        """
-        if self.checkpointer is None:
-            raise ConfigError("There is nothing to save yet: call train() before _save_checkpoint().")
-        if "_save_checkpoint" in self.overridden:
-            self.checkpointer.save()
-        else:
-            self.checkpointer.save_in_background()
 
     # -- auto_find_batch_size -----------------------------------------------------------------------------------------
 

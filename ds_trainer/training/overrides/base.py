@@ -28,6 +28,7 @@ from ds_trainer.training.loop.loss_rule import LossRule
 from ds_trainer.training.loop.run_plan import batch_plan_of
 from ds_trainer.training.loop.step import MicroBatchRunner
 from ds_trainer.training.model.label_smoothing import LabelSmoother
+from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.search.trial_runner import TrialRunner
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.training.telemetry import Telemetry
@@ -49,6 +50,8 @@ class TrainerBase:
     memory_tracker: MemoryTracker
     micro_batches: MicroBatchRunner | None = None
     """Runs forward and backward passes; exists as long as the engine."""
+    checkpointer: Checkpointer | None = None
+    """Saves and restores the current or last training."""
 
     device: torch.device
     model: nn.Module

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_trainer.checkpoint.weights.model_saving import (
     save_config_and_processor,
@@ -21,6 +22,7 @@ from ds_trainer.training.hub.card_facts import CardSource, facts_of
 from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import original_cache_settings
 from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -103,6 +105,46 @@ class Saving(TrainerBase):
                 with original_cache_settings(self.model), unhooked(self.model):
                     self._save(str(directory), state_dict=state)
             distributed.barrier()
+
+    def save_as_part(self, directory: str | None = None) -> None:
+        """:meth:`save_model` as part of a checkpoint or a push."""
+        known = accepted_arguments(self.save_model, {"_internal_call"})
+        self.save_model(directory, **dict.fromkeys(known, True))
+
+    @fails_together
+    def save_checkpoint(self) -> Path | None:
+        """Write a checkpoint to ``checkpoint-<global_step>`` while training waits. Collective.
+
+        Returns:
+            Its path; None if it could not be written and ``save_failure_policy="continue"``.
+
+        Raises:
+            ConfigError: there has been no training.
+            SaveFailed: it could not be written; on all ranks.
+        """
+        if self.checkpointer is None:
+            raise ConfigError("There is nothing to save yet: call train() before save_checkpoint().")
+        return self.checkpointer.save()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Called when a checkpoint is due. Override it to save more; call this method from the override. Collective.
+
+        An override finds the complete checkpoint on the disk after this call. Without one it is written in the
+        background.
+
+        Args:
+            model, trial: ignored; part of the signature in transformers.
+
+        Raises:
+            ConfigError: there has been no training.
+            SaveFailed: it could not be written; on all ranks.
+        """
+        if self.checkpointer is None:
+            raise ConfigError("There is nothing to save yet: call train() before _save_checkpoint().")
+        if "_save_checkpoint" in self.overridden:
+            self.checkpointer.save()
+        else:
+            self.checkpointer.save_in_background()
 
     # -- the Hub ------------------------------------------------------------------------------------------------------
 
