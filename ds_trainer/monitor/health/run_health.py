@@ -119,6 +119,9 @@ class RunHealth:
         if self._times is not None and not first:
             in_data = 0.0 if self._data is None else self._data.seconds
             self._times.add(step, seconds, max(0.0, data_seconds - in_data), communication)
+        # Nobody but the loop may hold the iterator: data loader workers end with the last reference to it. If it were
+        # found by the garbage collector instead, torch would wait 5 seconds for each worker.
+        self._data = None
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
