@@ -130,7 +130,7 @@ def report(trainer, **more) -> None:
         return
     import transformers
 
-    times = ("runtime", "per_second", "total_flos", "num_tokens", "memory", "_time")
+    times = ("runtime", "per_second", "total_flos", "num_tokens", "memory", "_time", "data_wait", "tflops")
     history = [
         {
             name: value
