@@ -91,7 +91,7 @@ def _drop_log_of_last_step(ours: dict[str, Any], reference: dict[str, Any]) -> N
     """A deliberate difference: we log the last step also where ``logging_steps`` does not divide it."""
 
     def is_last(entry: dict[str, Any]) -> bool:
-        return "loss" in entry and entry["step"] == ours["steps"]
+        return "loss" in entry and entry["step"] == (ours["steps"] if "steps" in ours else ours["step"])
 
     if not any(map(is_last, reference["logs"])) and any("loss" in entry for entry in reference["logs"]):
         assert sum(map(is_last, ours["logs"])) == 1

@@ -189,6 +189,8 @@ def test_a_socket_that_a_thread_closes_meanwhile_is_passed_over(then: str, monke
 
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(connections_module, "_sockets", list_and_close)
+        for known in ("_tracked", "_listening"):  # of earlier tests in this process
+            monkeypatch.setattr(connections_module, known, set())
         listened = [connections_module._listening_address(number) for number in list_and_close()]
         ended = connections_module.end_connections(store_port=0)
         after = len(os.listdir("/proc/self/fd"))

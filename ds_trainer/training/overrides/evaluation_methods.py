@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ from ds_trainer.training.out_of_memory import evaluation_remedies, explained_out
 from ds_trainer.training.overrides.data_loading import DataLoading
 from ds_trainer.training.overrides.logging_methods import LoggingMethods
 from ds_trainer.training.overrides.training_step import TrainingStep
-from ds_trainer.training.signatures import accepted_arguments, parameters_of
+from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.training.stopping.stop_controller import EvaluationAborted
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.reported_ranks import reporting
 
 logger = get_logger(__name__)
 
@@ -249,22 +251,21 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
     ) -> tuple[torch.Tensor, Any]:
         """Call :meth:`compute_loss` with the arguments that it takes; outputs are None unless ``wanted``.
 
-        An override gets no item count, as in transformers, and returns the mean over the batch; only with sequence
-        sharding it gets one, because it sees a shard.
+        ``items`` are those of this rank's batch, so an override that multiplies by the number of ranks, as for
+        transformers, sees a single replica.
         """
         method = LossMethod.of(self.compute_loss)
-        if "compute_loss" in self.overridden and active_sharding() is None and method.takes_item_count:
-            required = parameters_of(self.compute_loss).get("num_items_in_batch")
-            method = LossMethod(method.call, required is not None and required.default is required.empty)
-        if not wanted:
-            return self.losses.of(method, model, inputs, items), None
-        if not accepted_arguments(self.compute_loss, {"return_outputs"}):
+        alone = "compute_loss" in self.overridden and active_sharding() is None and self.loss_rule.replicas is None
+        if wanted and not accepted_arguments(self.compute_loss, {"return_outputs"}):
             raise ConfigError(
                 f"{type(self).__name__}.compute_loss takes no return_outputs, but predictions are needed. Add the "
                 "argument `return_outputs=False` and return (loss, outputs) if it is true, or set "
                 "prediction_loss_only=True."
             )
-        loss, outputs = self.losses.of(method, model, inputs, items, return_outputs=True)
+        with reporting(self.layout.tp) if alone else nullcontext():
+            if not wanted:
+                return self.losses.of(method, model, inputs, items), None
+            loss, outputs = self.losses.of(method, model, inputs, items, return_outputs=True)
         return loss, outputs
 
     def _loss_of_all_shards(self, loss: torch.Tensor, own: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
