@@ -75,6 +75,33 @@ def trained_twice(output_dir: str, ranks_from: str, stage: int) -> Any:
     return trained(output_dir, ranks_from, stage, gradient_accumulation_steps=2)
 
 
+class FirstMasked(RaggedTokens):
+    """The first micro-batch of every rank has no target."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        for row in self.rows[:4]:
+            row["labels"] = torch.full_like(row["labels"], -100)
+
+
+def trained_in_order(output_dir: str, ranks_from: str) -> Any:
+    trainer_class: Any = Trainer if ranks_from == "library" else type("Own", (Scaled,), {"ranks_from": ranks_from})
+    order = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=2)
+    trainer = made(trainer_class, output_dir, model=tiny_llama(), data=FirstMasked(24), **order)
+    trainer.train()
+    weights, scale = whole_weights(trainer), trainer.loss_rule.scale
+    trainer.engine.close()
+    return weights, scale
+
+
+def test_the_scale_is_found_out_at_the_first_batch_that_has_a_loss(tmp_path: Path) -> None:
+    wanted, _ = pool(2).run(trained_in_order, str(tmp_path), "library")[0]
+    for ranks_from, factor in (("accelerator", 2.0), ("read only", 1.0)):
+        for weights, scale in pool(2).run(trained_in_order, str(tmp_path), ranks_from):
+            assert scale == factor
+            assert weight_distance(weights, wanted) < 1e-5
+
+
 class Declared(Trainer):
     """Says what its losses are."""
 

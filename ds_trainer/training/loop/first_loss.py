@@ -50,7 +50,9 @@ class FirstLoss:
             if rejects and rule.normalized:
                 rule.reject()
             if asks and rule.normalized and random_before is not None:
-                rule.scale = self._scale(loss, model, dict(inputs), random_before)
+                scale = self._scale(loss, model, dict(inputs), random_before)
+                # A batch without targets on any rank cannot tell; the next one is asked.
+                rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
         return loss
 
     def _without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
@@ -60,9 +62,12 @@ class FirstLoss:
         model.train()
         return loss
 
-    def _scale(self, loss: torch.Tensor, model: nn.Module, inputs: dict[str, Any], random: dict[str, Any]) -> float:
+    def _scale(
+        self, loss: torch.Tensor, model: nn.Module, inputs: dict[str, Any], random: dict[str, Any]
+    ) -> float | None:
         """The factor in ``loss`` that follows from the number of ranks: 1, or the ranks that see different samples.
 
+        None if no rank can tell, because all losses are 0 or not finite.
         Computes the loss once more with the same random numbers, while a single replica is reported. Collective.
         """
         now = random_state()
@@ -71,8 +76,9 @@ class FirstLoss:
             alone: torch.Tensor = self._losses.of(self._method, model, inputs, self._count.detach())
         restore_random_state(now)
         factor = self._layout.seq_data_parallel_size
-        scaled = bool(abs(loss.detach() - factor * alone) < abs(loss.detach() - alone))
-        return float(factor) if distributed.agree(torch.tensor([int(scaled)]))[0] else 1.0
+        to_scaled, to_plain = abs(loss.detach() - factor * alone), abs(loss.detach() - alone)
+        scaled, plain = distributed.agree(torch.tensor([int(to_scaled < to_plain), int(to_plain < to_scaled)]))
+        return float(factor) if scaled else 1.0 if plain else None
 
     def before_backward(self, contribution: torch.Tensor, several_micro_batches: bool) -> None:
         """Keep the gradient of ``contribution`` for :meth:`after_backward`, if there are several micro-batches."""
