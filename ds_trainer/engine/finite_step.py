@@ -96,9 +96,7 @@ def _overflow_path(optimizer: Any) -> dict[str, Any]:
 
         def cleared(closure: Any = None) -> None:
             optimizer.overflow = True
-            optimizer._global_grad_norm = float("inf")
-            optimizer.clear_hp_grads()
-            optimizer.clear_lp_grads()
+            optimizer._global_grad_norm = float("inf")  # the engine clears the gradients after each step
 
         return {"step": cleared}
     if hasattr(optimizer, "_skip_invalid_grad_norm"):  # the 16-bit wrappers without ZeRO

@@ -188,7 +188,7 @@ class PrivateMethods(TrainerBase):
             description: ignored; part of the signature in transformers.
             batch_size: samples of one replica.
             sampler_fn: returns the order for ``dataset``; default: its own. Not used for streams.
-            is_training: whether ``dataloader_drop_last`` and the seeds of workers apply.
+            is_training: whether the seeds of workers follow from ``data_seed``.
             dataloader_key: ignored; loaders of a subclass are not kept.
         """
         args, workers = self.args, self.args.dataloader_num_workers

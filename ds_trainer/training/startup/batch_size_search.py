@@ -26,6 +26,7 @@ from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.loop.loss_rule import LossRule
 from ds_trainer.training.loop.step import MicroBatchRunner
+from ds_trainer.training.out_of_memory import is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -88,8 +89,6 @@ def rehearse_first_step(
     device: torch.device,
 ) -> str | None:
     """Run the first micro-batches of a step. Returns the out-of-memory message of this rank, or None."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
     if hasattr(loader, "start"):
         loader.start(0)
     # Two are enough: the gradients of the first and the activations of the second are in memory together.
@@ -103,7 +102,7 @@ def rehearse_first_step(
         passes = [partial(micro_batches.run, batch, count, 0, index) for index, batch in enumerate(batches)]
         rehearse(engine, passes, device)
     except RuntimeError as error:
-        if not should_reduce_batch_size(error):
+        if not is_out_of_memory(error):
             raise
         return str(error)
     finally:

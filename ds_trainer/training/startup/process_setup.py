@@ -41,9 +41,9 @@ def create_accelerator_state(args: TrainingArguments, mixed_precision: str) -> N
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, to be seen in the state.
     """
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+    from accelerate.state import is_initialized
 
-    if not AcceleratorState._shared_state:
+    if not is_initialized():
         Accelerator(cpu=args.device_type == "cpu", mixed_precision=mixed_precision)
 
 
