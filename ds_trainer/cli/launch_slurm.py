@@ -1,4 +1,4 @@
-"""``ds-trainer launch --slurm``: its options; prints a batch script."""
+"""``--slurm`` of ``ds-trainer launch`` and ``ds-trainer run``: its options; prints a batch script."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def print_batch_script(options: argparse.Namespace, request: LaunchRequest) -> N
 def refuse_without_slurm(options: argparse.Namespace) -> None:
     """Raise ConfigError if options of a batch script are given without --slurm."""
     if given := [_OPTIONS[name] for name in _given(options)]:
-        raise ConfigError(f"launch: {', '.join(given)} need --slurm, which prints a batch script.")
+        raise ConfigError(f"{', '.join(given)}: only with --slurm, which prints a batch script.")
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ds_trainer.arguments import overrides
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.cli import launch_slurm
 from ds_trainer.cli.launch import add_options, launch_request
 from ds_trainer.compatibility.replacement import replace_transformers
 from ds_trainer.launching.launch_request import is_recipe, read_target
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         help="override an argument of every TrainingArguments that the script makes, such as zero_stage=3; repeatable",
     )
     add_options(parser.add_argument_group("launch options"))
+    launch_slurm.add_options(parser)
     parser.add_argument("target", metavar="SCRIPT", help="a Python script (.py)")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.usage = "ds-trainer run [--set NAME=VALUE ...] [launch options] SCRIPT ..."
@@ -51,12 +53,17 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if is_recipe(options.target):
         raise ConfigError(f"run: {options.target!r} is a recipe, not a script: ds-trainer train {options.target}.")
     values = overrides.read_overrides(options.set, Seq2SeqTrainingArguments)
-    if not _has_launch_options(options):
+    if not options.slurm:
+        launch_slurm.refuse_without_slurm(options)
+    if not options.slurm and not _has_launch_options(options):
         return _run_here(read_target(options.target, options.args).path, options.args, values)
     request = launch_request(options, options.args)
     settings = [part for text in options.set for part in ("--set", text)]
     target = replace(request.target, runner=("-m", "ds_trainer.run", *settings))
     request = replace(request, target=target)
+    if options.slurm:
+        launch_slurm.print_batch_script(options, request)
+        return DONE
     if options.dry_run:
         print_command(request)
         return DONE

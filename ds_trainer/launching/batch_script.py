@@ -102,7 +102,7 @@ def batch_script(request: LaunchRequest, batch: BatchRequest) -> str:
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in settings.items())
     shared = template("_slurm").split("\n", 2)[2]  # without its shellcheck directives
     text = _SHARED.sub(lambda _: f"{exports}\n{shared}\n", text)
-    arguments = " \\\n    ".join(shlex.quote(arg) for arg in (request.target.path, *request.target.args))
+    arguments = " \\\n    ".join(shlex.quote(arg) for arg in request.target.slurm_arguments())
     return text.replace('prepare "$@"\n', f'prepare {arguments} "$@"\n')
 
 

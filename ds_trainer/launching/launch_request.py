@@ -33,6 +33,10 @@ class Target:
         """The arguments after ``python``."""
         return [*(["-m", "ds_trainer", "train"] if self.is_recipe else self.runner), self.path, *self.args]
 
+    def slurm_arguments(self) -> list[str]:
+        """The arguments of a batch script: it finds out itself how to run a recipe or a script."""
+        return [*self.runner, self.path, *self.args]
+
 
 @dataclass(frozen=True)
 class LaunchRequest:

@@ -56,6 +56,8 @@ class RunSummary:
     resumed_step: int = 0
     overrides: str | None = None
     """Values that took the place of the script's, and where they are from; None if there are none."""
+    replaces_transformers: bool = False
+    """Whether the classes of this package stand in place of those of transformers."""
     flops_per_token: float | None = None
     """Operations of a forward and backward pass per token, without attention; None if they are not counted."""
     flops_source: str = ""
@@ -88,6 +90,8 @@ def header_lines(summary: RunSummary) -> list[str]:
         rows.insert(1, ("weights", "; ".join(weights)))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
+    if summary.replaces_transformers:
+        rows.append(("replaces", "transformers' Trainer, TrainingArguments and related classes in this process"))
     if summary.overrides is not None:
         rows.append(("overrides", summary.overrides))
     if summary.resumed_from is not None:

@@ -73,6 +73,7 @@ def test_an_unchanged_script_gives_the_losses_of_transformers(wanted: dict[str, 
     assert got["path"] == str(Path(script).parent)
     header = next(line for line in ours.stdout.splitlines() if line.startswith("  overrides "))
     assert "zero_stage=2" in header and header.endswith("(ds-trainer run --set)")
+    assert "\n  replaces   transformers' Trainer, " in ours.stdout
     assert ours.stderr.count("in place of transformers' Trainer, ") == 1
     assert "had no effect" not in ours.stderr
 
@@ -85,6 +86,17 @@ def test_launch_options_start_every_rank_with_the_values(tmp_path: Path, capsys:
     words = f"-m ds_trainer.run --set zero_stage=3 --set bf16=true {script} --a.b 1"
     assert words in printed
     assert "--num_gpus 2" in printed or "--nproc-per-node 2" in printed
+
+
+def test_a_batch_script_runs_the_script_on_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ranks run what `prepare` gets: a leading `-m` stands for Python."""
+    script = str(shutil.copy(SCRIPT, tmp_path / "train.py"))
+    sizes = ["--nodes", "2", "--nproc-per-node", "4", "--time", "1:00:00"]
+    assert main(["run", "--slurm", "--set", "zero_stage=3", *sizes, script, "--a.b", "1"]) == 0
+    text = capsys.readouterr().out
+    arguments = " \\\n    ".join(["-m", "ds_trainer.run", "--set", "zero_stage=3", script, "--a.b", "1"])
+    assert f'prepare {arguments} "$@"\n' in text
+    assert "#SBATCH --time=1:00:00\n" in text and "#SBATCH --nodes=2\n" in text
 
 
 def test_two_ranks_with_zero_3_give_the_same_losses(wanted: dict[str, Any], tmp_path: Path) -> None:
@@ -130,7 +142,8 @@ def test_a_wrong_value_is_one_error_before_the_script_starts(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--slurm", "train.py"], "run: unknown option '--slurm'. Place arguments of the script after it."),
+        (["--slrum", "train.py"], "run: unknown option '--slrum'. Place arguments of the script after it."),
+        (["--time", "1:00:00", "train.py"], "--time: only with --slurm, which prints a batch script."),
         (["recipe.yaml"], "run: 'recipe.yaml' is a recipe, not a script: ds-trainer train recipe.yaml."),
         (["gone.py"], "the script 'gone.py' does not exist"),
     ],

@@ -135,4 +135,4 @@ def test_the_launch_command_writes_a_valid_script(capsys: pytest.CaptureFixture[
         completed = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
         assert completed.returncode == 0, completed.stdout
     assert main(["launch", "--time", "1:00:00", "--no-requeue", RECIPE]) == 2
-    assert "--time, --no-requeue need --slurm" in capsys.readouterr().err
+    assert "--time, --no-requeue: only with --slurm" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from ds_trainer.training.engines import Engines
 from ds_trainer.training.loop.token_counter import device_name, number_format, peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.telemetry import Telemetry
+from ds_trainer.utils.replaced_transformers import is_replaced
 
 
 def print_header(
@@ -66,6 +67,7 @@ def _summary(
         resumed_from=str(resumed_from) if resumed_from else None,
         resumed_step=run.events.state.global_step,
         overrides=overridden_text(args),
+        replaces_transformers=is_replaced(),
         flops_per_token=None if rule is None else rule.flops_per_token(1),
         flops_source="" if rule is None else rule.source,
         peak_flops=peak_of(config, run.device),
