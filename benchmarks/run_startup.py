@@ -1,14 +1,14 @@
 """What ``ds-trainer run`` adds to the start of a script.
 
-Each round starts every script in a new process with ``python`` and with ``ds-trainer run``, in random order. The difference
-is taken within a round, so that other load on the machine affects both.
+Each round starts every script in a new process with ``python`` and with ``ds-trainer run``, in random order. The
+difference is taken within a round, so that other load on the machine affects both.
 
     python benchmarks/run_startup.py                15 rounds
     python benchmarks/run_startup.py --rounds 3     does it run here?
 
-Scripts: one that imports nothing, one that imports Trainer and TrainingArguments from transformers, and one that also makes
-both. The last one pays for the engine: transformers imports DeepSpeed only when it is asked to use it, and this package
-always does.
+Scripts: one that imports nothing, one that imports Trainer and TrainingArguments from transformers, and one that also
+makes both. The last one pays for the engine: transformers imports DeepSpeed only when it is asked to use it, and this
+package always does.
 """
 
 from __future__ import annotations
