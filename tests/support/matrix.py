@@ -59,9 +59,9 @@ MATRIX = {
     ),
     **{
         f"tests/engine/test_launchers.py::test_two_ranks_train_like_one[{launcher}]": (
-            "the same test under torchrun, srun and alone; for this launcher tests/cluster/test_launchers.py"
+            "the same test under torchrun and alone; for this launcher tests/cluster/test_launchers.py"
         )
-        for launcher in ("deepspeed", "openmpi", "mpich")
+        for launcher in ("deepspeed", "openmpi", "mpich", "srun")
     },
     "tests/cluster/test_launchers.py::test_a_killed_rank_ends_the_job_with_its_exit_code[srun]": (
         "the same test with pdsh; exit codes of ranks under srun: tests/cluster/test_ends.py"
@@ -74,10 +74,10 @@ MATRIX = {
     },
     **{
         f"tests/utils/test_failures.py::test_a_launched_job_ends[{case}]": (
-            "the same test under both launchers, with a failing loss and a failing dataset; "
+            "the same test under torchrun and ds-trainer launch, with a failing loss and a failing dataset; "
             "failing callbacks: the other tests of the file"
         )
-        for case in ("deepspeed-dataset-0-1", "deepspeed-callback-3-1", "torchrun-callback-0-0")
+        for case in ("deepspeed-dataset-0-1", "deepspeed-loss-3-1", "deepspeed-callback-3-1", "torchrun-callback-0-0")
     },
     **{
         f"tests/training/test_exact_resume.py::test_a_resumed_run_is_bit_identical[{name}]": (
@@ -85,8 +85,17 @@ MATRIX = {
         )
         for name in ("workers", "persistent workers", "stream, workers")
     },
-    "tests/cluster/test_launchers.py::test_four_ranks_connect_and_get_their_arguments[torchrun]": (
-        "the same test with the other launchers; torchrun on two machines: tests/cluster/test_scripts.py"
+    **{
+        f"tests/cluster/test_launchers.py::test_four_ranks_connect_and_get_their_arguments[{launcher}]": (
+            "the same test with pdsh and srun; torchrun on two machines: tests/cluster/test_scripts.py; "
+            "the commands of the others: tests/launching/test_commands.py"
+        )
+        for launcher in ("torchrun", "openmpi", "slurm")
+    },
+    "tests/cluster/test_launchers.py::test_remote_ranks_end_when_the_launcher_is_killed"
+    "[ds_trainer launch|deepspeed.launcher.runner]": "the same test with pdsh",
+    "tests/cluster/test_launchers.py::test_the_command_for_many_machines_can_be_pasted": (
+        "tests/launching/test_commands.py, and the same command started by ds-trainer in this file"
     ),
     **{
         f"tests/parity/test_evaluation.py::test_evaluation_is_the_same_under_every_layout[{kind}]": (

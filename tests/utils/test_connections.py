@@ -215,6 +215,7 @@ def stores_of_threads() -> int:
     module._side = None  # of earlier cases
     side_store()
     watch_peers()
+    dist.barrier()  # rank 0 has a connection to the store of each rank
     before = connections(with_store=True)
     users: list[Any] = [StoreBarrier(), StatusBoard()]
     assert all(user._store.connection is side_store() for user in users)
