@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,18 @@ def references(
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     selected = [call.params["behavior"] for call in calls if call is not None]
     directory = tmp_path_factory.mktemp("transformers")
+    without_plots = pytest.MonkeyPatch()
+    without_plots.setitem(
+        sys.modules, "matplotlib.backends.backend_agg", None
+    )  # drawing takes most of a small training
+    assert transformers.Trainer is not ds_trainer.Trainer
+    gc.freeze()  # both have been imported; transformers collects garbage in every training
     leave_processes()
     found = {one.name: outcome(one, transformers, directory / one.name, shared) for one in selected}
     leave_processes()
     yield found
     leave_processes()
+    without_plots.undo()
 
 
 @pytest.mark.parametrize("behavior", BEHAVIORS, ids=lambda behavior: behavior.name)

@@ -126,6 +126,11 @@ class TrainerBase:
         )
 
     @property
+    def optimizer_cls_and_kwargs(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+        """The argument of this name of the constructor."""
+        return None if self.optimizer_class is None else self.optimizer_class[:2]
+
+    @property
     def tokenizer(self) -> Any:
         """Older name of ``processing_class``, as in transformers 4."""
         return self.processing_class
