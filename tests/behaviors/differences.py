@@ -76,6 +76,7 @@ DIFFERENCES: dict[str, str] = {
     "subclasses/save_model_of_a_subclass": _CHECKPOINTS,
     "subclasses/save_of_a_subclass": _CHECKPOINTS,
     "state/stateful_callbacks_in_a_checkpoint": "The flags of the control, which last for one step, are not saved.",
+    "messages/the_best_checkpoint_is_gone": "The warning comes at the end, where the best model would be loaded.",
     "optimizers/create_both_of_a_subclass": (
         "An overridden `create_optimizer_and_scheduler` is called; transformers 5.23 no longer calls it."
     ),

@@ -58,7 +58,7 @@ def model_placement_flag(api: Api) -> Any:
 
 def less_known_attributes(api: Api) -> Any:
     trainer = api.plain_trainer({"neftune_noise_alpha": None})
-    names = ("hub_model_id", "neftune_noise_alpha", "deepspeed", "optimizer_cls_and_kwargs", "current_flos")
+    names = ("hub_model_id", "neftune_noise_alpha", "deepspeed", "optimizer_cls_and_kwargs")
     return {name: getattr(trainer, name, _MISSING) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Collators of transformers under our names, and callables of the user."""
+"""Collators: the default ones, those for tokenizers, and functions of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings and log messages that a user notices. Each behavior says whether there is one that names the matter."""
+"""Warnings and log messages that a user notices: whether there is one that names the matter."""
 
 from __future__ import annotations
 

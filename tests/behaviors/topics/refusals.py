@@ -1,4 +1,4 @@
-"""Wrong values and combinations: where an exception is raised, and which one an ``except`` clause catches."""
+"""Wrong values and combinations: where an exception is raised, and which `except` clause catches it."""
 
 from __future__ import annotations
 
