@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.accelerator_config import complete_accelerator_config
-from ds_trainer.arguments.compat.dict_fields import read_dict_fields
+from ds_trainer.arguments.checks.evaluation_checks import has_default_metric
+from ds_trainer.arguments.compat.dict_fields import mapping_of_text, read_dict_fields
+from ds_trainer.arguments.compat.renamed_arguments import OLDER_NAMES
 from ds_trainer.arguments.enums import CHOICES, DebugOption, IntervalStrategy, LogLevel
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.utils.logging import get_logger
@@ -22,10 +23,6 @@ JSON_FIELDS = (
     "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
     "model_init_kwargs",
-)
-_OLD_NAMES = (
-    ("gradient_checkpointing", "activation_checkpointing"),
-    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
 )
 # The fields whose values become members of their enum. The other closed lists stay strings, as in the reference.
 _AS_ENUM = (
@@ -68,7 +65,7 @@ def _paths_and_mappings(args: TrainingArguments) -> None:
     for name in JSON_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            setattr(args, name, json.loads(value))
+            setattr(args, name, mapping_of_text(value))
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
         if isinstance(getattr(args, name), str):  # YAML 1.1 reads 1e-3 as a string
             setattr(args, name, float(getattr(args, name)))
@@ -83,7 +80,7 @@ def _paths_and_mappings(args: TrainingArguments) -> None:
 
 
 def _defaults_from_others(args: TrainingArguments) -> None:
-    for old, new in _OLD_NAMES:
+    for old, new in OLDER_NAMES:
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
         setattr(args, old, getattr(args, new))
@@ -93,7 +90,7 @@ def _defaults_from_others(args: TrainingArguments) -> None:
         args.eval_steps = args.logging_steps
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
-    if args.load_best_model_at_end and args.metric_for_best_model is None:
+    if has_default_metric(args) and args.metric_for_best_model is None:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
@@ -102,6 +99,7 @@ def _defaults_from_others(args: TrainingArguments) -> None:
         args.disable_tqdm = quiet or get_logger("ds_trainer").getEffectiveLevel() > logging.WARNING
     if args.use_cpu:
         args.dataloader_pin_memory = False
+    args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from ds_trainer.arguments.checks.type_checks import type_problems
 from ds_trainer.arguments.checks.unsupported import unsupported_problems
 from ds_trainer.arguments.checks.value_checks import argument_problems
-from ds_trainer.arguments.compat.renamed_arguments import translate, warn_renamed
+from ds_trainer.arguments.compat.renamed_arguments import older_names, translate, warn_renamed
 from ds_trainer.arguments.completion import fill_in
 from ds_trainer.arguments.overrides import ORIGIN, overrides_for
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -35,7 +35,7 @@ class ArgumentsType(type):
         """Construct the object; problems of all arguments are raised together."""
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         keywords, deprecations, translation_problems = translate(keywords, declared=parameters)
-        warn_renamed(deprecations)
+        warn_renamed(deprecations + older_names(keywords))
         problems = Problems(translation_problems)
         names = [name for name in parameters if name != "self"]
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

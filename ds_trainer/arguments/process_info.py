@@ -101,6 +101,9 @@ class ProcessInfo:
 
     # -- devices --------------------------------------------------------------------------------------------------
 
+    mixed_precision: str = "no"
+    """``"bf16"``, ``"fp16"`` or ``"no"``, as the arguments were completed."""
+
     @property
     def device_type(self) -> str:
         """``"cuda"`` if torch sees a GPU and ``use_cpu`` is off, else ``"cpu"``. Imports torch."""

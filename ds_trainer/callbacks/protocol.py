@@ -128,6 +128,10 @@ class CallbackHandler:
     loaders as soon as it has them; every event passes them on.
 
     An event that no callback overrides costs one comparison of lists: the listeners are cached.
+
+    Attributes:
+        callbacks: those that users see, add and remove.
+        own: callbacks of the package, called before them; set before the first event.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class CallbackHandler:
         lr_scheduler: Any = None,
     ) -> None:
         self.callbacks: list[Any] = []
+        self.own: list[Any] = []
         self.model = model
         self.processing_class = processing_class
         self.optimizer = optimizer
@@ -284,7 +289,7 @@ class CallbackHandler:
             self._forget_listeners()
         listeners = self._listeners.get(event)
         if listeners is None:
-            listeners = self._listeners[event] = _listeners(self.callbacks, event)
+            listeners = self._listeners[event] = self.listeners(event)
         for listener in listeners:
             result = listener(
                 args,
@@ -304,7 +309,7 @@ class CallbackHandler:
 
     def listeners(self, event: str) -> list[Listener]:
         """The methods that :meth:`call_event` calls, in order."""
-        return _listeners(self.callbacks, event)
+        return _listeners([*self.own, *self.callbacks], event)
 
     def _forget_listeners(self) -> None:
         self._listeners = {}

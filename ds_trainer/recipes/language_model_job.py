@@ -154,7 +154,7 @@ def prepare(recipe: Recipe) -> Inputs:
 
 def draw_baselines(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str, float]]) -> None:
     """Add ``baselines`` to the loss plot as horizontal lines, converted to a loss in nats per token."""
-    for callback in trainer.callback_handler.callbacks:
+    for callback in trainer.callback_handler.own:
         if isinstance(callback, MetricsFileCallback):
             callback.baselines = {
                 name: nats_per_token(packed["bits_per_byte"], text.targets, text.bytes)

@@ -228,7 +228,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         return state
 
     def add_callbacks(self, user_callbacks: Sequence[Any]) -> None:
-        """Add the default callbacks, those of ``report_to``, and the user's."""
+        """Add the default callbacks, those of ``report_to``, and the user's, in the order of transformers."""
         args = self.args
         progress = PrinterCallback if args.disable_tqdm else ProgressCallback
         trackers = reporting_callbacks(
@@ -239,7 +239,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         )
         handler = self.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        for callback in (DefaultFlowCallback, MetricsFileCallback, progress, *trackers, *user_callbacks):
+        handler.own = [MetricsFileCallback()]
+        for callback in (DefaultFlowCallback, *trackers, *user_callbacks, progress):
             handler.add_callback(callback)
         self.events.user_callbacks = bool(user_callbacks)
 
@@ -290,7 +291,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
             self.optimizer,
             self.lr_scheduler,
             loader,
-            self.processing_class,
+            self.saved_processing_class,
             self.device,
             self.fingerprint(plan),
             self.log,

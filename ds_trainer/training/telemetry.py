@@ -38,14 +38,14 @@ class Telemetry:
     def log(self, logs: dict[str, float], start_time: float | None) -> None:
         """See ``Trainer.log``."""
         events, state = self._events, self._events.state
-        entry = {**logs, "epoch": state.epoch}
+        logs["epoch"] = state.epoch
         if events.args.include_num_input_tokens_seen != TokenCount.NO:
-            seen = entry["num_input_tokens_seen"] = state.num_input_tokens_seen
+            seen = logs["num_input_tokens_seen"] = state.num_input_tokens_seen
             if start_time is not None and (seconds := time.time() - start_time) > 0:
                 rate = (seen - self._tokens_at_start) / seconds
-                entry.update(train_runtime=round(seconds, 4), train_tokens_per_second=round(rate, 3))
-        state.log_history.append({**entry, "step": state.global_step})
-        events.notify("on_log", entry)
+                logs.update(train_runtime=round(seconds, 4), train_tokens_per_second=round(rate, 3))
+        state.log_history.append({**logs, "step": state.global_step})
+        events.notify("on_log", logs)
 
     # -- work ---------------------------------------------------------------------------------------------------------
 

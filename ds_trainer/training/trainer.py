@@ -30,7 +30,11 @@ from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import Resumption
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
-from ds_trainer.training.startup.constructor_checks import check_construction, renamed_processing_class
+from ds_trainer.training.startup.constructor_checks import (
+    check_construction,
+    default_arguments,
+    renamed_processing_class,
+)
 from ds_trainer.training.startup.preflight import check_start
 from ds_trainer.training.startup.process_setup import configure_process, create_accelerator_state, join_ranks
 from ds_trainer.training.startup.run_header import print_header
@@ -119,7 +123,7 @@ class Trainer(Assembly):
         tokenizer: Any = None,
     ) -> None:
         check_construction(model, model_init, optimizers, optimizer_cls_and_kwargs, data_collator)
-        args = TrainingArguments("tmp_trainer") if args is None else own_arguments(args)
+        args = default_arguments() if args is None else own_arguments(args)
         processing_class = renamed_processing_class(processing_class, tokenizer)
         self.overridden = frozenset(name for name in _OVERRIDABLE if is_overridden(self, Trainer, name))
         self.make_components(args, processing_class)
@@ -154,6 +158,8 @@ class Trainer(Assembly):
             self.events.state = self.new_state()
             if args.push_to_hub:
                 self.publisher.open()
+            if args.should_save:
+                self.output_dir.mkdir(parents=True, exist_ok=True)  # scripts write to it before they train
             self.events.notify("on_init_end")
 
     # -- train --------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def evaluation_problems(args: TrainingArguments) -> list[str]:
         )
     if save_strategy == "best" and args.metric_for_best_model is None and not args.load_best_model_at_end:
         problems.append("save_strategy=best needs a metric: set metric_for_best_model, for example to 'loss'.")
-    if args.metric_for_best_model is None and args.greater_is_better is not None and not _has_default_metric(args):
+    if args.metric_for_best_model is None and args.greater_is_better is not None and not has_default_metric(args):
         problems.append(
             f"greater_is_better={args.greater_is_better!r} compares metrics, but metric_for_best_model is not set. Set "
             "it, or leave out greater_is_better."
@@ -36,7 +36,7 @@ def evaluation_problems(args: TrainingArguments) -> list[str]:
     return problems
 
 
-def _has_default_metric(args: TrainingArguments) -> bool:
+def has_default_metric(args: TrainingArguments) -> bool:
     """Whether an argument needs a metric, for which the loss is the default."""
     plateau = str(args.lr_scheduler_type) in (SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value)
     return args.load_best_model_at_end or plateau

@@ -35,7 +35,24 @@ def dict_field_problems(args: Any) -> list[str]:
 def read_dict_fields(args: Any) -> None:
     """Replace JSON text by its mapping in the fields that subclasses have added. The texts have been checked."""
     for name in _of_subclasses(args):
-        setattr(args, name, json.loads(getattr(args, name)))
+        setattr(args, name, mapping_of_text(getattr(args, name)))
+
+
+def mapping_of_text(text: str) -> dict[str, Any]:
+    """The mapping in JSON ``text``. Strings inside that are true, false or a number become such, as in transformers."""
+    return {name: _typed(value) for name, value in json.loads(text).items()}
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _typed(entry) for name, entry in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if value.isdigit():
+        return int(value)
+    return float(value) if value.replace(".", "", 1).isdigit() else value
 
 
 def _of_subclasses(args: Any) -> list[str]:

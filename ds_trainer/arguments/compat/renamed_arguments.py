@@ -23,6 +23,12 @@ _PACKAGE = __name__.partition(".")[0]
 
 _Keywords = Mapping[str, Any]
 
+OLDER_NAMES = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+)
+"""Names that version 5 has deprecated, each with the new one. Both are fields and have the same value."""
+
 
 @dataclass(frozen=True)
 class Renamed:
@@ -204,6 +210,15 @@ def translate(
                 setters[field] = shown
         deprecations.append(_warning(shown, row, fields))
     return new, deprecations, problems
+
+
+def older_names(keywords: _Keywords) -> list[str]:
+    """One deprecation warning for each older name of a field of version 5 that is given without the new one."""
+    return [
+        f"{old}={keywords[old]!r} is deprecated: write {new}={keywords[old]!r}."
+        for old, new in OLDER_NAMES
+        if keywords.get(old) is not None and keywords.get(new) is None
+    ]
 
 
 def warn_renamed(deprecations: list[str]) -> None:

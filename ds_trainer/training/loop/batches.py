@@ -303,13 +303,26 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def number_of_samples(inputs: Any) -> int:
-    """Length of the first dimension of the first tensor in a batch, 0 where there is none; or the length of a list."""
+    """Samples of a batch: the length of its first tensor, else of a tensor in a mapping inside it, else of a list.
+
+    A batch of several inputs, such as ``{"queries": {...}, "passages": {...}}``, has the samples of the first. Without
+    any of these it counts as one sample, so that its loss counts.
+    """
     if isinstance(inputs, list):
         return len(inputs)
+    count = _rows(inputs)
+    if count is None:
+        count = next((len(value) for value in inputs.values() if isinstance(value, (list, tuple))), 1)
+    return count
+
+
+def _rows(inputs: Mapping[str, Any]) -> int | None:
+    """The length of the first tensor of ``inputs`` with dimensions, or of the mappings inside; None without one."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return int(value.shape[0])
-    return 0
+    parts = (_rows(value) for value in inputs.values() if isinstance(value, Mapping))
+    return next((rows for rows in parts if rows is not None), None)
 
 
 def on_device(value: Any, device: torch.device, float_type: torch.dtype | None = None) -> Any:

@@ -26,7 +26,10 @@ from ds_trainer.training.model.label_smoothing import LabelSmoother
 from ds_trainer.training.model.sequence_sharding.setup import takes_shifted_labels
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
+from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
+
+logger = get_logger(__name__)
 
 
 class LossMethod(NamedTuple):
@@ -94,6 +97,7 @@ class LossComputation:
         self._label_names = tuple(label_names)
         self._layout = layout
         self._device = device
+        self._warned = False
 
     def release(self) -> None:
         """Drop the references to the model."""
@@ -169,6 +173,8 @@ class LossComputation:
         if self._loss_function is not None:
             name = labels_in(inputs, self._label_names)
             labels = inputs.pop(name) if name is not None else None
+            if labels is None:
+                self._warn_of_missing_labels()
             shifted = {}
             if self._shifts_for_function and "shift_labels" in inputs:
                 shifted = {"shift_labels": inputs.pop("shift_labels")}
@@ -177,13 +183,21 @@ class LossComputation:
         elif self._smoother is not None:
             targets = self._smoother.take_targets(inputs)
             outputs = model(**inputs)
-            loss = self._smoother(outputs, targets, items)
+            loss = self._smoother(outputs, targets, num_items_in_batch=items)
             outputs = self._smoother.with_loss(outputs, loss)
         else:
             loss, outputs = self._of_model(model, inputs, items)
         if not self.for_loop and items is not None and self.rule.normalized:
             loss = loss * self._layout.seq_data_parallel_size
         return loss, outputs
+
+    def _warn_of_missing_labels(self) -> None:
+        """Once, because it is possible that the function of the user needs none."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a batch has no labels (%s): compute_loss_func is called with labels=None", ", ".join(self._label_names)
+            )
 
     def _of_model(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None

@@ -64,11 +64,15 @@ def label_smoother(model: nn.Module, factor: float, label_names: Sequence[str]) 
 
 
 class LabelSmoother:
-    """Removes the labels from a batch, and computes the smoothed loss from the logits of the model."""
+    """Removes the labels from a batch, and computes the smoothed loss from the logits of the model.
+
+    Attributes:
+        epsilon: the probability that is spread, as transformers names it.
+    """
 
     def __init__(self, model: nn.Module, factor: float, label_names: Sequence[str]) -> None:
         self.model = base_model(model)
-        self.factor = factor
+        self.epsilon = factor
         self.label_names = tuple(label_names)
         self.shifted = shifts_labels(self.model)
         self.encoder_decoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
@@ -89,14 +93,14 @@ class LabelSmoother:
         ready = inputs.pop("shift_labels", None)  # position t already holds the target of position t
         if name is None and ready is None:
             raise ConfigError(
-                f"label_smoothing_factor={self.factor}, but a batch of {', '.join(inputs)} has no labels (looked for "
+                f"label_smoothing_factor={self.epsilon}, but a batch of {', '.join(inputs)} has no labels (looked for "
                 f"{', '.join(self.label_names)}). Name them in label_names, or set the factor to 0."
             )
         labels = inputs[name] if name is not None else ready
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             what = labels.dtype if isinstance(labels, torch.Tensor) else type(labels).__name__
             raise ConfigError(
-                f"label_smoothing_factor={self.factor} spreads the probability of classes, but '{name}' is {what}. "
+                f"label_smoothing_factor={self.epsilon} spreads the probability of classes, but '{name}' is {what}. "
                 "Set it to 0, or let the labels be integers."
             )
         if self.encoder_decoder and "decoder_input_ids" not in inputs:
@@ -109,25 +113,29 @@ class LabelSmoother:
             return ready
         if not self.shifted or labels.dim() < 2:
             return labels
-        # Shift the targets, not the logits: the logits are the largest tensor of the step, and a shift would copy them.
-        return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+        return _shifted(labels)
 
-    def __call__(self, outputs: Any, targets: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    def __call__(
+        self, outputs: Any, targets: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """The sum of the smoothed losses over ``num_items_in_batch``, or over the targets of this batch without it.
 
         Args:
             outputs: the outputs of the model, with ``"logits"`` or as first element ``[*targets.shape, V]`` logits.
-            targets: the result of :meth:`take_targets`.
+            targets: the result of :meth:`take_targets`, or labels.
+            shift_labels: whether they are labels of a causal language model, which predicts the next one.
             num_items_in_batch: items of the global batch.
 
         Raises:
             ConfigError: the logits do not fit the targets.
         """
+        if shift_labels:
+            targets = _shifted(targets)
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1 if _starts_with_loss(outputs) else 0]
         if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
             shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
             raise ConfigError(
-                f"label_smoothing_factor={self.factor} needs one row of logits for each label, but labels are "
+                f"label_smoothing_factor={self.epsilon} needs one row of logits for each label, but labels are "
                 f"{tuple(targets.shape)} and the logits of {type(self.model).__name__} are {shape}. Set it to 0, or "
                 "smooth the labels in a compute_loss_func."
             )
@@ -136,7 +144,7 @@ class LabelSmoother:
             targets.flatten(),
             ignore_index=IGNORED,
             reduction="sum",
-            label_smoothing=self.factor,
+            label_smoothing=self.epsilon,
         )
         return total / (targets.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
@@ -145,6 +153,11 @@ class LabelSmoother:
         if isinstance(outputs, tuple) and not isinstance(outputs, Mapping) and not _starts_with_loss(outputs):
             return (loss, *outputs)
         return outputs
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Targets of a causal language model. They are shifted, not the logits, whose copy would be far larger."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 def _starts_with_loss(outputs: Any) -> bool:

@@ -32,6 +32,9 @@ from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.search.trial_runner import TrialRunner
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.training.telemetry import Telemetry
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class TrainerBase:
@@ -115,6 +118,36 @@ class TrainerBase:
         """The callbacks."""
         return self.events.handler
 
+    @property
+    def saved_processing_class(self) -> Any:
+        """What is saved beside the weights: ``processing_class``, else the tokenizer of the collator, or None."""
+        return (
+            getattr(self.data_collator, "tokenizer", None) if self.processing_class is None else self.processing_class
+        )
+
+    @property
+    def optimizer_cls_and_kwargs(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+        """The argument of this name of the constructor."""
+        return None if self.optimizer_class is None else self.optimizer_class[:2]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Older name of ``processing_class``, as in transformers 4."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self.processing_class = value
+
+    @property
+    def neftune_noise_alpha(self) -> float | None:
+        """The scale of NEFTune's noise in the next training."""
+        return self.args.neftune_noise_alpha
+
+    @neftune_noise_alpha.setter
+    def neftune_noise_alpha(self, value: float | None) -> None:
+        self.args.neftune_noise_alpha = value
+
     # -- parallelism --------------------------------------------------------------------------------------------------
 
     @property
@@ -131,6 +164,12 @@ class TrainerBase:
     def engine(self) -> TrainingEngine:
         """The engine of the training. Raises ConfigError before the first ``train``."""
         return self.engines.training
+
+    @property
+    def deepspeed(self) -> Any:
+        """The engine of DeepSpeed, as ``model_wrapped`` is; None before the first ``train``."""
+        engine = self.engines.training_or_none
+        return None if engine is None else engine.deepspeed
 
     @property
     def loss_rule(self) -> LossRule:
@@ -171,6 +210,11 @@ class TrainerBase:
             lambda: join_ranks(self.args),
             lambda: self.model,
         )
+        if self.accelerator.non_blocking and not self.args.dataloader_pin_memory:
+            logger.warning(
+                "accelerator_config: non_blocking=True has no effect without dataloader_pin_memory=True: copies from "
+                "memory that is not pinned wait for the device."
+            )
         self.is_deepspeed_enabled = True
         self.is_fsdp_enabled = False
 

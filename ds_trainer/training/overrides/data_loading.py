@@ -86,7 +86,13 @@ class DataLoading(PrivateMethods):
         )
 
     def get_train_dataloader(self) -> Any:
-        """The training loader: micro-batches of this replica, in an order that follows from seed and epoch."""
+        """The training loader: micro-batches of this replica, in an order that follows from seed and epoch.
+
+        Raises:
+            ConfigError: there is no training data.
+        """
+        if self.train_dataset is None:
+            raise ConfigError("There is no train_dataset: pass one to the Trainer.")
         dataset, collate = self._wanted_columns(self.train_dataset)
         order = None if is_stream(self.train_dataset) else self._get_train_sampler(self.train_dataset)
         sampling = (

@@ -87,7 +87,6 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
                 names = ", ".join(self.label_names)
                 logger.warning("No batch of the evaluation had labels (%s), so there is no loss.", names)
             self.log(found)
-            found["epoch"] = float(self.state.epoch or 0.0)
             self.events.notify("on_evaluate", found)
             return {**found, **stage.end()}
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ds_trainer.checkpoint.manager import STATE_FILE
+from ds_trainer.engine.process_group import stop_process_group
 from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
@@ -19,7 +20,7 @@ class LoggingMethods(TrainerBase):
         """Record ``logs`` in the history and pass them to the callbacks.
 
         Args:
-            logs: values by name.
+            logs: values by name; ``epoch`` is added to them, and what callbacks change is changed in them.
             start_time: the ``time.time()`` at which the training began. If input tokens are counted
                 (``include_num_input_tokens_seen``), their number and their rate since then are logged too.
         """
@@ -44,7 +45,7 @@ class LoggingMethods(TrainerBase):
         """
         self.telemetry.flush()
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of the forward and backward pass of one micro-batch; override it for a custom model.
 
         If the model has ``floating_point_ops(inputs)``, that is called. Otherwise operations are counted from the
@@ -53,8 +54,8 @@ class LoggingMethods(TrainerBase):
         """
         of_model = getattr(self.model, "floating_point_ops", None)
         if callable(of_model):
-            return float(of_model(inputs))
-        return batch_flops(self.model, self.telemetry.flop_rule(self.model), inputs)
+            return int(of_model(inputs))
+        return int(batch_flops(self.model, self.telemetry.flop_rule(self.model), inputs))
 
     @staticmethod
     def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +79,14 @@ class LoggingMethods(TrainerBase):
             path = self.output_dir / "all_results.json"
             earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             write_text_atomic(path, _json({**earlier, **metrics}))
+
+    # -- the end of a script ------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Wait for all ranks, then leave the process group; a script may call it last. Collective."""
+        self.accelerator.end_training()
+        self.engines.close()
+        stop_process_group()
 
     # -- callbacks ----------------------------------------------------------------------------------------------------
 

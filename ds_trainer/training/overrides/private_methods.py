@@ -71,6 +71,7 @@ REFUSED = {
     "_tune_save_checkpoint": "pass a backend to hyperparameter_search",
     "_report_to_hp_search": "pass compute_objective to hyperparameter_search",
     "_finish_current_push": "trainer.push_to_hub(blocking=True) waits for its end",
+    "_memory_tracker": "set skip_memory_metrics=False",
     "_total_loss_scalar": "train() returns the mean loss as training_loss",
     "_globalstep_last_logged": "use trainer.state.log_history",
     "_defer_fsdp_gradient_reduction": "DeepSpeed reduces gradients as the ZeRO stage requires",

@@ -69,7 +69,7 @@ class Saving(TrainerBase):
         else:
             if self.is_world_process_zero():
                 with original_cache_settings(self.model):
-                    save_config_and_processor(self.model, self.processing_class, directory)
+                    save_config_and_processor(self.model, self.saved_processing_class, directory)
             save_weights(self.model, directory, parse_size(self.args.max_shard_size))
         if self.args.push_to_hub and not (_internal_call or self.publisher.is_saving):
             self.push_to_hub(commit_message="Model save")
@@ -94,7 +94,7 @@ class Saving(TrainerBase):
                 "ranks, or pass state_dict=trainer.accelerator.get_state_dict(trainer.model)."
             )
         with original_cache_settings(self.model):
-            save_config_and_processor(self.model, self.processing_class, directory)
+            save_config_and_processor(self.model, self.saved_processing_class, directory)
         save_given_weights(self.model, state_dict, directory, parse_size(self.args.max_shard_size))
 
     def _save_gathered(self, directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,18 +75,6 @@ class Consequences:
             before: the arguments of the run that wrote the checkpoint, as plain data.
         """
         return [Row(name, *values, self._follows(name)) for name, values in self._changed(before)]
-
-    def table(self, before: Mapping[str, Any]) -> list[str]:
-        """:meth:`rows` as lines of at most :data:`WIDTH` columns; none if nothing has changed."""
-        rows = self.rows(before)
-        if not rows:
-            return []
-        cells: list[tuple[str, ...]] = [("argument", "was", "is", "what follows")]
-        for index, row in enumerate(rows):
-            follows = "as above" if index and rows[index - 1].follows == row.follows else row.follows
-            values = (_cut(shown(value), _VALUE_WIDTH) for value in (row.before, row.now))
-            cells.append((_cut(row.name, _NAME_WIDTH), *values, follows))
-        return ["Changed since then:", *_columns(cells)]
 
     def _changed(self, before: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
         now = self.args.to_dict()
@@ -197,6 +185,18 @@ def finished(args: TrainingArguments, step: int, checkpoint: Path) -> list[str]:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """``rows`` as lines of at most :data:`WIDTH` columns; none if nothing has changed."""
+    if not rows:
+        return []
+    cells: list[tuple[str, ...]] = [("argument", "was", "is", "what follows")]
+    for index, row in enumerate(rows):
+        follows = "as above" if index and rows[index - 1].follows == row.follows else row.follows
+        values = (_cut(shown(value), _VALUE_WIDTH) for value in (row.before, row.now))
+        cells.append((_cut(row.name, _NAME_WIDTH), *values, follows))
+    return ["Changed since then:", *_columns(cells)]
 
 
 def _columns(cells: list[tuple[str, ...]]) -> list[str]:

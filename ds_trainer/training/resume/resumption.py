@@ -27,7 +27,7 @@ from ds_trainer.training.loop.data_cursor import DataCursor
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.training_run import TrainingRun
-from ds_trainer.training.resume.changed_arguments import Consequences, finished
+from ds_trainer.training.resume.changed_arguments import Consequences, finished, table
 from ds_trainer.training.resume.compatibility import Changes, compare
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -221,7 +221,10 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
             position=cursor.position,
             rates=rates,
         )
-        lines += consequences.table(read_json(resumption.path / ARGUMENTS_FILE))
+        changed = consequences.rows(read_json(resumption.path / ARGUMENTS_FILE))
+        if changed:
+            logger.warning("arguments that differ from the checkpoint's: %s", ", ".join(row.name for row in changed))
+        lines += table(changed)
     if state.global_step >= run.plan.max_steps or cursor.epoch >= run.plan.epochs:
         lines += finished(args, state.global_step, resumption.path)
     return "\n".join(lines)

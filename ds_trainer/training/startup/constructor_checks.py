@@ -7,9 +7,13 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.arguments.compat.renamed_arguments import warn_renamed
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.training.loading.model_argument import is_model_reference
 from ds_trainer.training.signatures import is_from
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 def check_construction(
@@ -51,6 +55,13 @@ def check_construction(
         problems.append(f"data_collator is a {type(data_collator).__name__}, which cannot be called with samples.")
     if problems:
         raise ConfigError(problems)
+
+
+def default_arguments() -> TrainingArguments:
+    """The arguments of a Trainer that is given none, with a note of where it writes."""
+    args = TrainingArguments("tmp_trainer")
+    logger.info("The Trainer was given no args: it uses the defaults, and writes to %s.", args.output_dir)
+    return args
 
 
 def renamed_processing_class(processing_class: Any, tokenizer: Any) -> Any:

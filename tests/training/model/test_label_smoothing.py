@@ -63,7 +63,7 @@ def test_the_formula_of_label_smoothing(shift: bool) -> None:
     inputs: dict[str, Any] = {"x": 1, "labels": labels}
     targets = smoother.take_targets(inputs)
     assert list(inputs) == ["x"]
-    found = smoother({"logits": logits}, targets, torch.tensor(11.0))
+    found = smoother({"logits": logits}, targets, num_items_in_batch=torch.tensor(11.0))
     shifted_pair = (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
     assert found.item() == pytest.approx(by_hand(*shifted_pair, FACTOR).item() / 11, rel=1e-6)
     wanted = Reference(FACTOR)({"logits": logits}, labels, shift_labels=shift, num_items_in_batch=torch.tensor(11.0))

@@ -1,0 +1,1 @@
+"""Behaviors of transformers' Trainer on which scripts rely, each run with both libraries and compared."""
