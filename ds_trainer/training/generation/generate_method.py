@@ -10,22 +10,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 
 Context = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 
-_contexts: WeakKeyDictionary[nn.Module, Context] = WeakKeyDictionary()
+# Weak references: a context knows the engine, and the engine its model, which would never be freed.
+_contexts: WeakKeyDictionary[nn.Module, WeakMethod[Context]] = WeakKeyDictionary()
 
 
 def generate_in_context(model: nn.Module, context: Context) -> None:
-    """Let ``model.generate(*args, **kwargs)`` run inside ``context(args, kwargs)``.
+    """Let ``model.generate(*args, **kwargs)`` run inside ``context(args, kwargs)``, a bound method, while it exists.
 
     Does nothing for a model without such a method, or with one that is an attribute of the object already.
     """
     if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
-        _contexts[model] = context
+        _contexts[model] = WeakMethod(context)
         model.generate = MethodType(generate, model)
 
 
@@ -38,7 +39,8 @@ def generate_as_before(model: nn.Module) -> None:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` of the model's class, in the context of this object, if it has one."""
     original = type(model).generate
-    context = _contexts.get(model)
+    reference = _contexts.get(model)
+    context = None if reference is None else reference()
     if context is None:
         return original(model, *args, **kwargs)
     with context(args, kwargs):
