@@ -3,7 +3,8 @@
 Every optimizer step generates text from a batch of prompts and then trains on a batch, as GRPO and online DPO do. Four
 training loops run in one process per rank, each with its own engine and in its own thread, and take turns of one step
 in an order that is drawn anew for each round. So the *ratio within a round* is meaningful on a busy machine, where
-single times are not. Generation of the first step must give the same tokens in all loops.
+single times are not. The CPU time of a rank is steadier than wall-clock time, but does not include waiting for others.
+Generation of the first step must give the same tokens in all loops.
 
     ours, once         model.generate with generation_gather="always"
     ours, layers       model.generate with generation_gather="never"
@@ -19,6 +20,7 @@ Needs the extra ``clients``.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -27,20 +29,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from kept_results import environment
-from turns import Turns
+from turns import Moment, Turns
 
 from ds_trainer.utils.ranks import free_port
 
 SEED, BATCH, PROMPT, WARMUP = 42, 4, 16, 2
 LOOPS = ("ours, once", "ours, layers", "TRL, once", "TRL, layers")
+CLOCKS = ("wall", "cpu")
 
 
 def schedule(rounds: int) -> list[tuple[str, int]]:
@@ -81,20 +84,44 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-class Generation:
-    """What every loop does before it trains on a batch, and how long it took."""
+class Collectives:
+    """Counts the collectives of torch that are called from now on; create it before the process group."""
 
-    def __init__(self, tokens: int) -> None:
-        self.seconds: list[float] = []
+    def __init__(self) -> None:
+        self.calls = 0
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast"):
+            setattr(torch.distributed, name, self._counted(getattr(torch.distributed, name)))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def counted(*args: Any, **keywords: Any) -> Any:
+            self.calls += 1
+            return function(*args, **keywords)
+
+        return counted
+
+
+class Generation:
+    """What every loop does before it trains on a batch: how long it took, how many collectives, the first tokens."""
+
+    def __init__(self, tokens: int, collectives: Collectives) -> None:
+        self.times: list[Moment] = []
+        self.collectives: list[int] = []
+        self._counter = collectives
         self.first: list[list[int]] | None = None
         self._keywords = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
 
-    def run(self, generate: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> None:
-        """Generate from the prompts of ``inputs``."""
-        start = time.perf_counter()
+    def run(self, context: AbstractContextManager[Any], inputs: dict[str, Any]) -> None:
+        """Generate from the prompts of ``inputs`` with the model of ``context``.
+
+        Entering and leaving it are part of what generation costs.
+        """
+        start, calls = Moment.now(), self._counter.calls
         prompts = inputs["input_ids"]
-        found = generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **self._keywords)
-        self.seconds.append(time.perf_counter() - start)
+        with context as model:
+            found = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **self._keywords)
+        self.times.append(Moment.now().since(start))
+        self.collectives.append(self._counter.calls - calls)
         self.first = found.tolist() if self.first is None else self.first
 
 
@@ -122,7 +149,7 @@ def our_trainer(gather: str, model: Any, data: Any, generation: Generation, step
 
     class Generating(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            generation.run(self.model.generate, inputs)  # type: ignore[arg-type]
+            generation.run(nullcontext(self.model), inputs)
             return super().training_step(model, inputs, num_items_in_batch)
 
     args = TrainingArguments(**arguments(steps, directory), zero_stage=3, generation_gather=gather)
@@ -139,11 +166,7 @@ def their_trainer(
     class Generating(Trainer):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             context = unwrap_model_for_generation(self.model_wrapped, self.accelerator, gather_deepspeed3_params=gather)
-            # Entering gathers and leaving restores the hooks: both are part of what generation costs.
-            start = time.perf_counter()
-            with context as unwrapped:
-                generation.run(unwrapped.generate, inputs)
-            generation.seconds[-1] = time.perf_counter() - start
+            generation.run(context, inputs)
             return super().training_step(model, inputs, num_items_in_batch)
 
     config = {key: value for key, value in config.items() if key != "optimizer"}
@@ -156,11 +179,12 @@ def measure(width: int, layers: int, tokens: int, rounds: int) -> dict[str, Any]
     from ds_trainer.engine.process_group import start_process_group
     from ds_trainer.utils import distributed
 
+    collectives = Collectives()
     start_process_group("cpu")
     steps = WARMUP + rounds
     data = rows(BATCH * distributed.world_size() * steps)
     turns = Turns(schedule(rounds), distributed.barrier)
-    generations = {name: Generation(tokens) for name in LOOPS}
+    generations = {name: Generation(tokens, collectives) for name in LOOPS}
     models = {name: build_model(width, layers) for name in LOOPS}
     parameters = sum(p.numel() for p in models[LOOPS[0]].parameters())
     with tempfile.TemporaryDirectory() as directory:
@@ -179,21 +203,27 @@ def measure(width: int, layers: int, tokens: int, rounds: int) -> dict[str, Any]
         for thread in threads:
             thread.join()
     own = {
-        name: (
-            generations[name].seconds[WARMUP:],
-            [times[0].wall for who, times in turns.times if who == name][1:],
-            generations[name].first,
-        )
+        name: {
+            "generation": generations[name].times[WARMUP:],
+            "step": [times[0] for who, times in turns.times if who == name][1:],
+            "tokens": generations[name].first,
+            "collectives": generations[name].collectives[WARMUP:],
+        }
         for name in LOOPS
     }
     ranks = distributed.gather_objects(own)
     return {
         "parameters": parameters,
-        "tokens": BATCH * tokens * distributed.world_size(),
-        "generation": {name: _mean([found[name][0] for found in ranks]) for name in LOOPS},
-        "step": {name: _mean([found[name][1] for found in ranks]) for name in LOOPS},
-        "same_tokens": all(found[name][2] == found[LOOPS[0]][2] for found in ranks for name in LOOPS),
+        "same_tokens": all(found[name]["tokens"] == found[LOOPS[0]]["tokens"] for found in ranks for name in LOOPS),
+        "collectives": {name: statistics.median(ranks[0][name]["collectives"]) for name in LOOPS},
+        **{what: {clock: _of_ranks(ranks, what, clock) for clock in CLOCKS} for what in ("generation", "step")},
     }
+
+
+def _of_ranks(ranks: list[Any], what: str, clock: str) -> dict[str, list[float]]:
+    """Seconds of each round by loop: the mean over the ranks."""
+    seconds = {name: [[getattr(time, clock) for time in found[name][what]] for found in ranks] for name in LOOPS}
+    return {name: [statistics.fmean(times) for times in zip(*seconds[name], strict=True)] for name in LOOPS}
 
 
 def _report_steps(trainer: Any, turns: Turns, name: str) -> None:
@@ -216,32 +246,23 @@ def _run(turns: Turns, name: str, loop: Callable[[], Any]) -> None:
     turns.leave()
 
 
-def _mean(of_ranks: list[list[float]]) -> list[float]:
-    return [statistics.fmean(seconds) for seconds in zip(*of_ranks, strict=True)]
-
-
-def ratios(found: dict[str, Any], what: str) -> dict[str, tuple[float, float, float]]:
-    """Tokens per second, or steps per second, relative to ``TRL, once``: lower quartile, median, upper quartile."""
-    reference = found[what]["TRL, once"]
-    result = {}
-    for name in LOOPS:
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(reference, found[what][name], strict=True)])
-        result[name] = (low, middle, high)
-    return result
+def speed(seconds: dict[str, list[float]], name: str) -> str:
+    """Median and quartiles of the speed of a loop relative to ``TRL, once``, within rounds."""
+    ratios = [theirs / own for theirs, own in zip(seconds["TRL, once"], seconds[name], strict=True)]
+    low, middle, high = statistics.quantiles(ratios)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def table(cases: list[dict[str, Any]]) -> str:
     """The cases in Markdown."""
     lines = [
-        "| model | loop | tokens/s of generation, relative | steps/s, relative | same tokens |",
-        "|---|---|---|---|---|",
+        "| parameters | loop | generation, wall clock | CPU | whole step, wall clock | CPU | collectives |",
+        "|---|---|---|---|---|---|---|",
     ]
     for case in cases:
-        generation, step = ratios(case, "generation"), ratios(case, "step")
         for name in LOOPS:
-            shown = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in (generation[name], step[name])]
-            same = "yes" if case["same_tokens"] else "NO"
-            lines.append(f"| {case['parameters']:,} | {name} | {shown[0]} | {shown[1]} | {same} |")
+            shown = [speed(case[what][clock], name) for what in ("generation", "step") for clock in CLOCKS]
+            lines.append(f"| {case['parameters']:,} | {name} | {' | '.join(shown)} | {case['collectives'][name]:g} |")
     return "\n".join(lines)
 
 
@@ -260,7 +281,7 @@ def main() -> int:
         return 0
     cases = []
     for width, layers in ((64, 2),) if options.quick else ((64, 2), (256, 4)):
-        case = {"width": width, "layers": layers, "tokens": 16, "rounds": 4 if options.quick else 12}
+        case = {"width": width, "layers": layers, "tokens": 16, "rounds": 4 if options.quick else 15}
         with tempfile.TemporaryDirectory() as directory:
             part = Path(directory) / "case.json"
             launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={options.world}"]
