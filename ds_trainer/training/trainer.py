@@ -30,7 +30,11 @@ from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import Resumption
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
-from ds_trainer.training.startup.constructor_checks import check_construction, renamed_processing_class
+from ds_trainer.training.startup.constructor_checks import (
+    check_construction,
+    renamed_processing_class,
+    replica_problems,
+)
 from ds_trainer.training.startup.preflight import check_start
 from ds_trainer.training.startup.process_setup import configure_process, create_accelerator_state, join_ranks
 from ds_trainer.training.startup.run_header import print_header
@@ -246,6 +250,7 @@ class Trainer(Assembly):
     def _check_can_train(self) -> None:
         problems = Problems()
         problems.extend(self.unsharded)
+        problems.extend(replica_problems(type(self), self.layout))
         if "get_train_dataloader" not in self.overridden:  # else the dataset may be of any kind
             if self.train_dataset is not None:
                 with problems.collecting():
