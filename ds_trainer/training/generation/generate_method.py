@@ -20,7 +20,7 @@ Context = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[Non
 _contexts: WeakKeyDictionary[nn.Module, WeakMethod[Context]] = WeakKeyDictionary()
 
 
-def generate_in_context(model: nn.Module, context: Context) -> None:
+def generate_in_context(model: Any, context: Context) -> None:
     """Let ``model.generate(*args, **kwargs)`` run inside ``context(args, kwargs)``, a bound method, while it exists.
 
     Does nothing for a model without such a method, or with one that is an attribute of the object already.
@@ -30,7 +30,7 @@ def generate_in_context(model: nn.Module, context: Context) -> None:
         model.generate = MethodType(generate, model)
 
 
-def generate_as_before(model: nn.Module) -> None:
+def generate_as_before(model: Any) -> None:
     """Undo :func:`generate_in_context`."""
     if _contexts.pop(model, None) is not None:
         del model.generate
