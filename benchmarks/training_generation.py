@@ -256,7 +256,7 @@ def speed(seconds: dict[str, list[float]], name: str) -> str:
 def table(cases: list[dict[str, Any]]) -> str:
     """The cases in Markdown."""
     lines = [
-        "| parameters | loop | generation, wall clock | CPU | whole step, wall clock | CPU | collectives |",
+        "| parameters | loop | generation, wall clock | generation, CPU | step, wall clock | step, CPU | collectives |",
         "|---|---|---|---|---|---|---|",
     ]
     for case in cases:
