@@ -37,6 +37,7 @@ _AS_ENUM = (
     "eval_strategy",
     "save_strategy",
     "hub_strategy",
+    "generation_gather",
 )
 
 

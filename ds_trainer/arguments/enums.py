@@ -55,7 +55,7 @@ class SamplingStrategy(NamedValue):
 
 
 class GenerationGather(NamedValue):
-    """Whether all weights of a ZeRO-3 model stay gathered while an evaluation generates."""
+    """Whether all weights of a ZeRO-3 model are gathered once while text is generated."""
 
     AUTO = "auto"
     ALWAYS = "always"

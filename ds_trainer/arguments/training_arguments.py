@@ -145,6 +145,11 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     offload_optimizer: OffloadDevice | str = _engine("(own) Device for optimizer states: none, cpu or nvme.", "none")
     offload_param: OffloadDevice | str = _engine("(own) Device for ZeRO-3 parameters: none, cpu or nvme.", "none")
     nvme_path: str | None = _engine("(own) Directory on a local NVMe disk for offload to nvme.")
+    generation_gather: GenerationGather | str = _engine(
+        "(own) ZeRO-3: how generate gets the weights: auto (gathered once if they fit), always, never (for each token, "
+        "layer by layer).",
+        "auto",
+    )
     deepspeed: _Json = _engine("DeepSpeed configuration: a JSON or hjson file, its text, or a mapping.")
     self_test: SelfTest | str = _engine(
         "(own) Compare the engine's gradient with plain PyTorch before training: always, never, or auto (once for each "
@@ -349,10 +354,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     generation_max_length: int | None = _evaluation("Maximum length of a generated sequence.")
     generation_num_beams: int | None = _evaluation("Number of beams in generation.")
     generation_config: Any = _evaluation("GenerationConfig, its fields as a mapping, or the path of its file.")
-    generation_gather: GenerationGather | str = _evaluation(
-        "(own) ZeRO-3: keep all weights gathered while an evaluation generates: auto (if they fit), always, never.",
-        "auto",
-    )
 
     def problems(self) -> list[str]:
         """As for :class:`TrainingArguments`, plus those of :mod:`ds_trainer.arguments.checks.generation_checks`."""
@@ -361,6 +362,5 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     def fill_in(self) -> None:
         """As for :class:`TrainingArguments`; also reads ``generation_config`` from JSON text."""
         super().fill_in()
-        self.generation_gather = GenerationGather(str(self.generation_gather))
         if isinstance(self.generation_config, str) and is_json(self.generation_config):
             self.generation_config = json.loads(self.generation_config)

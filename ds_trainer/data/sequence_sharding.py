@@ -140,6 +140,11 @@ class SequenceSharder:
 
     def _size(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Number of rows, and tokens per row."""
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"A batch is a {type(batch).__name__}, which has no sequence to shard: the data collator must return a "
+                f"mapping with input_ids [batch, tokens] or a similar tensor. {_WITHOUT_SHARDING}"
+            )
         name = next((key for key in _MAIN if isinstance(batch.get(key), torch.Tensor)), None)
         if name is None:
             name = next((key for key, value in batch.items() if self._may_be_main(key, value)), None)

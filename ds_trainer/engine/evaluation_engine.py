@@ -22,6 +22,7 @@ from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.engine.zero3.closing import release_engine
 from ds_trainer.engine.zero3.leaf_modules import mark_leaf_modules
 from ds_trainer.engine.zero3.module_guard import guard_modules
+from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.secrets import without_secrets
@@ -86,6 +87,8 @@ class EvaluationEngine:
         allow_empty_slices(self.deepspeed)
         limit_collectives()
         self._module_guard = guard_modules(self.deepspeed)
+        if sharded:
+            restore_hooks_when_registered(self.deepspeed)
 
     def close(self) -> None:
         """Frees memory and removes hooks; the weights stay sharded, as the next engine expects them."""

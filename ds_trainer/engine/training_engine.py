@@ -40,6 +40,7 @@ from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_
 from ds_trainer.engine.zero3.closing import release_engine
 from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
 from ds_trainer.engine.zero3.module_guard import guard_modules
+from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -135,6 +136,8 @@ class TrainingEngine:
         if self.stage == 3:
             delay_leaf_reduction(model)
         self.module_guard = guard_modules(self.deepspeed)
+        if self.stage == 3:
+            restore_hooks_when_registered(self.deepspeed)
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
         keep_reduction_dtype(self.deepspeed.optimizer, config.precision.autocast is not None)

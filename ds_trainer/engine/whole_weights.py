@@ -4,20 +4,22 @@ DeepSpeed gathers weights before a module's forward pass and releases them after
 hooks also release weights that ``GatheredParameters`` has gathered (0.19.8: ``release_sub_module`` only checks which
 modules currently use a parameter), so the context alone would last for one forward pass of ``generate``. In addition,
 while DeepSpeed records the order of modules, each forward pass compares it across ranks. So the hooks are removed as
-well, and restored at their old positions afterwards.
+well, and restored at their old positions afterwards. transformers is told that ranks need not wait for each other.
 """
 
 from __future__ import annotations
 
 import socket
-from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_trainer.engine.loading.transformers_zero3 import independent_ranks
 from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
+from ds_trainer.engine.zero3.registered_hooks import zero3_hooks
+from ds_trainer.engine.zero3.saved_hooks import SavedHooks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 
@@ -60,11 +62,18 @@ def free_memory(device: torch.device) -> int:
     return free_host_memory()
 
 
+def are_whole(parameters: list[Any]) -> bool:
+    """Whether this rank holds all of ZeRO-3's ``parameters`` now; also because a script has gathered them."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return all(parameter.ds_status == ZeroParamStatus.AVAILABLE for parameter in parameters)
+
+
 @contextmanager
 def whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
     """Inside, every rank holds all weights, for reading, and forward passes do not communicate.
 
-    Does nothing if the weights are not sharded. Entering is collective, leaving is not.
+    Does nothing if the weights are not sharded. Entering is collective unless they are whole already; leaving is not.
     """
     parameters = sharded_parameters(engine)
     if not parameters:
@@ -72,34 +81,17 @@ def whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
         return
     import deepspeed
 
-    # Release prefetched and gathered parameters, so that nothing is in flight.
-    offload: Any = engine.optimizer  # without an optimizer, the engine has its parameter-sharding object here
-    offload.empty_partition_cache()
-    hooks = getattr(offload, "parameter_offload", offload)
-    with (
-        deepspeed.zero.GatheredParameters(parameters),
-        _removed([*hooks.forward_hooks, *hooks.backward_hooks, hooks.fwd_pre_hook]),
-    ):
-        yield
-
-
-@contextmanager
-def _removed(handles: list[Any]) -> Iterator[None]:
-    """Removes module hooks inside; afterwards restores their positions, before hooks that were added inside."""
-    ids = {handle.id for handle in handles}
-    registries = {id(hooks): hooks for handle in handles if (hooks := handle.hooks_dict_ref()) is not None}
-    before = [(hooks, OrderedDict(hooks)) for hooks in registries.values()]
-    for hooks in registries.values():
-        for key in ids & hooks.keys():
-            del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, old in before:
-            added = {key: hook for key, hook in hooks.items() if key not in old}
-            restored = {key: hook for key, hook in old.items() if key in hooks or key in ids}
-            hooks.clear()
-            hooks.update({**restored, **added})
+    hooks = zero3_hooks(engine)
+    with ExitStack() as stack:
+        if not are_whole(parameters):
+            # Release prefetched and gathered parameters, so that nothing is in flight.
+            engine.optimizer.empty_partition_cache()
+            stack.enter_context(deepspeed.zero.GatheredParameters(parameters))
+        saved = SavedHooks([*hooks.forward_hooks, *hooks.backward_hooks, hooks.fwd_pre_hook])
+        stack.callback(saved.restore)
+        saved.remove()
+        with independent_ranks():
+            yield
 
 
 def _is_on_disk(parameter: Any) -> bool:

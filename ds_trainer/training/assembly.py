@@ -88,7 +88,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         """Create the components of this process; again after the Trainer was copied to another process."""
         self.device = self.args.device  # cached, because it searches for GPUs
         self.memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
-        self.engines = Engines(self.device)
+        self.engines = Engines(self.device, lambda: self.args)
         self.use_model(nn.Module())
 
     def make_checkpointer(self, run: TrainingRun, directory: OutputDirectory, stop: StopController) -> Checkpointer:

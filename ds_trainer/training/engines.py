@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.loading.load_report import LoadReport
 from ds_trainer.engine.training_engine import HALF_TYPES, TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.generation.generate_method import generate_as_before, generate_in_context
+from ds_trainer.training.generation.generation_phase import GenerationPhase
 from ds_trainer.training.loading.model_argument import MeasuredLoad, is_on_meta, put_on_device
 from ds_trainer.training.loading.weight_check import WeightCheck, note_origin
 from ds_trainer.training.model.compilation import compile_options
@@ -28,20 +30,24 @@ class Engines:
 
     Args:
         device: the device of this rank.
+        args: the current arguments of the Trainer.
 
     Attributes:
+        generation: prepares the engine's model for ``generate``; None if there is no engine.
         load_report: duration and size of the last load of weights from files; None if there was none.
         weight_check: compares the weights with the files of the model.
         input_dtype: dtype to which floating-point tensors of a batch are converted (bf16 or fp16); None keeps theirs.
         preparation_seconds: time to prepare the model for its first evaluation; None before that.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, args: Callable[[], TrainingArguments]) -> None:
+        self.generation: GenerationPhase | None = None
         self.load_report: LoadReport | None = None
         self.weight_check = WeightCheck()
         self.preparation_seconds: float | None = None
         self.input_dtype: torch.dtype | None = None
         self._device = device
+        self._args = args
         self._training: TrainingEngine | None = None
         self._evaluation: EvaluationEngine | None = None
 
@@ -84,6 +90,7 @@ class Engines:
         with self._measured_load(model):
             self._training = TrainingEngine(model, optimizer, config, layout, compile_options(args), reads_logits)
         self.input_dtype = HALF_TYPES.get(self._training.precision)
+        self._prepare_generation(self._training)
         return self._training
 
     def model_for_evaluation(
@@ -122,6 +129,7 @@ class Engines:
                 with self._measured_load(model):
                     self._evaluation = EvaluationEngine(model, config, layout, half, reads_logits)
                 self.input_dtype = HALF_TYPES.get(self._evaluation.precision)
+                self._prepare_generation(self._evaluation)
                 self.preparation_seconds = round(time.perf_counter() - start, 4)
                 self.weight_check.loaded(model, args, self._evaluation)
             evaluation: nn.Module = self._evaluation.deepspeed
@@ -138,15 +146,25 @@ class Engines:
         """Close the engines and release their memory."""
         self.close_evaluation()
         if self._training is not None:
+            self._end_generation(self._training)
             self._training.close()
             self._training = self.input_dtype = None
 
     def close_evaluation(self) -> None:
         """Close the engine for evaluation, before a training engine replaces it."""
         if self._evaluation is not None:
+            self._end_generation(self._evaluation)
             self._evaluation.close()
             self._evaluation = self.input_dtype = None
         self.preparation_seconds = None
+
+    def _prepare_generation(self, engine: TrainingEngine | EvaluationEngine) -> None:
+        self.generation = GenerationPhase(engine, self._args)
+        generate_in_context(engine.deepspeed.module, self.generation.call)
+
+    def _end_generation(self, engine: TrainingEngine | EvaluationEngine) -> None:
+        self.generation = None
+        generate_as_before(engine.deepspeed.module)
 
     @contextmanager
     def _measured_load(self, model: nn.Module) -> Iterator[None]:

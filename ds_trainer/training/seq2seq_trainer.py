@@ -12,10 +12,7 @@ import torch
 from torch import nn
 
 from ds_trainer.arguments.compat.library_arguments import own_arguments
-from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
-from ds_trainer.engine.tensor_parallel.repairs import allow_generation
-from ds_trainer.engine.whole_weights import whole_weights, whole_weights_fit
 from ds_trainer.parallel.layout import Coordinates
 from ds_trainer.training.evaluation.labels import labels_of
 from ds_trainer.training.evaluation.nested import detached
@@ -82,8 +79,6 @@ class Seq2SeqTrainer(Trainer):
         self._generation_keywords: dict[str, Any] | None = None
         self._batches_generated = 0
         self._evaluation_stack: ExitStack | None = None  # contexts that stay open during an evaluation
-        self._gathered = False
-        self._fits: bool | None = None  # known after an evaluation's first batch
         super().__init__(
             model,
             args,
@@ -162,7 +157,7 @@ class Seq2SeqTrainer(Trainer):
         self._batches_generated = 0
         with ExitStack() as stack:
             stack.callback(setattr, self, "_evaluation_stack", self._evaluation_stack)  # runs last
-            self._evaluation_stack, self._fits = stack, None
+            self._evaluation_stack = stack
             return super().evaluation_loop(*args, **keywords)
 
     def prediction_step(
@@ -243,7 +238,8 @@ class Seq2SeqTrainer(Trainer):
         if labels is not None and own is not None and labels.shape == own.shape:
             # The collator made them from the labels: the model would continue the answer instead of generating it.
             prepared = {k: v for k, v in prepared.items() if k not in ("decoder_input_ids", "decoder_attention_mask")}
-        sharded = self.compiled.zero_stage == 3 and not self._gathered
+        phase = self.engines.generation
+        sharded = self.compiled.zero_stage == 3 and not (phase is not None and phase.gathered)
         keywords = {"synced_gpus": sharded and distributed.world_size() > 1, **keywords}
         # The ranks of a replica must draw the same tokens where they are sampled: its place alone decides.
         place = Coordinates(self.layout.coordinates(distributed.rank()).dp, 0, 0, 0)
@@ -259,22 +255,6 @@ class Seq2SeqTrainer(Trainer):
         """
         with ExitStack() as step:
             stack = step if self._evaluation_stack is None else self._evaluation_stack
-            engine = self.engines.current
-            if engine is not None and self.layout.tp > 1:
-                allow_generation(engine.deepspeed)
-            if not self._gathered and engine is not None and self._gathers(engine.deepspeed):
-                stack.enter_context(whole_weights(engine.deepspeed))
-                self._gathered = True
-                stack.callback(setattr, self, "_gathered", False)
+            if self.engines.generation is not None:
+                stack.enter_context(self.engines.generation.weights())
             yield
-
-    def _gathers(self, engine: Any) -> bool:
-        """Whether to gather ``engine``'s weights. Collective with ZeRO-3 and ``generation_gather="auto"``."""
-        choice = self.args.generation_gather
-        if self.compiled.zero_stage != 3 or choice == GenerationGather.NEVER:
-            return False
-        if choice == GenerationGather.ALWAYS:
-            return True
-        if self._fits is None:
-            self._fits = whole_weights_fit(engine)
-        return self._fits

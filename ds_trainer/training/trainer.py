@@ -34,6 +34,7 @@ from ds_trainer.training.startup.constructor_checks import (
     check_construction,
     default_arguments,
     renamed_processing_class,
+    replica_problems,
 )
 from ds_trainer.training.startup.preflight import check_start
 from ds_trainer.training.startup.process_setup import configure_process, create_accelerator_state, join_ranks
@@ -252,6 +253,7 @@ class Trainer(Assembly):
     def _check_can_train(self) -> None:
         problems = Problems()
         problems.extend(self.unsharded)
+        problems.extend(replica_problems(type(self), self.layout))
         if "get_train_dataloader" not in self.overridden:  # else the dataset may be of any kind
             if self.train_dataset is not None:
                 with problems.collecting():

@@ -39,6 +39,7 @@ OWN = {
     "self_test",
     "verify_weights",
     "strict_resume",
+    "generation_gather",
     "allow_changed_on_resume",
     "start_from_weights",
     "model_init_kwargs",
@@ -68,7 +69,7 @@ def test_names_and_defaults_are_those_of_transformers(name: str) -> None:
     own_class = {"TrainingArguments": TrainingArguments, "Seq2SeqTrainingArguments": Seq2SeqTrainingArguments}[name]
     reference = {f.name: default_of(f) for f in dataclasses.fields(getattr(transformers, name))}
     ours = {f.name: default_of(f) for f in dataclasses.fields(own_class)}
-    assert ours.keys() - reference.keys() == OWN | ({"generation_gather"} if name.startswith("Seq2Seq") else set())
+    assert ours.keys() - reference.keys() == OWN
     assert reference.keys() - ours.keys() == set()
     assert {name: (ours[name], reference[name]) for name in reference if ours[name] != reference[name]} == {}
 

@@ -326,6 +326,7 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "nested": ({"input_ids": TOKENS, "labels": TOKENS, "more": {"x": TOKENS}}, "under separate names"),
     "several choices": ({"input_ids": torch.zeros(2, 4, 8, dtype=torch.int64), "labels": TOKENS}, "cannot be sharded"),
     "no tokens": ({"input_ids": torch.zeros(2, 0, dtype=torch.int64)}, "at least one token"),
+    "a list": ([{"prompt": "a"}], "A batch is a list, which has no sequence to shard: the data collator"),
     "no sequence": ({"x": torch.rand(2, 6), "labels": torch.rand(2)}, "no sequence to shard"),
     "bounds of several rows": ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 8])}, "has 2 rows"),
 }

@@ -13,7 +13,8 @@ Source: transformers 5.23, ``integrations/deepspeed.py`` (a weak reference to an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -22,6 +23,7 @@ _MODULE = "transformers.integrations.deepspeed"
 _MODELS = "transformers.modeling_utils"
 _LOADERS = ("from_pretrained", "_from_config")
 _loading: ContextVar[bool] = ContextVar("_loading", default=False)
+_independent: ContextVar[bool] = ContextVar("_independent", default=False)
 
 
 class Zero3Registration:
@@ -44,8 +46,8 @@ class Zero3Registration:
         library.set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
-        """Whether ZeRO-3 is enabled: the registration is open, and no model is being loaded."""
-        return self._open and not _loading.get()
+        """Whether ZeRO-3 is enabled: the registration is open, no model is being loaded, ranks are not independent."""
+        return self._open and not _loading.get() and not _independent.get()
 
     def close(self) -> None:
         """End the registration and restore the previous one."""
@@ -54,6 +56,16 @@ class Zero3Registration:
         if self._open and reference is not None and reference() is self:
             library._hf_deepspeed_config_weak_ref = self._previous
         self._open = False
+
+
+@contextmanager
+def independent_ranks() -> Iterator[None]:
+    """Inside, ``generate`` does not wait for other ranks after every token: each rank holds all weights."""
+    token = _independent.set(True)
+    try:
+        yield
+    finally:
+        _independent.reset(token)
 
 
 def _patch_loaders() -> None:

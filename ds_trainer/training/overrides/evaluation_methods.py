@@ -30,6 +30,7 @@ from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.half_precision import half_precision_of, weights_cast_to
 from ds_trainer.training.out_of_memory import evaluation_remedies, explained_out_of_memory
 from ds_trainer.training.overrides.data_loading import DataLoading
+from ds_trainer.training.overrides.generation import Generation
 from ds_trainer.training.overrides.logging_methods import LoggingMethods
 from ds_trainer.training.overrides.training_step import TrainingStep
 from ds_trainer.training.signatures import accepted_arguments
@@ -44,7 +45,7 @@ from ds_trainer.utils.reported_ranks import reporting
 logger = get_logger(__name__)
 
 
-class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
+class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
     """Evaluation and prediction with the current weights."""
 
     # Whether to abort an evaluation between two micro-steps; None: never.

@@ -8,12 +8,15 @@ from torch import nn
 
 from ds_trainer.arguments.compat.renamed_arguments import warn_renamed
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loading.model_argument import is_model_reference
 from ds_trainer.training.signatures import is_from
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
+
+_ROWS_BY_PROCESS = ("GRPOTrainer", "RLOOTrainer", "SDPOTrainer")
 
 
 def check_construction(
@@ -84,3 +87,24 @@ def keras_problems(model: Any) -> list[str]:
         return []
     name = type(model).__name__
     return [f"{name} is a Keras model, which ignores train() and eval(): pass ds_trainer.KerasModule(model)."]
+
+
+def replica_problems(trainer: type, layout: ParallelLayout) -> list[str]:
+    """Reject trainers of TRL that need one rank per replica.
+
+    They gather rewards, take their own rows by ``accelerator.process_index``, and divide by ``num_processes``. Both
+    count ranks, but the ranks of a replica have the same samples, which are gathered once.
+
+    Args:
+        trainer: the class of the Trainer.
+        layout: the layout of the job.
+    """
+    names = [cls.__name__ for cls in trainer.__mro__ if cls.__module__.startswith("trl.")]
+    name = next((name for name in names if name in _ROWS_BY_PROCESS), None)
+    if name is None or layout.replica_size == 1:
+        return []
+    return [
+        f"{name} of TRL takes the rewards of a rank by accelerator.process_index, so every rank must have samples of "
+        f"its own, but this is {layout.describe()}. Set tensor_parallel_size, context_parallel_size and "
+        "sequence_parallel_size to 1; zero_stage=3 shards the weights over all ranks."
+    ]

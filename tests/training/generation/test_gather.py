@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,12 @@ import torch.distributed as dist
 
 from ds_trainer import TrainerCallback
 from ds_trainer.engine import whole_weights as module
+from tests.support.collectives import Collectives
 from tests.support.pool import pool
 from tests.support.translations import VOCABULARY, make, pad_pairs, pairs
 
 # The models are so small that DeepSpeed would keep all their weights on every rank.
 SHARDED: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}}
-
-
-class Collectives:
-    """Counts inside how often ranks meet: ZeRO's gatherings of weights, and sums."""
-
-    def __enter__(self) -> Counter[str]:
-        from deepspeed.runtime.zero import partition_parameters
-
-        self.found: Counter[str] = Counter()
-        patched: list[tuple[Any, str]] = [(partition_parameters, "_dist_allgather_fn"), (dist, "all_reduce")]
-        self.before = [(owner, name, getattr(owner, name)) for owner, name in patched]
-        for owner, name, function in self.before:
-            setattr(owner, name, self._counted(name, function))
-        return self.found
-
-    def _counted(self, name: str, function: Any) -> Any:
-        def counted(*args: Any, **keywords: Any) -> Any:
-            self.found[name] += 1
-            return function(*args, **keywords)
-
-        return counted
-
-    def __exit__(self, *error: Any) -> None:
-        for owner, name, function in self.before:
-            setattr(owner, name, function)
 
 
 def collectives_of_a_generation(output_dir: str, gather: str) -> tuple[int, int, list[bool], int]:
@@ -87,7 +62,8 @@ def choices(output_dir: str) -> list[bool]:
 
     class Probe(TrainerCallback):
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
-            gathered.append(trainer._gathered)
+            phase = trainer.engines.generation
+            gathered.append(phase is not None and phase.gathered)
 
     trainer.add_callback(Probe())
     real = module.free_memory

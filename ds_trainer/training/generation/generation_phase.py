@@ -1,0 +1,111 @@
+"""``GenerationPhase``: how the ranks get the weights of the model, and in which mode it is, while they generate.
+
+A phase is one call of ``generate``, or everything inside ``Trainer.unwrap_model_for_generation``. With ZeRO-3 the
+weights are gathered once for the phase, or DeepSpeed gathers them layer by layer for every token and all ranks stay in
+lockstep (``generation_gather``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from ds_trainer.arguments.enums import GenerationGather
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.engine.evaluation_engine import EvaluationEngine
+from ds_trainer.engine.tensor_parallel.repairs import allow_generation
+from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.engine.whole_weights import are_whole, sharded_parameters, whole_weights, whole_weights_fit
+from ds_trainer.parallel.attention import use_sharding
+from ds_trainer.training.generation.replica_draws import same_draws
+
+
+class GenerationPhase:
+    """Prepares the model of an engine for ``generate``.
+
+    Args:
+        engine: the engine of training or evaluation.
+        args: the current arguments of the Trainer.
+
+    Attributes:
+        gathered: whether every rank holds all weights of a ZeRO-3 model now.
+    """
+
+    def __init__(self, engine: TrainingEngine | EvaluationEngine, args: Callable[[], TrainingArguments]) -> None:
+        self._engine = engine
+        self._args = args
+        self._open = False
+        self.gathered = False
+
+    @contextmanager
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Context of one call of ``generate`` with these arguments; the model keeps its training mode.
+
+        Collective, except inside :meth:`weights` if they are gathered and a replica is one rank.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.weights())
+            stack.enter_context(use_sharding(None, None))
+            stack.enter_context(_with_cache(self._engine.deepspeed.module))
+            stack.enter_context(same_draws(self._engine.groups, [*args, *kwargs.values()]))
+            yield
+
+    @contextmanager
+    def weights(self, gather: GenerationGather | None = None) -> Iterator[None]:
+        """Inside, with ZeRO-3, the weights are gathered if ``gather`` or ``generation_gather`` says so.
+
+        Entering is collective, unless the weights are whole already. The outermost context decides.
+        """
+        if self._open:
+            yield
+            return
+        engine = self._engine.deepspeed
+        if self._engine.groups.layout.tp > 1:
+            allow_generation(engine)
+        gathers = self._gathers(engine, gather)
+        with whole_weights(engine) if gathers else nullcontext():
+            self._open, self.gathered = True, gathers
+            try:
+                yield
+            finally:
+                self._open = self.gathered = False
+
+    def _gathers(self, engine: Any, gather: GenerationGather | None) -> bool:
+        parameters = sharded_parameters(engine)
+        if not parameters or are_whole(parameters):
+            return bool(parameters)
+        choice = gather or self._args().generation_gather
+        # TRL's argument of this meaning; with its True, TRL has gathered the weights itself.
+        if choice == GenerationGather.NEVER or getattr(self._args(), "ds3_gather_for_generation", None) is False:
+            return False
+        return choice == GenerationGather.ALWAYS or whole_weights_fit(engine)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules of ``model`` are in evaluation mode; afterwards each has its mode from before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _with_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, layers do not recompute activations, with which a model in training mode would use no key-value cache:
+    every token would then cost a pass over all tokens before it.
+    """
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in modules:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.gradient_checkpointing = True
