@@ -69,6 +69,14 @@ def are_whole(parameters: list[Any]) -> bool:
     return all(parameter.ds_status == ZeroParamStatus.AVAILABLE for parameter in parameters)
 
 
+def forget_order_of_modules(engine: DeepSpeedEngine) -> None:
+    """Lets DeepSpeed record the order of modules anew: that of ``generate`` is not that of a training step."""
+    coordinator = zero3_hooks(engine).get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    engine.optimizer.empty_partition_cache()
+
+
 @contextmanager
 def whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
     """Inside, every rank holds all weights, for reading, and forward passes do not communicate.

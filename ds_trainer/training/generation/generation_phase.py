@@ -18,7 +18,13 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.tensor_parallel.repairs import allow_generation
 from ds_trainer.engine.training_engine import TrainingEngine
-from ds_trainer.engine.whole_weights import are_whole, sharded_parameters, whole_weights, whole_weights_fit
+from ds_trainer.engine.whole_weights import (
+    are_whole,
+    forget_order_of_modules,
+    sharded_parameters,
+    whole_weights,
+    whole_weights_fit,
+)
 from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.training.generation.replica_draws import same_draws
 
@@ -72,6 +78,8 @@ class GenerationPhase:
                 yield
             finally:
                 self._open = self.gathered = False
+                if not gathers and sharded_parameters(engine):
+                    forget_order_of_modules(engine)
 
     def _gathers(self, engine: Any, gather: GenerationGather | None) -> bool:
         parameters = sharded_parameters(engine)
