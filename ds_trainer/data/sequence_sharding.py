@@ -130,11 +130,17 @@ class SequenceSharder:
         return self._size(batch)[1]
 
     def prefix(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-        """A batch with the first ``tokens`` of each sequence of ``batch``; other values are unchanged."""
+        """A batch with the first ``tokens`` of each sequence of ``batch``; other values are unchanged.
+
+        Contiguous, as models flatten labels with ``view``.
+        """
         rows, length = self._size(batch)
         values = {key: value for key, value in batch.items() if value is not None}
         self._drop_flash_keys(values)
-        return {key: v[:, :tokens] if self._is_sequence(key, v, rows, length) else v for key, v in values.items()}
+        return {
+            key: value[:, :tokens].contiguous() if self._is_sequence(key, value, rows, length) else value
+            for key, value in values.items()
+        }
 
     # -- which values are sequences -------------------------------------------------------------------------------
 

@@ -198,6 +198,14 @@ def test_values_per_sample_are_not_sharded() -> None:
         assert "nothing" not in shard
 
 
+def test_models_may_flatten_shards_and_prefixes_with_view() -> None:
+    batch = {"input_ids": torch.arange(48).view(3, 16), "labels": torch.arange(48).view(3, 16)}
+    sharder = sharder_for(layout_of(1, 2), shifts_labels=False)
+    shards, _ = all_shards(sharder, batch)
+    for part in (*shards, sharder.prefix(batch, 8)):
+        assert part["labels"].view(-1).shape == (24,)
+
+
 def test_a_dummy_batch_stays_one() -> None:
     batch = DummyBatch({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
     shard, _ = sharder_for(layout_of(2, 1)).shard(batch, 0, 0)

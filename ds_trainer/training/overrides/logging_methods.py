@@ -19,7 +19,7 @@ class LoggingMethods(TrainerBase):
         """Record ``logs`` in the history and pass them to the callbacks.
 
         Args:
-            logs: values by name.
+            logs: values by name. ``epoch`` is added to it, as in transformers.
             start_time: the ``time.time()`` at which the training began. If input tokens are counted
                 (``include_num_input_tokens_seen``), their number and their rate since then are logged too.
         """
