@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.clients.clients import CLIENTS, LAYOUTS, PEFT, SENTENCES, TRANSFORMERS, TRL, Client, Layout
+from tests.clients.clients import LAYOUTS, PEFT, SENTENCES, TRANSFORMERS, TRL, Client, Layout
 from tests.clients.runs import Found, RunFailed, differences, with_ds_trainer, with_transformers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "clients.md"
@@ -81,6 +81,13 @@ def row_of(name: str, library: str, client: Client, folder: Path) -> tuple[str, 
     return f"| {library} | {name} | {' | '.join(cells)} |", problems
 
 
+def table_of(written: dict[str, str]) -> str:
+    """The table, with the lines that there are, in the order of the clients."""
+    names = [name for clients in LIBRARIES.values() for name in clients if name in written]
+    head = [f"| library | script | {' | '.join(LAYOUTS)} |", "|---" * (len(LAYOUTS) + 2) + "|"]
+    return "\n".join([*head, *(written[name] for name in names)])
+
+
 def main() -> int:
     """Print or write the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,24 +96,21 @@ def main() -> int:
     options = parser.parse_args()
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
-    written = {line.split("|")[2].strip(): line for line in old.splitlines() if line.count("|") > 3}
-    lines = [f"| library | script | {' | '.join(LAYOUTS)} |", "|---" * (len(LAYOUTS) + 2) + "|"]
+    written = {line.split("|")[2].strip(): line for line in old.splitlines() if "|" in line}
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for library, clients in LIBRARIES.items():
             for name, client in clients.items():
-                if not options.names or any(part in name for part in options.names):
-                    line, found = row_of(name, library, client, Path(folder, str(len(lines))))
-                    lines.append(line)
-                    problems += found
-                elif options.write and name in written:
-                    lines.append(written[name])
-    table = "\n".join(lines)
-    print(table)
+                if options.names and not any(part in name for part in options.names):
+                    continue
+                written[name], found = row_of(name, library, client, Path(folder, name))
+                problems += found
+                if options.write:
+                    table = table_of(written)
+                    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+    print(table_of(written))
     for problem in problems:
         print(f"clients_table: {problem}", file=sys.stderr)
-    if options.write:
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
     return 1 if problems else 0
 
 

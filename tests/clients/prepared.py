@@ -1,8 +1,9 @@
 """A process that has imported the libraries once, and forks the ranks of many runs from itself.
 
-``python -m tests.clients.prepared ds_trainer`` (or ``transformers``) reads requests, one JSON object a line: ``command``
-(a script and its arguments), ``settings`` (values of ``--set``), ``ranks``, ``port``, ``folder`` (for the output of the
-ranks) and ``seconds``. It answers with the exit codes of the ranks, in order. Imports take most of the time of a run.
+``python -m tests.clients.prepared ds_trainer`` (or ``transformers``) reads requests, one JSON object a line:
+``command`` (a script and its arguments), ``settings`` (values of ``--set``), ``ranks``, ``port``, ``folder`` (for the
+output of the ranks) and ``seconds``. It answers with the exit codes of the ranks, in order. Imports take most of the
+time of a run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ def serve(kind: str) -> None:
         replace_transformers()
     for name in (*_LIBRARIES, *(_ENGINE if kind == "ds_trainer" else ())):
         importlib.import_module(name)
+    if kind == "ds_trainer":
+        from ds_trainer.callbacks import metrics_recorder
+
+        # The pictures of a run of a few steps take as long as the run.
+        metrics_recorder.plot_losses = lambda *arguments: False
+        metrics_recorder.plot_metrics = lambda *arguments: False
     for line in sys.stdin:
         request = json.loads(line)
         ranks = {}
