@@ -60,7 +60,7 @@ class Row:
         place = max(sizes, key=lambda each: sizes[each])
         if sizes[place] > TOLERANCE.get(name, TOLERANCE_OF_LAYOUTS):
             return f"differs: {sizes[place]:.0e} in {place}", False
-        return f"equal, {sizes[place]:.0e}", True
+        return f"equal, {sizes[place]:.0e}" if sizes[place] else "equal", True
 
 
 def first_words(text: str) -> str:
@@ -81,6 +81,13 @@ def row_of(name: str, library: str, client: Client, folder: Path) -> tuple[str, 
     return f"| {library} | {name} | {' | '.join(cells)} |", problems
 
 
+def page() -> tuple[str, str, str]:
+    """The page before, in and after the table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    table, _, after = rest.partition(END)
+    return before, table, after
+
+
 def table_of(written: dict[str, str]) -> str:
     """The table, with the lines that there are, in the order of the clients."""
     names = [name for clients in LIBRARIES.values() for name in clients if name in written]
@@ -94,9 +101,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table into the page")
     parser.add_argument("names", nargs="*", help="only rows whose name contains one of these")
     options = parser.parse_args()
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    old, _, after = rest.partition(END)
-    written = {line.split("|")[2].strip(): line for line in old.splitlines() if "|" in line}
+    written = {line.split("|")[2].strip(): line for line in page()[1].splitlines() if "|" in line}
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for library, clients in LIBRARIES.items():
@@ -106,8 +111,8 @@ def main() -> int:
                 written[name], found = row_of(name, library, client, Path(folder, name))
                 problems += found
                 if options.write:
-                    table = table_of(written)
-                    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+                    before, _, after = page()
+                    PAGE.write_text(f"{before}{BEGIN}\n\n{table_of(written)}\n\n{END}{after}", encoding="utf-8")
     print(table_of(written))
     for problem in problems:
         print(f"clients_table: {problem}", file=sys.stderr)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.clients import CLIENTS, LAYOUTS
-from tests.clients.runs import Found, too_different, with_ds_trainer, with_transformers
+from tests.clients.runs import Found, by_command_line, too_different, with_ds_trainer, with_transformers
 
 SELECTED = [
     *[(name, stage) for name in ("TRL SFT", "TRL DPO", "TRL GRPO") for stage in ("ZeRO 2", "ZeRO 3")],
@@ -60,3 +60,10 @@ def test_a_layout_gives_the_numbers_of_transformers(name: str, layout: str, fold
     found = with_ds_trainer(client, tmp_path, chosen.ranks, settings=chosen.settings)
     wanted = reference(name, chosen.replicas if client.depends_on_ranks else 1, folder)
     assert too_different(wanted, found, 1e-4) == []
+
+
+def test_the_command_starts_the_ranks_of_an_unchanged_script(folder: str, tmp_path: Path) -> None:
+    """In new processes; the other tests fork ranks from one that has imported the libraries."""
+    found = by_command_line(CLIENTS["text classification"], tmp_path, 2, ["zero_stage=3"])
+    assert found["trainer"] == "ds_trainer"
+    assert too_different(reference("text classification", 1, folder), found, 1e-4) == []
