@@ -147,6 +147,13 @@ class SequenceSharder:
     def _size(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Number of rows, and tokens per row."""
         name = next((key for key in _MAIN if isinstance(batch.get(key), torch.Tensor)), None)
+        expected = [key for key in _MAIN if key in self._accepts]
+        if name is None and expected:
+            raise ConfigError(
+                f"A batch of {', '.join(map(str, batch))} has no {' or '.join(expected)} for {self._model_name}. A "
+                "Trainer that makes the inputs of the model from such a batch in compute_loss cannot be used with "
+                f"sharded sequences. {_WITHOUT_SHARDING}"
+            )
         if name is None:
             name = next((key for key, value in batch.items() if self._may_be_main(key, value)), None)
         if name is None:

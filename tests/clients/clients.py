@@ -14,7 +14,7 @@ class Client:
     has_common: bool = True
     """Whether it takes the arguments of ``TrainingArguments``."""
     depends_on_ranks: bool = False
-    """Whether its losses depend on the samples of a rank: negatives in the batch, random numbers, mismatched pairs."""
+    """Whether its losses depend on the samples of a rank: negatives in the batch, means over tokens, random numbers."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ TRL = {
     "TRL DPO, LoRA": Client("trl_dpo.py", ("--method", "lora")),
     "TRL reward": Client("trl_reward.py"),
     "TRL KTO": Client("trl_kto.py", depends_on_ranks=True),
-    "TRL ORPO": Client("trl_orpo.py"),
-    "TRL CPO": Client("trl_cpo.py"),
+    "TRL ORPO": Client("trl_orpo.py", depends_on_ranks=True),
+    "TRL CPO": Client("trl_cpo.py", depends_on_ranks=True),
     "TRL GRPO": Client("trl_grpo.py", _GRPO, depends_on_ranks=True),
     "TRL GRPO, accumulation": Client(
         "trl_grpo.py", (*_GRPO, "--gradient_accumulation_steps", "2", "--num_iterations", "2"), depends_on_ranks=True

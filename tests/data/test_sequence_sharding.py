@@ -229,6 +229,8 @@ def test_a_custom_model_may_use_other_names() -> None:
     shards, plan = all_shards(sharder, batch)
     assert torch.equal(unshard([shard["target"] for shard in shards], plan, 8), batch["target"])  # not shifted
     assert "shift_labels" not in shards[0]
+    with pytest.raises(ConfigError, match="no sequence to shard"):
+        all_shards(sharder, {"tokens": torch.rand(2, 6), "target": torch.rand(2)})
 
 
 # -- packed batches ---------------------------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "nested": ({"input_ids": TOKENS, "labels": TOKENS, "more": {"x": TOKENS}}, "under separate names"),
     "several choices": ({"input_ids": torch.zeros(2, 4, 8, dtype=torch.int64), "labels": TOKENS}, "cannot be sharded"),
     "no tokens": ({"input_ids": torch.zeros(2, 0, dtype=torch.int64)}, "at least one token"),
-    "no sequence": ({"x": torch.rand(2, 6), "labels": torch.rand(2)}, "no sequence to shard"),
+    "inputs under other names": ({"chosen_input_ids": TOKENS, "labels": TOKENS}, "has no input_ids or inputs_embeds"),
     "bounds of several rows": ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 8])}, "has 2 rows"),
 }
 
