@@ -25,8 +25,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         return_tensors: ``"pt"`` for tensors of torch, which training needs, or ``"np"`` for arrays of numpy.
 
     Raises:
-        ConfigError: another ``return_tensors``; a sample is not a mapping; the samples of a key differ in shape; a label
-            is text.
+        ConfigError: another ``return_tensors``; a sample is not a mapping; the samples of a key differ in shape; labels
+            are texts.
     """
     if return_tensors not in _FRAMEWORKS:
         raise ConfigError(
@@ -39,8 +39,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     label = next((name for name in ("label", "label_ids") if first.get(name) is not None), "label")
     if isinstance(first.get(label), str):
         raise ConfigError(
-            f"'{label}' of a sample is the text {first[label]!r}. Replace the names of classes by numbers in the dataset: "
-            f"dataset.class_encode_column('{label}')."
+            f"'{label}' of a sample is the text {first[label]!r}. Replace the names of classes by numbers in the "
+            f"dataset: dataset.class_encode_column('{label}')."
         )
     batch: dict[str, Any] = {}
     for key, example in first.items():
