@@ -133,7 +133,16 @@ class SequenceSharder:
         """A batch with the first ``tokens`` of each sequence of ``batch``; other values are unchanged.
 
         Contiguous, as models flatten labels with ``view``.
+
+        Raises:
+            ConfigError: the batch is no mapping, or has no sequence to shard.
         """
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"A batch is a {type(batch).__name__}, so its sequences are unknown and cannot be sharded. A Trainer "
+                "that makes the inputs of the model from samples, as in reinforcement learning, needs whole sequences. "
+                f"{_WITHOUT_SHARDING}"
+            )
         rows, length = self._size(batch)
         values = {key: value for key, value in batch.items() if value is not None}
         self._drop_flash_keys(values)

@@ -348,6 +348,12 @@ def test_batches_that_cannot_be_sharded_raise(name: str) -> None:
         sharder_for(layout_of(2, 1)).shard(batch, 0, 0, needs_labels=True)
 
 
+def test_batches_that_are_no_mappings_cannot_be_sharded() -> None:
+    samples: Any = [{"prompt": "a"}]
+    with pytest.raises(ConfigError, match="A batch is a list, so its sequences are unknown"):
+        sharder_for(layout_of(1, 2)).prefix(samples, 8)
+
+
 def test_two_kinds_of_labels_cannot_both_be_shifted() -> None:
     sharder = sharder_for(layout_of(2, 1), label_names=["labels", "next_labels"])
     with pytest.raises(ConfigError, match="labels and next_labels"):
