@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.clients import CLIENTS, LAYOUTS
-from tests.clients.runs import Found, numbers, too_different, with_ds_trainer, with_transformers
+from tests.clients.runs import Found, by_command_line, numbers, too_different, with_ds_trainer, with_transformers
 
 SAVES = dict(save_strategy="steps", save_steps="2", eval_strategy="no")
 
@@ -63,7 +63,7 @@ def test_transformers_evaluates_the_saved_model(name: str, layout: str, tmp_path
     chosen = LAYOUTS[layout]
     trained = with_ds_trainer(CLIENTS[name], tmp_path, chosen.ranks, settings=chosen.settings)
     again = with_transformers(CLIENTS[name], tmp_path / "again", do_train="False", model_name_or_path=str(tmp_path))
-    wanted, found = evaluations(trained), evaluations(again)
+    wanted, found = evaluations(again), evaluations(trained)
     assert numbers(wanted)
     assert too_different(wanted, found, 1e-5) == []
 
@@ -72,6 +72,6 @@ def test_a_saved_embedding_model_is_complete(tmp_path: Path) -> None:
     """Also where weights were sharded: the library's own files, with the weights of the training."""
     from sentence_transformers import SentenceTransformer
 
-    found = with_ds_trainer(CLIENTS["sentence-transformers"], tmp_path, 2, settings=["zero_stage=3"])
+    found = by_command_line(CLIENTS["sentence-transformers"], tmp_path, 2, ["zero_stage=3"])
     model = SentenceTransformer(str(tmp_path))
     assert model.encode(["a b c"])[0].tolist() == pytest.approx(found["encoded"], rel=1e-4, abs=1e-5)
