@@ -25,7 +25,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         return_tensors: ``"pt"`` for tensors of torch, which training needs, or ``"np"`` for arrays of numpy.
 
     Raises:
-        ConfigError: another ``return_tensors``; a sample is not a mapping; the samples of a key differ in shape.
+        ConfigError: another ``return_tensors``; a sample is not a mapping; the samples of a key differ in shape; labels
+            are texts.
     """
     if return_tensors not in _FRAMEWORKS:
         raise ConfigError(
@@ -36,6 +37,11 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     stack = _stack if return_tensors == "pt" else _array
     first = rows[0]
     label = next((name for name in ("label", "label_ids") if first.get(name) is not None), "label")
+    if isinstance(first.get(label), str):
+        raise ConfigError(
+            f"'{label}' of a sample is the text {first[label]!r}. Replace the names of classes by numbers in the "
+            f"dataset: dataset.class_encode_column('{label}')."
+        )
     batch: dict[str, Any] = {}
     for key, example in first.items():
         if example is None or isinstance(example, str) or (key in ("label", "label_ids") and key != label):

@@ -130,11 +130,20 @@ class SequenceSharder:
         return self._size(batch)[1]
 
     def prefix(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-        """A batch with the first ``tokens`` of each sequence of ``batch``; other values are unchanged."""
+        """A batch with the first ``tokens`` of each sequence of ``batch``; other values are unchanged.
+
+        Contiguous, as models flatten labels with ``view``.
+
+        Raises:
+            ConfigError: the batch is no mapping, or has no sequence to shard.
+        """
         rows, length = self._size(batch)
         values = {key: value for key, value in batch.items() if value is not None}
         self._drop_flash_keys(values)
-        return {key: v[:, :tokens] if self._is_sequence(key, v, rows, length) else v for key, v in values.items()}
+        return {
+            key: value[:, :tokens].contiguous() if self._is_sequence(key, value, rows, length) else value
+            for key, value in values.items()
+        }
 
     # -- which values are sequences -------------------------------------------------------------------------------
 
@@ -146,6 +155,13 @@ class SequenceSharder:
                 f"mapping with input_ids [batch, tokens] or a similar tensor. {_WITHOUT_SHARDING}"
             )
         name = next((key for key in _MAIN if isinstance(batch.get(key), torch.Tensor)), None)
+        expected = [key for key in _MAIN if key in self._accepts]
+        if name is None and expected:
+            raise ConfigError(
+                f"A batch of {', '.join(map(str, batch))} has no {' or '.join(expected)} for {self._model_name}. A "
+                "Trainer that makes the inputs of the model from such a batch in compute_loss cannot be used with "
+                f"sharded sequences. {_WITHOUT_SHARDING}"
+            )
         if name is None:
             name = next((key for key, value in batch.items() if self._may_be_main(key, value)), None)
         if name is None:

@@ -38,7 +38,7 @@ class Telemetry:
     def log(self, logs: dict[str, float], start_time: float | None) -> None:
         """See ``Trainer.log``."""
         events, state = self._events, self._events.state
-        logs["epoch"] = state.epoch
+        logs["epoch"] = state.epoch  # in the caller's dict: an evaluate() that logs its metrics returns the epoch too
         if events.args.include_num_input_tokens_seen != TokenCount.NO:
             seen = logs["num_input_tokens_seen"] = state.num_input_tokens_seen
             if start_time is not None and (seconds := time.time() - start_time) > 0:

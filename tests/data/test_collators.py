@@ -80,6 +80,7 @@ def test_objects_with_attributes_are_collated() -> None:
         ([{"x": torch.ones(1)}, {"x": torch.ones(2)}], r"differ in 'x'"),
         ([{"x": 1}, {"y": 1}], "Only some samples of a batch have 'x'"),
         ([(1, 2)], "a tuple, but models are called with keywords"),
+        ([{"x": 1, "label": "good"}], "'label' of a sample is the text 'good'.*class_encode_column"),
     ],
 )
 @pytest.mark.parametrize("kind", ["pt", "np"])

@@ -198,6 +198,14 @@ def test_values_per_sample_are_not_sharded() -> None:
         assert "nothing" not in shard
 
 
+def test_models_may_flatten_shards_and_prefixes_with_view() -> None:
+    batch = {"input_ids": torch.arange(48).view(3, 16), "labels": torch.arange(48).view(3, 16)}
+    sharder = sharder_for(layout_of(1, 2), shifts_labels=False)
+    shards, _ = all_shards(sharder, batch)
+    for part in (*shards, sharder.prefix(batch, 8)):
+        assert part["labels"].view(-1).shape == (24,)
+
+
 def test_a_dummy_batch_stays_one() -> None:
     batch = DummyBatch({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
     shard, _ = sharder_for(layout_of(2, 1)).shard(batch, 0, 0)
@@ -221,6 +229,8 @@ def test_a_custom_model_may_use_other_names() -> None:
     shards, plan = all_shards(sharder, batch)
     assert torch.equal(unshard([shard["target"] for shard in shards], plan, 8), batch["target"])  # not shifted
     assert "shift_labels" not in shards[0]
+    with pytest.raises(ConfigError, match="no sequence to shard"):
+        all_shards(sharder, {"tokens": torch.rand(2, 6), "target": torch.rand(2)})
 
 
 # -- packed batches ---------------------------------------------------------------------------------------------------
@@ -328,6 +338,7 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"input_ids": torch.zeros(2, 0, dtype=torch.int64)}, "at least one token"),
     "a list": ([{"prompt": "a"}], "A batch is a list, which has no sequence to shard: the data collator"),
     "no sequence": ({"x": torch.rand(2, 6), "labels": torch.rand(2)}, "no sequence to shard"),
+    "inputs under other names": ({"chosen_input_ids": TOKENS, "labels": TOKENS}, "has no input_ids or inputs_embeds"),
     "bounds of several rows": ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 8])}, "has 2 rows"),
 }
 
@@ -337,6 +348,12 @@ def test_batches_that_cannot_be_sharded_raise(name: str) -> None:
     batch, message = INVALID[name]
     with pytest.raises(ConfigError, match=message):
         sharder_for(layout_of(2, 1)).shard(batch, 0, 0, needs_labels=True)
+
+
+def test_batches_that_are_no_mappings_cannot_be_sharded() -> None:
+    samples: Any = [{"prompt": "a"}]
+    with pytest.raises(ConfigError, match="A batch is a list, so its sequences are unknown"):
+        sharder_for(layout_of(1, 2)).prefix(samples, 8)
 
 
 def test_two_kinds_of_labels_cannot_both_be_shifted() -> None:

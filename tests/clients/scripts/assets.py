@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import BartConfig, BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "[CLS]", "[SEP]", "[MASK]"]
 TEMPLATE = (
@@ -87,6 +87,47 @@ def bert_config(**changes) -> BertConfig:
     return BertConfig(**{**values, **changes})
 
 
+def t5_config(**changes) -> T5Config:
+    """Two layers of width 64 on each side, without dropout."""
+    values = dict(
+        vocab_size=512,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=3,
+        decoder_start_token_id=0,
+    )
+    return T5Config(**{**values, **changes})
+
+
+def bart_config(**changes) -> BartConfig:
+    """Two layers of width 64 on each side, without dropout."""
+    values = dict(
+        vocab_size=512,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=128,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        decoder_start_token_id=3,
+        forced_eos_token_id=3,
+    )
+    return BartConfig(**{**values, **changes})
+
+
 def seeded(make, *args, **kwargs):
     """``make(...)`` with the same random weights at every call."""
     torch.manual_seed(1)
@@ -124,20 +165,28 @@ def preferences(number: int = 96) -> Dataset:
     )
 
 
+TIMES = ("runtime", "per_second", "total_flos", "num_tokens", "memory", "_time", "data_wait", "tflops")
+
+
+def numbers(values: dict) -> dict[str, float]:
+    """The numbers among ``values`` that do not depend on the speed of the machine."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not any(each in name for each in TIMES)
+    }
+
+
 def report(trainer, **more) -> None:
     """Write what the test compares to standard output, as the main process."""
     if trainer.args.process_index:
         return
     import transformers
 
-    times = ("runtime", "per_second", "total_flos", "num_tokens", "memory", "_time", "data_wait", "tflops")
-    history = [
-        {
-            name: value
-            for name, value in entry.items()
-            if isinstance(value, (int, float)) and not any(t in name for t in times)
-        }
-        for entry in trainer.state.log_history
-    ]
-    found = {"history": history, "trainer": transformers.Trainer.__module__.split(".")[0], **more}
+    found = {
+        "history": [numbers(entry) for entry in trainer.state.log_history],
+        "trainer": transformers.Trainer.__module__.split(".")[0],
+        "files": sorted(path.name for path in Path(trainer.args.output_dir).iterdir() if path.is_file()),
+        **{name: numbers(value) if isinstance(value, dict) else value for name, value in more.items()},
+    }
     sys.stdout.write(f"found {json.dumps(found)}\n")

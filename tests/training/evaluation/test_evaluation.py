@@ -90,6 +90,22 @@ def test_several_sets_have_prefixed_metrics(tmp_path: Path) -> None:
     assert one["eval_b_accuracy"] == metrics["eval_b_accuracy"] and one["eval_b_loss"] == metrics["eval_b_loss"]
 
 
+class LogsItself(Trainer):
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As in well-known scripts for question answering: the result is what was logged."""
+        output = self.evaluation_loop(self.get_eval_dataloader(), "Evaluation")
+        self.log(output.metrics)
+        return output.metrics
+
+
+@pytest.mark.parametrize("kind", [Trainer, LogsItself])
+def test_metrics_have_the_epoch_after_they_are_logged(kind: type[Trainer], tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=3, per_device_train_batch_size=2)
+    trainer = kind(Pair(), args, train_dataset=class_rows(8), eval_dataset=class_rows(4))
+    trainer.train()
+    assert trainer.evaluate()["epoch"] == 0.75 == trainer.state.log_history[-1]["epoch"]
+
+
 # -- before training, sharded ----------------------------------------------------------------------------------------
 
 
