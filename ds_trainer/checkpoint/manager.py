@@ -91,7 +91,8 @@ class CheckpointManager:
         step: int,
         common: Sequence[CheckpointFile],
         of_rank: Sequence[CheckpointFile] = (),
-        write_weights: Callable[[Path], None] | None = None,
+        write_model: Callable[[Path], None] | None = None,
+        only_model: bool = False,
     ) -> Path:
         """Write ``checkpoint-<step>``. Collective. Returns its path.
 
@@ -99,27 +100,33 @@ class CheckpointManager:
             step: optimizer steps done.
             common: files that are the same on all ranks: the trainer's state, the schedule.
             of_rank: files of this rank.
-            write_weights: writes the weights to a directory, collectively; the checkpoint then holds only them and
-                ``common``, and cannot be resumed from.
+            write_model: writes files for ``from_pretrained`` to a directory, collectively, in place of this manager.
+            only_model: whether the checkpoint holds only those and ``common``; it cannot be resumed from then.
 
         Raises:
             SaveFailed: the checkpoint could not be written; on all ranks.
         """
         common_files = list(common) if self.writer_group.is_leader else []
-        if write_weights is not None:
-            path = self._write(step, common_files, {"only_model": True}, write_weights)
+        if only_model:
+            path = self._write(step, common_files, {"only_model": True}, write_model)
         else:
             engine = self.engine_state_files()
             small_files = [
                 *common_files,
                 *of_rank,
-                *self._adapter_files(),
+                *self._adapter_files(with_weights=write_model is None),
                 InMemoryFile.of(_random_file(distributed.rank()), random_state()),
             ]
             if engine is not None:
-                path = self._write(step, chain(small_files, engine), {}, shared=self._shared_files())
+                path = self._write(step, chain(small_files, engine), {}, write_model, self._shared_files())
             else:
-                path = self._write(step, small_files, {"engine": DEEPSPEED}, self._write_by_deepspeed)
+
+                def write(partial: Path) -> None:
+                    self._write_by_deepspeed(partial)
+                    if write_model is not None:
+                        write_model(partial)
+
+                path = self._write(step, small_files, {"engine": DEEPSPEED}, write)
         self.apply_retention()
         return path
 
@@ -137,9 +144,9 @@ class CheckpointManager:
         yield InMemoryFile.of(_random_file(distributed.rank()), random_state())
         yield from self._engine_state_files()
 
-    def _adapter_files(self) -> list[CheckpointFile]:
-        """Files of an adapter model besides its shards. Collective."""
-        files = adapter_files(self.engine.deepspeed.module, self.writer_group.is_leader)
+    def _adapter_files(self, with_weights: bool = True) -> list[CheckpointFile]:
+        """Files of an adapter model besides its shards: the adapters, and the digest of the base. Collective."""
+        files = adapter_files(self.engine.deepspeed.module, self.writer_group.is_leader) if with_weights else []
         base = self._excluded_base
         return [*files, base.to_file()] if base is not None and self.writer_group.is_leader else files
 

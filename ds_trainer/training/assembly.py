@@ -93,7 +93,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
 
     def make_checkpointer(self, run: TrainingRun, directory: OutputDirectory, stop: StopController) -> Checkpointer:
         """Create the checkpointer of a new training."""
-        self.checkpointer = Checkpointer(run, directory, stop, self.publisher, self.save_as_part)
+        own = bool({"save_model", "_save"} & self.overridden)
+        self.checkpointer = Checkpointer(run, directory, stop, self.publisher, self.save_as_part, own)
         return self.checkpointer
 
     # -- configuration ------------------------------------------------------------------------------------------------

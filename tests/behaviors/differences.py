@@ -9,10 +9,6 @@ _ENGINE = "The engine is always DeepSpeed."
 _LAST_STEP = "The last step is always logged, unless `logging_strategy` is `no`."
 _COMMAND_LINE = "Problems of a command line are one `ConfigError` with their sources, not the exit code 2 of argparse."
 _CHECKSUM = "A checkpoint with a file that was edited afterwards is refused: its manifest has the sizes and checksums."
-_CHECKPOINTS = (
-    "An override writes what `save_model` is called for. Checkpoints have files of their own, with checksums: override "
-    "`_save_checkpoint`, or use `on_save`, to add files."
-)
 _MEAN = "The loss of an evaluation is the mean over its items, not over its batches."
 _HEADER = "The header of a run shows it."
 
@@ -73,8 +69,6 @@ DIFFERENCES: dict[str, str] = {
     "serialization/to_dict_of_accelerator_config": "`use_configured_state` of other versions is a field.",
     "setters/set_logging": "Values that a setter sets are completed like those of the constructor.",
     "subclasses/loss_without_the_item_count": "A `compute_loss` without `num_items_in_batch` works.",
-    "subclasses/save_model_of_a_subclass": _CHECKPOINTS,
-    "subclasses/save_of_a_subclass": _CHECKPOINTS,
     "state/stateful_callbacks_in_a_checkpoint": "The flags of the control, which last for one step, are not saved.",
     "messages/the_best_checkpoint_is_gone": "The warning comes at the end, where the best model would be loaded.",
     "optimizers/create_both_of_a_subclass": (

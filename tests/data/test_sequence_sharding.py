@@ -337,7 +337,6 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "several choices": ({"input_ids": torch.zeros(2, 4, 8, dtype=torch.int64), "labels": TOKENS}, "cannot be sharded"),
     "no tokens": ({"input_ids": torch.zeros(2, 0, dtype=torch.int64)}, "at least one token"),
     "a list": ([{"prompt": "a"}], "A batch is a list, which has no sequence to shard: the data collator"),
-    "no sequence": ({"x": torch.rand(2, 6), "labels": torch.rand(2)}, "no sequence to shard"),
     "inputs under other names": ({"chosen_input_ids": TOKENS, "labels": TOKENS}, "has no input_ids or inputs_embeds"),
     "bounds of several rows": ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 8])}, "has 2 rows"),
 }
@@ -352,7 +351,7 @@ def test_batches_that_cannot_be_sharded_raise(name: str) -> None:
 
 def test_batches_that_are_no_mappings_cannot_be_sharded() -> None:
     samples: Any = [{"prompt": "a"}]
-    with pytest.raises(ConfigError, match="A batch is a list, so its sequences are unknown"):
+    with pytest.raises(ConfigError, match="A batch is a list, which has no sequence to shard"):
         sharder_for(layout_of(1, 2)).prefix(samples, 8)
 
 

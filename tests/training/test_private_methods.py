@@ -284,6 +284,42 @@ def test_an_override_of_save_sees_complete_weights_on_one_rank(stage: int, tmp_p
     assert found["loss"] > 0
 
 
+def trained_with_own_files(output_dir: str, stage: int, checkpoint: str | None, keyword: str) -> dict[str, Any]:
+    """The final weights; the first training writes a checkpoint at each step."""
+    more = {"resume_from_checkpoint": checkpoint}
+    cls = SavesItself if keyword == "_save" else SavesAll
+    trainer = made(cls, output_dir, zero_stage=stage, save_strategy="steps", save_steps=1, max_steps=2)
+    trainer.train(**more)
+    weights = whole_weights(trainer)
+    trainer.engine.close()
+    return weights
+
+
+class SavesAll(Trainer):
+    """Adds a file to what ``save_model`` writes."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        assert output_dir is not None
+        if self.args.should_save:
+            weights = {name: torch.zeros(1) for name, _ in self.model.named_parameters()}
+            torch.save({"weights": weights}, Path(output_dir) / "own.pt")
+
+
+@pytest.mark.parametrize(("stage", "keyword"), [(0, "_save"), (3, "_save"), (2, "save_model")])
+def test_checkpoints_have_what_an_override_saves_and_resume(stage: int, keyword: str, tmp_path: Path) -> None:
+    from ds_trainer.checkpoint.protocol.manifest import Manifest
+
+    (wanted, _) = pool(2).run(trained_with_own_files, str(tmp_path), stage, None, keyword)
+    for step in (1, 2):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        assert {"own.pt", "model.safetensors", "trainer_state.json"} <= Manifest.read(checkpoint).files.keys()
+        assert torch.load(checkpoint / "own.pt")["weights"].keys() == wanted.keys()
+    first = str(tmp_path / "checkpoint-1")
+    (resumed, _) = pool(2).run(trained_with_own_files, str(tmp_path / "resumed"), stage, first, keyword)
+    assert all(torch.equal(resumed[name], wanted[name]) for name in wanted)
+
+
 def saves_a_gathered_state(output_dir: str) -> str:
     trainer = made(Trainer, output_dir, model=tiny_llama(), data=RaggedTokens(8), zero_stage=3)
     trainer.train()

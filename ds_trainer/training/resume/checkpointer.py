@@ -65,6 +65,7 @@ class Checkpointer:
         stop: records the duration of saves.
         publisher: pushes checkpoints to the Hub.
         save_weights: writes the weights to a directory (``Trainer.save_model``).
+        has_own_files: whether a subclass writes other files there. Checkpoints then hold them in place of the model.
 
     Attributes:
         cursor, guard: data cursor and divergence guard, after :meth:`start` has created or restored them.
@@ -80,6 +81,7 @@ class Checkpointer:
         stop: StopController,
         publisher: HubPublisher,
         save_weights: Callable[[str], None],
+        has_own_files: bool = False,
     ) -> None:
         self.cursor: DataCursor
         self.guard: DivergenceGuard
@@ -89,6 +91,7 @@ class Checkpointer:
         self._stop = stop
         self._publisher = publisher
         self._save_weights = save_weights
+        self._has_own_files = has_own_files
         self._frozen = FrozenFiles.of(run.engine)
         self._base = BaseDigest.of(run.engine)
         self.model_plan: tuple[ModelPlan | None] | None = None
@@ -250,12 +253,12 @@ class Checkpointer:
         self.wait()
         events, state = self._run.events, self._run.events.state
         state.stateful_callbacks = export_states(events.handler.callbacks)
-        best_before = state.best_model_checkpoint
+        best_before, only_model = state.best_model_checkpoint, events.args.save_only_model
         note_checkpoint(state, self._directory.path)
-        weights = (lambda directory: self._save_weights(str(directory))) if events.args.save_only_model else None
+        write = (lambda path: self._save_weights(str(path))) if only_model or self._has_own_files else None
         try:
             checkpoint = self.manager(state).save(
-                state.global_step, self.shared_files(state), rank_files(self.cursor), weights
+                state.global_step, self.shared_files(state), rank_files(self.cursor), write, only_model
             )
         except SaveFailed as error:
             state.best_model_checkpoint = best_before
@@ -271,11 +274,7 @@ class Checkpointer:
         return self._background is not None and self._background.in_flight is not None
 
     def poll(self) -> None:
-        """At a step boundary, report the save in progress if it is done.
-
-        Raises:
-            SaveFailed: it could not be written; on all ranks.
-        """
+        """At a step boundary, report the save in progress if it is done. Raises :class:`SaveFailed` on all ranks."""
         if self._background is not None:
             self._background.poll()
 
@@ -316,7 +315,7 @@ class Checkpointer:
 
     def _background_saves(self) -> BackgroundSaves | None:
         run, args = self._run, self._run.events.args
-        if not args.save_async or args.save_only_model:
+        if not args.save_async or args.save_only_model or self._has_own_files:
             return None
         if self._background is None:
             self._background = BackgroundSaves(
@@ -346,6 +345,7 @@ class Checkpointer:
         files += run_files(run, self.cursor, self.guard, self.evaluation_is_due)
         if not run.events.args.save_only_model:
             files.append(InMemoryFile.of(SCHEDULE_FILE, run.lr_scheduler.state_dict()))
+        if not (run.events.args.save_only_model or self._has_own_files):
             with original_cache_settings(run.model):  # these files allow an export of the weights without the model
                 files += description_files(run.model, run.processing_class)
         return files
@@ -373,11 +373,11 @@ class Checkpointer:
 
     def model_files(self) -> ModelPlan | None:
         """The plan of the model files in each checkpoint; None if there are none. The same on all ranks."""
+        if self._has_own_files:
+            return None
         if self.model_plan is None:
-            run, frozen = self._run, self._frozen.names
-            self.model_plan = plan_of_checkpoints(
-                run.model, run.optimizer, run.events.args, self._directory.writer_group, frozen
-            )
+            run, frozen, group = self._run, self._frozen.names, self._directory.writer_group
+            self.model_plan = plan_of_checkpoints(run.model, run.optimizer, run.events.args, group, frozen)
         return self.model_plan[0]
 
     def _announce_size(self) -> None:
