@@ -250,6 +250,15 @@ class Trainer(Assembly):
 
         return explained_out_of_memory(when, remedies, self.args.deepspeed)
 
+    @property
+    def tokenizer(self) -> Any:
+        """Older name of ``processing_class``, as in transformers 4."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self.processing_class = value
+
     def _check_can_train(self) -> None:
         problems = Problems()
         problems.extend(self.unsharded)

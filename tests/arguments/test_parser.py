@@ -16,6 +16,7 @@ import pytest
 from ds_trainer.arguments.parser import HfArg, HfArgumentParser
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
+from tests.support.transformers_version import needs_the_reference
 
 
 class Colour(Enum):
@@ -134,6 +135,7 @@ def parse(line: str) -> TrainingArguments:
     return args  # type: ignore[no-any-return]
 
 
+@needs_the_reference
 def test_training_arguments_are_the_same_as_those_of_transformers() -> None:
     import transformers
 

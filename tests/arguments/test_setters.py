@@ -16,6 +16,7 @@ from ds_trainer.arguments.compat.setters import Setters
 from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
+from tests.support.transformers_version import needs_the_reference
 
 SETTERS = [name for name in vars(Setters) if name.startswith("set_")]
 
@@ -127,6 +128,7 @@ def transformers_arguments(**keywords: Any) -> Any:
     return transformers.TrainingArguments(use_cpu=True, **keywords)
 
 
+@needs_the_reference
 @pytest.mark.parametrize("name", SETTERS)
 def test_signatures_are_those_of_transformers(name: str) -> None:
     import transformers
@@ -147,6 +149,7 @@ def test_there_are_no_other_setters() -> None:
         )
 
 
+@needs_the_reference
 @pytest.mark.parametrize(("setter", "call"), CASES, ids=lambda part: part if isinstance(part, str) else ",".join(part))
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_sets_what_transformers_sets(setter: str, call: dict[str, Any]) -> None:
@@ -176,6 +179,7 @@ def accepted(setter: str, call: dict[str, Any]) -> bool:
     return True
 
 
+@needs_the_reference
 @pytest.mark.parametrize("setter", SETTERS)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_the_real_arguments_end_as_those_of_transformers(setter: str) -> None:

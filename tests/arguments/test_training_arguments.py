@@ -15,6 +15,7 @@ import pytest
 
 from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from ds_trainer.utils.errors import ConfigError
+from tests.support.transformers_version import needs_the_reference
 
 OWN = {
     "torch_autocast",
@@ -62,6 +63,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return getattr(field.default, "value", field.default)
 
 
+@needs_the_reference
 @pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
 def test_names_and_defaults_are_those_of_transformers(name: str) -> None:
     import transformers

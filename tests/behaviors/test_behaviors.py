@@ -13,6 +13,7 @@ import pytest
 import ds_trainer
 from tests.behaviors.differences import DIFFERENCES
 from tests.behaviors.runner import Behavior, all_behaviors, difference, leave_processes, outcome
+from tests.support.transformers_version import needs_the_reference
 
 BEHAVIORS = all_behaviors()
 Shared = dict[Any, Any]
@@ -35,9 +36,8 @@ def references(
     selected = [call.params["behavior"] for call in calls if call is not None]
     directory = tmp_path_factory.mktemp("transformers")
     without_plots = pytest.MonkeyPatch()
-    without_plots.setitem(
-        sys.modules, "matplotlib.backends.backend_agg", None
-    )  # drawing takes most of a small training
+    # Drawing takes most of a small training.
+    without_plots.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert transformers.Trainer is not ds_trainer.Trainer
     gc.freeze()  # both have been imported; transformers collects garbage in every training
     leave_processes()
@@ -46,8 +46,10 @@ def references(
     yield found
     leave_processes()
     without_plots.undo()
+    gc.unfreeze()
 
 
+@needs_the_reference
 @pytest.mark.parametrize("behavior", BEHAVIORS, ids=lambda behavior: behavior.name)
 def test_behavior(behavior: Behavior, tmp_path: Path, references: dict[str, Any], shared: Shared) -> None:
     ours = outcome(behavior, ds_trainer, tmp_path / "ours", shared)

@@ -131,15 +131,6 @@ class TrainerBase:
         return None if self.optimizer_class is None else self.optimizer_class[:2]
 
     @property
-    def tokenizer(self) -> Any:
-        """Older name of ``processing_class``, as in transformers 4."""
-        return self.processing_class
-
-    @tokenizer.setter
-    def tokenizer(self, value: Any) -> None:
-        self.processing_class = value
-
-    @property
     def neftune_noise_alpha(self) -> float | None:
         """The scale of NEFTune's noise in the next training."""
         return self.args.neftune_noise_alpha

@@ -384,10 +384,7 @@ def mixin_before_the_trainer(api: Api) -> Any:
             self.seen_steps = num_training_steps
             return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
-    class Mine(Mixin, api.Trainer):  # type: ignore[misc, name-defined]
-        pass
-
-    trainer = api.plain_trainer(base=lambda base: Mine)
+    trainer = api.plain_trainer(base=lambda base: type("Mine", (Mixin, api.Trainer), {}))
     trainer.train()
     return trainer.seen_steps
 
