@@ -20,6 +20,7 @@ from ds_trainer.arguments.parser_values import FALSE_TEXTS, TRUE_TEXTS, is_switc
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.replaced_transformers import arguments_are_no_start
 from ds_trainer.utils.secrets import is_secret, masked
 
 ORIGIN = "ds-trainer run --set"
@@ -56,7 +57,8 @@ def read_overrides(texts: Sequence[str], cls: Any) -> dict[str, Any]:
             except WrongType as error:
                 shown = f"{masked(name)}: expected {describe(hints[name])}" if is_secret(name) else f"{value}: {error}"
                 problems.append(f"--set {name}={shown}.")
-    probe = cls()  # the defaults are valid, so what is found is about a value of --set
+    with arguments_are_no_start():
+        probe = cls()  # the defaults are valid, so what is found is about a value of --set
     vars(probe).update(deepcopy(values))
     found = type_problems(probe) or unsupported_problems(probe)
     # Problems of a combination depend on what the script sets.

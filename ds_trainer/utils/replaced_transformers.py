@@ -7,7 +7,8 @@ later, so that all errors are reported before a process group exists. Here it do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _join: Callable[[Any], None] | None = None
@@ -32,3 +33,14 @@ def arguments_made(args: Any) -> None:
     """Start the process group for new training arguments, in such a process. Collective then."""
     if _join is not None:
         _join(args)
+
+
+@contextmanager
+def arguments_are_no_start() -> Iterator[None]:
+    """Inside, new training arguments start no process group: they only check values."""
+    global _join
+    join, _join = _join, None
+    try:
+        yield
+    finally:
+        _join = join

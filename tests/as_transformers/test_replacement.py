@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import ds_trainer
+from ds_trainer.arguments.overrides import read_overrides
+from ds_trainer.utils import replaced_transformers
 
 ROOT = Path(ds_trainer.__file__).parents[1]
 IMPORT = "import ds_trainer.as_transformers\n"
@@ -147,3 +149,13 @@ def test_one_line_on_the_main_process(tmp_path: Path) -> None:
     assert "Seq2SeqTrainingArguments" in lines[0] and "default_data_collator" in lines[0]
     other = "import os\nos.environ.update(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1')\n"
     assert python(other + IMPORT, tmp_path).stderr == ""
+
+
+def test_reading_set_starts_no_process_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where classes are replaced already: libraries write files on rank 0 alone once there is a group."""
+    started: list[object] = []
+    monkeypatch.setattr(replaced_transformers, "_join", started.append)
+    assert read_overrides(["zero_stage=2"], ds_trainer.TrainingArguments) == {"zero_stage": 2}
+    assert started == []
+    args = ds_trainer.TrainingArguments(str(tmp_path), use_cpu=True)
+    assert started == [args]
