@@ -20,8 +20,15 @@ class DeepSpeedPluginView:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """A copy of the compiled configuration, complete: ``deepspeed.initialize`` takes it for another engine."""
-        return self._compiled.to_dict()
+        """A copy of the compiled configuration, complete: ``deepspeed.initialize`` takes it for another engine.
+
+        Without tensor parallelism: DeepSpeed would partition the other model (a reference model, a reward model)
+        without the corrections of this package, and its outputs would differ between the ranks of a replica.
+        """
+        settings = self._compiled.to_dict()
+        if settings.pop("tensor_parallel", None) is not None:
+            settings.pop("train_batch_size", None)  # counts replicas, and every rank is one for the other engine
+        return settings
 
     @property
     def zero_stage(self) -> int:

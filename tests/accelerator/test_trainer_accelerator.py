@@ -96,11 +96,11 @@ def test_another_model_is_for_evaluation_only() -> None:
     assert ours.prepare(frozen) is frozen and not frozen.training
 
 
-def second_engine(stage: int) -> float:
+def second_engine(stage: int, tp: int) -> float:
     """What libraries do for a reference model: a second engine from the plugin's configuration."""
     import deepspeed
 
-    trainer = trainer_for(tiny_llama(), zero_stage=stage, bf16=True)
+    trainer = trainer_for(tiny_llama(), zero_stage=stage, bf16=True, tensor_parallel_size=tp)
     join_ranks(trainer.args)
     config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     if trainer.accelerator.state.deepspeed_plugin.zero_stage != 3:
@@ -110,15 +110,20 @@ def second_engine(stage: int) -> float:
     with torch.no_grad():
         tokens = torch.arange(8)[None]
         loss = float(engine(input_ids=tokens, labels=tokens).loss)
+        if tp > 1:  # TRL multiplies hidden states with the weight of the head itself
+            hidden = engine.module.model(input_ids=tokens).last_hidden_state
+            logits = (hidden @ engine.module.lm_head.weight.T).float()
+            loss = float(nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]))
     engine.destroy()
     return loss
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_configuration_is_complete_for_a_reference_engine(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "tp"), [(2, 1), (3, 1), (1, 2)])
+def test_the_configuration_is_complete_for_a_reference_engine(stage: int, tp: int) -> None:
     tokens = torch.arange(8)[None]
     wanted = float(tiny_llama()(input_ids=tokens, labels=tokens).loss)
-    assert pool(2).run(second_engine, stage) == [pytest.approx(wanted, rel=2e-2)] * 2
+    found = pool(2).run(second_engine, stage, tp)
+    assert found == [pytest.approx(wanted, rel=2e-2)] * 2 and found[0] == found[1]
 
 
 def test_loaders_of_the_trainer_are_not_wrapped() -> None:
