@@ -280,11 +280,17 @@ def name_of_rank(name: str, rank: int) -> str:
 
 
 def watch_files(counts: Counts) -> None:
-    """From now on, count the files that are opened below ``counts.files_below``. This cannot be undone."""
+    """From now on, count the files that are opened below ``counts.files_below``. This cannot be undone.
+
+    Reports of slow steps are not counted: they depend on the load of the machine.
+    """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         below = counts.files_below
-        if event == "open" and below is not None and isinstance(args[0], (str, Path)) and str(below) in str(args[0]):
+        if event != "open" or below is None or not isinstance(args[0], (str, Path)):
+            return
+        path = str(args[0])
+        if path.startswith(str(below)) and not path.startswith(str(below / "health")):
             counts.add("files_opened")
 
     sys.addaudithook(hook)

@@ -120,6 +120,8 @@ class StopsInStep:
         time.sleep(LIMIT / 2)  # else it had no time yet to say where it is
         self.note.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
+        # The alarm that passed meanwhile prints all stacks now. In Python 3.11 that can crash on a thread that runs.
+        time.sleep(LIMIT / 4)
 
     def hold_the_lock(self) -> None:
         time.sleep(LIMIT / 4)  # the alarm of a run whose steps are over in no time is not set yet
