@@ -30,7 +30,7 @@ def main() -> None:
     tokens = tokenizer()
     base = seeded(LlamaForCausalLM, llama_config())
     if model_args.model_name_or_path:
-        model = PeftModel.from_pretrained(base, model_args.model_name_or_path, is_trainable=True)
+        model = PeftModel.from_pretrained(base, model_args.model_name_or_path, is_trainable=args.do_train)
     else:
         model = seeded(get_peft_model, base, peft_config(method_args.method))
     model.print_trainable_parameters()
