@@ -1,0 +1,62 @@
+"""``ParameterGroup``: tensors of a model that are equal in shape, one per layer. A model is a list of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+KINDS = ("embedding", "attention", "mlp", "experts", "norm", "head", "other")
+"""What a parameter belongs to. Biases belong to the kind of their layer, routers to the experts."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of the same shape and role.
+
+    Args:
+        name: name without the index of the layer, such as ``self_attn.q_proj.weight``.
+        shape: shape of one of them, in elements.
+        kind: one of :data:`KINDS`.
+        copies: how many there are: the number of layers for those of a layer, otherwise 1.
+        split: the dimension that tensor parallelism partitions; None if every rank has all of it.
+        stack: index of the stack of layers that they belong to; None outside of layers.
+        unit: elements that ``split`` keeps together, such as the width of a head.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    copies: int = 1
+    split: int | None = None
+    stack: int | None = None
+    unit: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of one parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def total(self) -> int:
+        """Elements of all of them."""
+        return self.copies * self.numel
+
+
+def total(groups: Iterable[ParameterGroup]) -> int:
+    """Elements of all groups together."""
+    return sum(group.total for group in groups)
+
+
+def total_by_kind(groups: Iterable[ParameterGroup]) -> dict[str, int]:
+    """Elements of each kind that occurs, in the order of :data:`KINDS`."""
+    found: Counter[str] = Counter()
+    for group in groups:
+        found[group.kind] += group.total
+    return {kind: found[kind] for kind in KINDS if found[kind]}
+
+
+def layers_of(groups: Sequence[ParameterGroup], stack: int) -> int:
+    """Number of layers of a stack."""
+    return max((group.copies for group in groups if group.stack == stack), default=0)
