@@ -1,0 +1,53 @@
+"""``Formula``: bytes of tensors as a sum of products of dimensions.
+
+Tensors of a forward pass are products of a few dimensions of the model and of the batch. So the bytes of all tensors
+that a layer keeps are a short sum, exact for all sizes, that can be read off one run with sizes that are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+DIMENSIONS = (
+    *("hidden", "inner", "queries", "keys", "heads", "key_heads"),
+    *("vocabulary", "length", "experts", "active", "one"),
+)
+"""Width of the residual stream; inner width of the MLP; total width of query heads and of key heads; number of query
+heads and of key heads; rows of the vocabulary; positions of a sequence; experts of a
+layer, and those that process a token; 1."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Bytes per token: the sum of ``coefficient x product of dimensions``.
+
+    Args:
+        terms: bytes by product. A product is written ``heads*length``; factors are in :data:`DIMENSIONS`.
+    """
+
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    def bytes_per_token(self, sizes: Mapping[str, float]) -> float:
+        """The value for ``sizes``, a number for each of :data:`DIMENSIONS` that occurs."""
+        return sum(factor * _product(term, sizes) for term, factor in self.terms.items())
+
+    def __add__(self, other: Formula) -> Formula:
+        return _collected([*self.terms.items(), *other.terms.items()])
+
+    def __sub__(self, other: Formula) -> Formula:
+        return _collected([*self.terms.items(), *((term, -factor) for term, factor in other.terms.items())])
+
+
+def _product(term: str, sizes: Mapping[str, float]) -> float:
+    value = 1.0
+    for name in term.split("*"):
+        value *= 1.0 if name == "one" else sizes[name]
+    return value
+
+
+def _collected(terms: Iterable[tuple[str, float]]) -> Formula:
+    found: dict[str, float] = {}
+    for term, factor in terms:
+        found[term] = found.get(term, 0.0) + factor
+    return Formula({term: factor for term, factor in found.items() if factor})
