@@ -39,6 +39,27 @@ class Formula:
         return _collected([*self.terms.items(), *((term, -factor) for term, factor in other.terms.items())])
 
 
+@dataclass(frozen=True)
+class Activations:
+    """Formulas for one model.
+
+    Attributes:
+        layer: what a layer keeps from its forward until its backward pass.
+        outside: what is kept outside of the layers: embeddings, last norm, logits, loss.
+        forward: what exists in a layer's forward pass in addition to what existed before it, what it keeps included.
+            Several formulas, for moments of which none is always the largest.
+        backward: what exists in its backward pass in addition to what existed before it.
+        loss: what exists from the end of the last layer's forward pass to the beginning of its backward pass, in
+            addition to what existed before.
+    """
+
+    layer: Formula
+    outside: Formula
+    forward: tuple[Formula, ...]
+    backward: tuple[Formula, ...]
+    loss: tuple[Formula, ...]
+
+
 def _product(term: str, sizes: Mapping[str, float]) -> float:
     value = 1.0
     for name in term.split("*"):

@@ -9,9 +9,9 @@ storage for what is alive at a time. Weights, buffers and gradients of weights a
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_trainer.planner.activations.formula import Formula
+from ds_trainer.planner.activations.formula import Activations, Formula
 
-BATCH, LENGTH = 3, 67
+BATCH, LENGTH = 7, 67
 SIZES: dict[str, int] = {
     "hidden": 240,
     "inner": 520,
@@ -36,27 +36,6 @@ SIZES: dict[str, int] = {
 """Dimensions of the tiny model; heads have a width of 22. Grouped matrix products need multiples of 8."""
 EXPERTS: dict[str, int] = {"experts": 5, "active": 3}
 """More dimensions of a model with experts: how many there are, and how many process a token."""
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Formulas for one model.
-
-    Attributes:
-        layer: what a layer keeps from its forward until its backward pass.
-        outside: what is kept outside of the layers: embeddings, last norm, logits, loss.
-        forward: what exists in a layer's forward pass in addition to what existed before it, what it keeps included.
-            Several formulas, for moments of which none is always the largest.
-        backward: what exists in its backward pass in addition to what existed before it.
-        loss: what exists from the end of the last layer's forward pass to the beginning of its backward pass, in
-            addition to what existed before.
-    """
-
-    layer: Formula
-    outside: Formula
-    forward: tuple[Formula, ...]
-    backward: tuple[Formula, ...]
-    loss: tuple[Formula, ...]
 
 
 class _LiveStorages(TorchDispatchMode):
@@ -188,13 +167,14 @@ def _names(sizes: Mapping[str, int]) -> dict[int, dict[str, float]]:
         "3 hidden": {"hidden": 3},
         "2 inner": {"inner": 2},
         "queries and keys": {"queries": 1, "keys": 1},
-        "half of the queries": {"queries": 0.5},
-        "half of the keys": {"keys": 0.5},
     }
     found: dict[int, dict[str, float]] = {}
     for parts in (*single.values(), *fused.values()):
         found.setdefault(int(sum(sizes[name] * factor for name, factor in parts.items())), parts)
     found.setdefault(sizes["heads"] * sizes["length"], {"heads*length": 1})
+    for name, eighths in itertools.product(("queries", "keys"), (1, 2, 3, 4, 6)):  # parts of heads that are rotated
+        if sizes[name] * eighths % 8 == 0:
+            found.setdefault(sizes[name] * eighths // 8, {name: eighths / 8})
     if "active" in sizes:
         for name in ("hidden", "inner", "one"):
             found[sizes["active"] * sizes[name]] = {f"active*{name}": 1}
