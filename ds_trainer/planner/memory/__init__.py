@@ -1,1 +1,0 @@
-"""Memory of a rank: what it holds at which moment of a run."""
