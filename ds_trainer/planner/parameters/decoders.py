@@ -65,8 +65,13 @@ class Decoder:
     tied: bool = False
 
 
+def _biases(flag: Flag) -> dict[str, Any]:
+    """The same rule for every bias of a layer."""
+    return {"qkv_bias": flag, "out_bias": flag, "mlp_bias": flag}
+
+
 _BIAS = _given("attention_bias")
-_ALL_BIAS: dict[str, Any] = {"qkv_bias": _always, "out_bias": _always, "mlp_bias": _always}
+_ALL_BIAS = _biases(_always)
 _LAYER_NORM: dict[str, Any] = {"norm_bias": _always}
 _BY_HEAD: dict[str, Any] = {"head_norms": lambda config: "head"}
 _WHOLE: dict[str, Any] = {"head_norms": lambda config: "full"}
@@ -152,7 +157,7 @@ DECODERS: dict[str, Decoder] = {
         names=_FAIRSEQ,
         positions=_length("max_position_embeddings", plus=2),
         tied=True,
-        **{name: _given("enable_bias", True) for name in _ALL_BIAS},
+        **_biases(_given("enable_bias", True)),
         **_LAYER_NORM,
     ),
     "bloom": Decoder(
@@ -169,7 +174,7 @@ DECODERS: dict[str, Decoder] = {
     "starcoder2": Decoder(
         names={"up_proj": "c_fc", "down_proj": "c_proj"},
         tied=True,
-        **{name: _given("use_bias", True) for name in _ALL_BIAS},
+        **_biases(_given("use_bias", True)),
         **_LAYER_NORM,
     ),
     "biogpt": Decoder(
