@@ -52,7 +52,8 @@ def start(command: list[str], folder: Path) -> tuple[float, float]:
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     """For each script: median seconds with ``python``, and the median and quartiles of what ``ds-trainer run`` adds."""
-    order, times = random.Random(0), {script: {way: [] for way in WAYS} for script in SCRIPTS}  # type: ignore[var-annotated]
+    order = random.Random(0)
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {way: [] for way in WAYS} for name in SCRIPTS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, text in enumerate(SCRIPTS.values()):

@@ -101,8 +101,13 @@ class ProcessInfo:
 
     # -- devices --------------------------------------------------------------------------------------------------
 
-    mixed_precision: str = "no"
-    """``"bf16"``, ``"fp16"`` or ``"no"``, as the arguments were completed."""
+    bf16: bool
+    fp16: bool
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"bf16"``, ``"fp16"`` or ``"no"``, as ``bf16`` and ``fp16`` say."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
 
     @property
     def device_type(self) -> str:

@@ -201,7 +201,8 @@ class TrainerBase:
             lambda: join_ranks(self.args),
             lambda: self.model,
         )
-        if self.accelerator.non_blocking and not self.args.dataloader_pin_memory:
+        pinned = self.args.dataloader_pin_memory
+        if self.accelerator.non_blocking and not pinned and self.is_world_process_zero():
             logger.warning(
                 "accelerator_config: non_blocking=True has no effect without dataloader_pin_memory=True: copies from "
                 "memory that is not pinned wait for the device."

@@ -222,7 +222,7 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
             rates=rates,
         )
         changed = consequences.rows(read_json(resumption.path / ARGUMENTS_FILE))
-        if changed:
+        if changed and run.is_main_process:
             logger.warning("arguments that differ from the checkpoint's: %s", ", ".join(row.name for row in changed))
         lines += table(changed)
     if state.global_step >= run.plan.max_steps or cursor.epoch >= run.plan.epochs:
