@@ -9,13 +9,13 @@ near 1 %.
 
 from __future__ import annotations
 
+from math import inf
+
 from ds_trainer.arguments.enums import GradientDtype
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.config_builder import ConfigBuilder
 from ds_trainer.parallel.layout import ParallelLayout
-
-TERMS = {"bf16": 64, "fp16": 512}
-"""From this number of terms on, a sum in this dtype is off by 1 % or more and is made in float32 instead."""
+from ds_trainer.planner.candidate import FLOAT32_SUMS
 
 _ZERO = "zero_optimization"
 _ACCUMULATE = "data_types.grad_accum_dtype"
@@ -36,7 +36,7 @@ def write_gradient_dtypes(builder: ConfigBuilder, args: TrainingArguments, layou
     _communication(builder, args, model, ranks)
     if args.grad_accum_dtype != GradientDtype.AUTO:
         builder.argument(_ACCUMULATE, str(args.grad_accum_dtype), "grad_accum_dtype")
-    elif micro_batches >= TERMS.get(model, micro_batches + 1) and _can_accumulate_in_float32(builder, model, layout):
+    elif micro_batches >= FLOAT32_SUMS.get(model, inf) and _can_accumulate_in_float32(builder, model, layout):
         builder.derive(_ACCUMULATE, "fp32", f"{model} with {micro_batches} micro-batches: the sum would lose precision")
 
 
@@ -45,14 +45,14 @@ def _communication(builder: ConfigBuilder, args: TrainingArguments, model: str, 
     why = f"{model} with {ranks} ranks: the sum would lose precision"
     if requested != GradientDtype.AUTO:
         builder.argument(_COMMUNICATE, str(requested), "communication_data_type")
-    elif ranks >= TERMS.get(model, ranks + 1) and builder.requested(f"{_ZERO}.zero_quantized_gradients") is not True:
+    elif ranks >= FLOAT32_SUMS.get(model, inf) and builder.requested(f"{_ZERO}.zero_quantized_gradients") is not True:
         builder.derive(_COMMUNICATE, "fp32", why)
     if not builder.config.get("torch_autocast.enabled", builder.requested("torch_autocast.enabled")):
         return
     # With autocast, DeepSpeed's ZeRO reduces gradients of these modules in bf16 and ignores other settings.
     if requested == GradientDtype.FP32:
         builder.derive(_SAFE_MODULES, [], f"communication_data_type=fp32 ({args.where('communication_data_type')})")
-    elif requested == GradientDtype.AUTO and ranks >= TERMS["bf16"]:
+    elif requested == GradientDtype.AUTO and ranks >= FLOAT32_SUMS["bf16"]:
         builder.derive(_SAFE_MODULES, [], f"autocast with {ranks} ranks: a sum in bf16 would lose precision")
 
 

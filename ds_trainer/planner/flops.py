@@ -91,7 +91,7 @@ class FlopRule:
             assert self.weights is not None  # of() needs one of the two
             frozen = self.weights.total - self.weights.trainable
             return float(samples * length * (6 * self.weights.trainable + 4 * frozen))
-        products, attention = _forward(self.transformer, length, target_length, halve_causal)
+        products, attention = forward_flops(self.transformer, length, target_length, halve_causal)
         # Products of two activations always have two gradients, also if weights are frozen.
         return samples * (products * (2.0 + trained) + attention * 3.0)
 
@@ -103,13 +103,17 @@ class FlopRule:
         return self.flops(1, length, length) / length
 
 
-def _forward(model: Transformer, length: int, target_length: int, halve_causal: bool) -> tuple[float, float]:
-    """FLOPs of the forward pass of one sample: products with weights; products of queries, keys and values."""
-    lengths = (length, target_length) if len(model.stacks) > 1 else (length,)
+def forward_flops(model: Transformer, length: int, target_length: int, halve_causal: bool) -> tuple[float, float]:
+    """FLOPs of the forward pass of one sample: products with weights; products of queries, keys and values.
+
+    A stack with its own positions has those of one image.
+    """
+    decoder = target_length if model.kind == "encoder-decoder" else length
+    lengths = [stack.positions or length for stack in model.stacks[:-1]] + [model.stacks[-1].positions or decoder]
     products = attention = 0.0
     for stack, here in zip(model.stacks, lengths, strict=True):
         active = stack.layers * stack.attention_weights + stack.mlp_weights(stack.experts_per_token)
-        products += 2.0 * here * active
+        products += 2.0 * here * (active + stack.outside_weights)
         attention += _attention(stack, here, halve_causal)
         if stack.cross_attention:
             queries = 2.0 * stack.hidden_size * stack.query_width * here

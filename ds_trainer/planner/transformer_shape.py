@@ -51,6 +51,12 @@ class Stack:
         expert_layers: number of layers with experts; the others have one MLP of ``dense_intermediate_size``.
         dense_intermediate_size: inner width of the MLP of the layers without experts.
         shared_intermediate_size: inner width of the shared expert, which processes every token; 0 without one.
+        family: key of its formulas of activations; empty for that of the model.
+        positions: positions of a sample, if they do not follow from the length of a sequence: patches of an image.
+        projection_weights: weights of the attention's projections of a layer, where they are not four matrices between
+            the residual stream and the heads (latent attention, relative positions, state spaces).
+        outside_weights: weights of matrix products outside of layers that each position passes, on average: patch
+            embedding, projector.
     """
 
     layers: int
@@ -69,6 +75,10 @@ class Stack:
     expert_layers: int = 0
     dense_intermediate_size: int = 0
     shared_intermediate_size: int = 0
+    family: str = ""
+    positions: int | None = None
+    projection_weights: int | None = None
+    outside_weights: float = 0.0
 
     @property
     def query_width(self) -> int:
@@ -77,7 +87,9 @@ class Stack:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of the query, key, value and output projections of one layer."""
+        """Weights of the query, key, value and output projections of one layer, without cross attention."""
+        if self.projection_weights is not None:
+            return self.projection_weights
         return self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     def mlp_weights(self, experts: int) -> int:
@@ -93,11 +105,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Transformer:
-    """A whole model: one stack, or an encoder and a decoder.
+    """A whole model: one stack, an encoder and a decoder, or towers and a decoder.
 
     Args:
-        kind: ``decoder``, ``encoder`` or ``encoder-decoder``.
-        stacks: one, or encoder then decoder.
+        kind: ``decoder``, ``encoder``, ``encoder-decoder``, ``vision-language``, or ``other`` for several stacks that
+            are none of these.
+        stacks: one, or encoder then decoder, or towers then the decoder; the LM head follows the last one.
         vocabulary: rows of the LM head, applied at every position; 0 without an LM head.
         head_transform: whether a square matrix precedes the head (BERT).
     """
@@ -119,6 +132,7 @@ class Transformer:
         total = self.head_weights
         for stack in self.stacks:
             attentions = 2 if stack.cross_attention else 1
+            total += int(stack.outside_weights)
             total += stack.layers * stack.attention_weights * attentions + stack.mlp_weights(stack.experts)
         return total
 
@@ -192,23 +206,24 @@ def _stack(config: Mapping[str, Any], *, matrices: int, causal: bool, **values: 
     hidden = values.pop("hidden_size", None) or _number(config, _WIDTHS)
     heads = values.pop("heads", None) or _number(config, _HEADS)
     layers = values.pop("layers", None) or _number(config, _LAYERS)
-    inner = values.pop("intermediate_size", None) or _first(config, _MLP_WIDTHS) or 4 * hidden
+    inner = values.pop("intermediate_size", None) or first_count(config, _MLP_WIDTHS) or 4 * hidden
     numbers: dict[str, Any] = dict(
         layers=layers,
         hidden_size=hidden,
         heads=heads,
-        kv_heads=_first(config, ("num_key_value_heads",)) or heads,
-        head_dim=_first(config, ("head_dim",)) or hidden // heads,
+        kv_heads=first_count(config, ("num_key_value_heads",)) or heads,
+        head_dim=first_count(config, ("head_dim",)) or hidden // heads,
         intermediate_size=inner,
         mlp_matrices=matrices,
         causal=causal,
     )
-    return Stack(**{**numbers, **_window(config, layers), **values})
+    return Stack(**{**numbers, **window_of(config, layers), **values})
 
 
-def _window(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def window_of(config: Mapping[str, Any], layers: int) -> dict[str, int]:
+    """``window`` and ``windowed_layers`` of a stack of ``layers`` layers; empty without a window."""
     window = config.get("sliding_window") or config.get("window_size")
-    if not _is_count(window) or config.get("use_sliding_window") is False:
+    if not isinstance(window, int) or not _is_count(window) or config.get("use_sliding_window") is False:
         return {}
     kinds = config.get("layer_types") or config.get("attention_layers")
     windowed = layers
@@ -224,16 +239,16 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "experts": _number(config, ("num_local_experts", "num_experts")),
         "experts_per_token": _number(config, ("num_experts_per_tok",)),
         "expert_layers": sum((index + 1) % step == 0 and index not in dense for index in range(layers)),
-        "intermediate_size": _first(config, ("moe_intermediate_size",)) or inner,
+        "intermediate_size": first_count(config, ("moe_intermediate_size",)) or inner,
         "dense_intermediate_size": inner,
-        "shared_intermediate_size": _first(config, ("shared_expert_intermediate_size",)) or 0,
+        "shared_intermediate_size": first_count(config, ("shared_expert_intermediate_size",)) or 0,
     }
 
 
 def _t5(config: Mapping[str, Any]) -> tuple[Stack, Stack]:
     gated = bool(config.get("is_gated_act")) or str(config.get("feed_forward_proj", "")).startswith("gated")
     values = {"head_dim": _number(config, ("d_kv",)), "matrices": 3 if gated else 2}
-    decoder_layers = _first(config, ("num_decoder_layers",)) or _number(config, _LAYERS)
+    decoder_layers = first_count(config, ("num_decoder_layers",)) or _number(config, _LAYERS)
     return (
         _stack(config, causal=False, **values),
         _stack(config, causal=True, cross_attention=True, layers=decoder_layers, **values),
@@ -259,12 +274,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+def first_count(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """The first of ``names`` that is a positive number."""
     return next((int(config[name]) for name in names if _is_count(config.get(name))), None)
 
 
 def _number(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    value = _first(config, names)
+    value = first_count(config, names)
     if value is None:
         raise _MissingNumber
     return value

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 DIMENSIONS = (
     *("hidden", "inner", "queries", "keys", "heads", "key_heads"),
-    *("vocabulary", "length", "experts", "active", "one"),
+    *("vocabulary", "length", "source", "experts", "active", "one"),
 )
 """Width of the residual stream; inner width of the MLP; total width of query heads and of key heads; number of query
-heads and of key heads; rows of the vocabulary; positions of a sequence; experts of a
-layer, and those that process a token; 1."""
+heads and of key heads; rows of the vocabulary; positions of a sequence; positions of
+the encoder for each position of the decoder; experts of a layer, and those that process a token; 1."""
 
 
 @dataclass(frozen=True)

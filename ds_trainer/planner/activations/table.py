@@ -12,6 +12,7 @@ from ds_trainer.planner.activations.formula import Activations, Formula
 TABLE = Path(__file__).with_name("table.json")
 
 
+@cache
 def activations_of(family: str, attention: str, number_format: str) -> Activations | None:
     """The formulas of a family; None if there are none.
 

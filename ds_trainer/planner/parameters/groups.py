@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-KINDS = ("embedding", "attention", "mlp", "experts", "norm", "head", "other")
-"""What a parameter belongs to. Biases belong to the kind of their layer, routers to the experts."""
+KINDS = ("embedding", "attention", "mlp", "experts", "norm", "head", "other", "adapter")
+"""What a parameter belongs to. Biases belong to the kind of their layer, routers and shared experts to the experts,
+LoRA matrices and other modules of PEFT to the adapters."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class ParameterGroup:
         split: the dimension that tensor parallelism partitions; None if every rank has all of it.
         stack: index of the stack of layers that they belong to; None outside of layers.
         unit: elements that ``split`` keeps together, such as the width of a head.
+        trained: whether they have gradients.
+        element_bytes: bytes of an element of quantized weights, with their scales; None for weights in the precision
+            of the run.
     """
 
     name: str
@@ -32,6 +36,8 @@ class ParameterGroup:
     split: int | None = None
     stack: int | None = None
     unit: int = 1
+    trained: bool = True
+    element_bytes: float | None = None
 
     @property
     def numel(self) -> int:
@@ -55,8 +61,3 @@ def total_by_kind(groups: Iterable[ParameterGroup]) -> dict[str, int]:
     for group in groups:
         found[group.kind] += group.total
     return {kind: found[kind] for kind in KINDS if found[kind]}
-
-
-def layers_of(groups: Sequence[ParameterGroup], stack: int) -> int:
-    """Number of layers of a stack."""
-    return max((group.copies for group in groups if group.stack == stack), default=0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ds_trainer.planner.parameters.groups import ParameterGroup
 
@@ -12,58 +14,139 @@ if TYPE_CHECKING:
     from torch import nn
 
 _INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.)")
-_EMBEDDINGS = ("embed", "wte", "wpe", "shared", "position")
-_ATTENTION = ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj")
+_EMBEDDINGS = ("embed", "wte", "wpe", "position", "cls_token", "mask_token", "relative_attention_bias")
+_ATTENTION = ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj", "qkv", "wqkv")
+_HEADS = ("lm_head", "classifier", "score", "qa_outputs", "cls", "head", "lm_predictions", "generator_lm_head")
+_ENCODERS_OF_MEDIA = ("vision", "visual", "image", "audio", "speech")
 
 
 def module_parameters(model: nn.Module) -> list[ParameterGroup]:
     """The parameters of ``model``, tied ones once. Its weights are not read.
 
-    A stack is a list of modules with at least two entries. The partition of a tensor-parallel model is not known here:
-    ``split`` is None.
+    ``stack`` of a group is its index in :func:`layer_lists`. The partition of a tensor-parallel model is not known
+    here: ``split`` is None. Quantized weights of bitsandbytes have the shape of the layer, and the bytes of an element.
     """
     from torch import nn
 
-    norms = {
-        f"{name}.{part}"
-        for name, module in model.named_modules()
-        if "norm" in type(module).__name__.lower()
-        for part, _ in module.named_parameters(recurse=False)
-    }
-    stacks = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not _INDEX.search(f"{name}.")
-    ]
-    head = _head_name(model)
+    stacks = layer_lists(model)
+    norms, tables = _owned_by(model, "norm"), set(_tables(model, nn.Embedding))
+    head, adapter = _head_name(model), _adapter_prefix(model)
+    quantized = dict(_quantized(model))
     found: Counter[ParameterGroup] = Counter()
     for name, parameter in model.named_parameters():
         stack = next((index for index, prefix in enumerate(stacks) if name.startswith(f"{prefix}.")), None)
-        kind = _kind(name, tuple(parameter.shape), is_norm=name in norms, is_head=name.startswith(f"{head}."))
+        shape, width = quantized.get(name, (tuple(parameter.shape), None))
+        kind = _kind(name, shape, in_norm=name in norms, in_table=name in tables, inside=stack is not None)
+        if adapter is not None and (adapter in name or ".modules_to_save." in name):
+            kind = "adapter"
+        elif name.startswith(f"{head}."):
+            kind = "head"
         short = name if stack is None else _INDEX.sub(".*", name.removeprefix(f"{stacks[stack]}.")).lstrip(".*")
-        found[ParameterGroup(short, tuple(parameter.shape), kind, stack=stack)] += 1
-    return [
-        ParameterGroup(group.name, group.shape, group.kind, copies, stack=group.stack)
-        for group, copies in found.items()
-    ]
+        found[
+            ParameterGroup(short, shape, kind, stack=stack, trained=bool(parameter.requires_grad), element_bytes=width)
+        ] += 1
+    return [replace(group, copies=copies) for group, copies in found.items()]
+
+
+def layer_lists(model: nn.Module) -> list[str]:
+    """Names of the lists of layers, encoders of images and sound first.
+
+    A list of layers is a ``ModuleList`` or a ``Sequential`` of modules with parts of their own, outside of another one.
+    Where some have attention, those without are no lists of layers (a list of projectors).
+    """
+    from torch import nn
+
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or name.startswith(tuple(f"{one}." for one in found)):
+            continue
+        if _is_stack(module, isinstance(module, nn.Sequential)):
+            found.append(name)
+    attending = [name for name in found if has_attention(model.get_submodule(name))]
+    return sorted(attending or found, key=lambda name: not any(word in name for word in _ENCODERS_OF_MEDIA))
+
+
+def has_attention(module: nn.Module) -> bool:
+    """Whether a part of ``module`` is named as attention is."""
+    return any(_is_attention(name) for name, _ in module.named_modules())
+
+
+def _is_stack(modules: Any, same: bool) -> bool:
+    layers = list(modules)
+    whole = all(any(True for _ in layer.children()) for layer in layers)
+    if same:
+        return whole and len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+    return whole and (len(layers) > 1 or (len(layers) == 1 and has_attention(layers[0])))
+
+
+def _owned_by(model: nn.Module, word: str) -> set[str]:
+    """Names of the parameters of modules whose class has ``word`` in its name."""
+    return {
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if word in type(module).__name__.lower()
+        for part, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _tables(model: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            yield from (f"{name}.{part}" for part, _ in module.named_parameters(recurse=False))
 
 
 def _head_name(model: nn.Module) -> str:
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    return next((name for name, module in model.named_modules() if module is head), "lm_head")
+    return next((name for name, module in model.named_modules() if head is not None and module is head), "lm_head")
 
 
-def _kind(name: str, shape: tuple[int, ...], *, is_norm: bool, is_head: bool) -> str:
-    if is_norm:
+def _adapter_prefix(model: nn.Module) -> str | None:
+    """What the names of a PEFT model's own parameters contain; None for another model."""
+    if getattr(model, "peft_config", None) is None:
+        return None
+    prefix = getattr(getattr(model, "base_model", None), "prefix", None)
+    return prefix if isinstance(prefix, str) and prefix else "prompt_encoder"
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], float]]]:
+    """Name, shape and bytes of an element of each linear layer's weight that is stored as integers."""
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        outputs, inputs = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        dtype = getattr(weight, "dtype", None)
+        if dtype is None or dtype.is_floating_point or not outputs or not inputs:
+            continue
+        elements = outputs * inputs
+        stored = weight.numel() * weight.element_size() + _scale_bytes(weight)
+        if stored > elements:  # packed later, when the weights reach a device: half a byte or one
+            stored = elements / 2 if type(weight).__name__ == "Params4bit" else elements
+        yield f"{name}.weight", ((outputs, inputs), stored / elements)
+
+
+def _scale_bytes(weight: Any) -> int:
+    """Bytes of the scales that bitsandbytes keeps beside a weight."""
+    import torch
+
+    state = getattr(weight, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    parts = (getattr(state, "absmax", None), getattr(nested, "absmax", None), getattr(weight, "SCB", None))
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, torch.Tensor))
+
+
+def _is_attention(name: str) -> bool:
+    return any(part.lower().startswith(_ATTENTION) or part.lower().endswith(_ATTENTION) for part in name.split("."))
+
+
+def _kind(name: str, shape: tuple[int, ...], *, in_norm: bool, in_table: bool, inside: bool) -> str:
+    if in_norm:
         return "norm"
-    if is_head:
-        return "head"
-    if "expert" in name or (name.endswith("gate.weight") and "mlp" in name):
-        return "experts"
-    parts = name.split(".")
-    if any(part.startswith(_ATTENTION) or part.endswith(_ATTENTION) for part in parts):
-        return "attention"
-    if len(shape) == 2 and any(word in name for word in _EMBEDDINGS):
+    if in_table:
         return "embedding"
-    return "mlp" if _INDEX.search(name) else "other"
+    if inside and ("expert" in name or "router" in name or (name.endswith("gate.weight") and len(shape) == 2)):
+        return "experts"
+    if inside:
+        return "attention" if _is_attention(name) else "mlp"
+    if any(word in name for word in _EMBEDDINGS):
+        return "embedding"
+    return "head" if name.split(".")[0] in _HEADS or "lm_head" in name else "other"

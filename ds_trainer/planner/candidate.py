@@ -1,0 +1,130 @@
+"""``Candidate``: one way to run a training: ZeRO stage, offload, parallel sizes, batch, activation checkpointing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+FLOAT32_SUMS = {"bf16": 64, "fp16": 512}
+"""From this number of terms on, the compiled configuration adds gradients in float32."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run.
+
+    Args:
+        world_size: ranks.
+        length: tokens of a sequence.
+        stage: ZeRO stage.
+        micro_batch: sequences of a replica in a micro-batch.
+        accumulation: micro-batches of a step.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        sp: sequence-parallel size.
+        offload_optimizer: optimizer states are in host memory.
+        offload_param: ZeRO-3 shards are in host memory.
+        checkpointing: activations of layers are recomputed.
+        precision: ``bf16``, ``fp16`` or ``fp32``.
+        attention: ``sdpa`` (also FlashAttention) or ``eager``.
+        state_bytes: bytes of optimizer states of an element: 8 for Adam.
+        eval_micro_batch: sequences of a replica in a batch of evaluation; None is ``micro_batch``.
+        float32_sums: gradients of micro-batches are added in float32; None follows the compiled configuration.
+    """
+
+    world_size: int
+    length: int
+    stage: int = 3
+    micro_batch: int = 1
+    accumulation: int = 1
+    tp: int = 1
+    cp: int = 1
+    sp: int = 1
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    checkpointing: bool = False
+    precision: str = "bf16"
+    attention: str = "sdpa"
+    state_bytes: float = 8
+    eval_micro_batch: int | None = None
+    float32_sums: bool | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Ranks or groups of ranks that read different samples."""
+        return self.world_size // (self.tp * self.cp * self.sp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides the model states: data, context and sequence parallel."""
+        return self.world_size // self.tp
+
+    @property
+    def zero_shards(self) -> int:
+        """Ranks among which ZeRO divides optimizer states: 1 without ZeRO."""
+        return self.shards if self.stage else 1
+
+    @property
+    def gradient_shards(self) -> int:
+        """Ranks among which ZeRO divides accumulated gradients: 1 below stage 2."""
+        return self.shards if self.stage >= 2 else 1
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a rank in a micro-batch."""
+        return self.micro_batch * self.length / (self.cp * self.sp)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step: ``get_total_train_batch_size`` of the run."""
+        return self.micro_batch * self.accumulation * self.replicas
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight in the model."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient."""
+        if self.float32_sums is None:
+            return 4 if self.accumulation >= FLOAT32_SUMS.get(self.precision, inf) else self.weight_bytes
+        return 4 if self.float32_sums else self.weight_bytes
+
+    @property
+    def number_format(self) -> str:
+        """Key of the formulas of activations."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``TrainingArguments`` that give this run."""
+        found: dict[str, Any] = {
+            "zero_stage": self.stage,
+            "per_device_train_batch_size": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "activation_checkpointing": self.checkpointing,
+        }
+        if self.precision != "fp32":
+            found[self.precision] = True
+        for name, size in (("tensor", self.tp), ("context", self.cp), ("sequence", self.sp)):
+            if size > 1:
+                found[f"{name}_parallel_size"] = size
+        for name, is_offloaded in (("optimizer", self.offload_optimizer), ("param", self.offload_param)):
+            if is_offloaded:
+                found[f"offload_{name}"] = "cpu"
+        return found
+
+    def describe(self) -> str:
+        """In one line."""
+        offload = [name for name, on in (("optimizer", self.offload_optimizer), ("param", self.offload_param)) if on]
+        sizes = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp)) if size > 1]
+        parts = [
+            f"ZeRO {self.stage}",
+            *([f"offload {' and '.join(offload)}"] if offload else []),
+            *sizes,
+            f"micro-batch {self.micro_batch}",
+            *([f"accumulate {self.accumulation}"] if self.accumulation > 1 else []),
+            *(["activation checkpointing"] if self.checkpointing else []),
+        ]
+        return ", ".join(parts)

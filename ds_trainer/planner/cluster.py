@@ -1,0 +1,175 @@
+"""``Cluster``: the machines of a plan: devices with their memory and links, host memory, network.
+
+Figures are the vendors', like those of :mod:`ds_trainer.planner.hardware`: memory in 10**9 bytes, bandwidths in 10**9
+bytes per second. A link's bandwidth is that of one direction, half of the sum that data sheets give for NVLink.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.planner.hardware import DEVICES, Device, find_device
+from ds_trainer.utils.errors import ConfigError
+
+_PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0  # x16, one direction
+
+
+@dataclass(frozen=True)
+class Board:
+    """What a device has besides its FLOP/s.
+
+    Args:
+        memory: GB.
+        bandwidth: GB/s of its memory.
+        link: GB/s to the other devices of its machine, one direction.
+        host: GB/s to the memory of the host, one direction.
+        network: GB/s to other machines, as machines with this device usually have.
+    """
+
+    memory: float
+    bandwidth: float
+    link: float
+    host: float
+    network: float
+
+
+_H100 = Board(80, 3350, 450, _PCIE_5, 50)
+_A100 = Board(80, 2039, 300, _PCIE_4, 25)
+_B200 = Board(180, 7700, 900, _PCIE_5, 50)
+_MI300X = Board(192, 5300, 448, _PCIE_5, 50)
+
+BOARDS: dict[str, Board] = {
+    "v100 sxm2": Board(32, 900, 150, _PCIE_3, 3),
+    "v100 sxm3": Board(32, 981, 150, _PCIE_3, 12.5),
+    "v100 pcie": Board(32, 900, _PCIE_3, _PCIE_3, 3),
+    "v100s pcie": Board(32, 1134, _PCIE_3, _PCIE_3, 3),
+    "t4": Board(16, 320, _PCIE_3, _PCIE_3, 3),
+    "a10": Board(24, 600, _PCIE_4, _PCIE_4, 6),
+    "a10g": Board(24, 600, _PCIE_4, _PCIE_4, 6),
+    "a30": Board(24, 933, 100, _PCIE_4, 12.5),
+    "a40": Board(48, 696, 56, _PCIE_4, 12.5),
+    "a100": _A100,
+    "a800": replace(_A100, link=200),
+    "l4": Board(24, 300, _PCIE_4, _PCIE_4, 6),
+    "l40": Board(48, 864, _PCIE_4, _PCIE_4, 12.5),
+    "l40s": Board(48, 864, _PCIE_4, _PCIE_4, 12.5),
+    "rtx 3090": Board(24, 936, 56, _PCIE_4, 1.25),
+    "rtx 4090": Board(24, 1008, _PCIE_4, _PCIE_4, 1.25),
+    "rtx 5090": Board(32, 1792, _PCIE_5, _PCIE_5, 1.25),
+    "rtx a6000": Board(48, 768, 56, _PCIE_4, 3),
+    "rtx 6000 ada": Board(48, 960, _PCIE_4, _PCIE_4, 3),
+    "h100": _H100,
+    "h100 pcie": Board(80, 2000, 300, _PCIE_5, 25),
+    "h100 nvl": Board(94, 3900, 300, _PCIE_5, 25),
+    "h800": replace(_H100, link=200),
+    "h20": Board(96, 4000, 450, _PCIE_5, 50),
+    "h200": Board(141, 4800, 450, _PCIE_5, 50),
+    "h200 nvl": Board(141, 4800, 450, _PCIE_5, 25),
+    "gh200": Board(96, 4000, 450, 450, 50),
+    "b200": _B200,
+    "gb200": Board(186, 8000, 900, 450, 50),
+    "b300": Board(270, 7700, 900, _PCIE_5, 100),
+    "gb300": Board(278, 8000, 900, 450, 100),
+    "mi210": Board(64, 1600, 150, _PCIE_4, 25),
+    "mi250": Board(64, 1600, 150, _PCIE_4, 25),
+    "mi250x": Board(64, 1600, 150, _PCIE_4, 25),
+    "mi300x": _MI300X,
+    "mi325x": replace(_MI300X, memory=256, bandwidth=6000),
+    "mi350x": replace(_MI300X, memory=288, bandwidth=8000),
+    "mi355x": replace(_MI300X, memory=288, bandwidth=8000),
+}
+"""Data sheets of the vendors, as in :data:`~ds_trainer.planner.hardware.DEVICES`. The network is what cloud providers
+usually attach to each device."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines.
+
+    Args:
+        device: name of the device, for reports.
+        peaks: its FLOP/s.
+        board: its memory and links.
+        nodes: number of machines.
+        devices_per_node: devices of each.
+        host_memory: GB of memory of a machine; None if unknown, which does not limit a plan.
+    """
+
+    device: str
+    peaks: Device
+    board: Board
+    nodes: int = 1
+    devices_per_node: int = 1
+    host_memory: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+    @classmethod
+    def of(cls, device: str, nodes: int, devices_per_node: int, more: Mapping[str, Any] | None = None) -> Cluster:
+        """The cluster for a device by name, such as ``H100-80GB``. A size in the name overrides the table's.
+
+        Args:
+            device: its name; words in any order and case.
+            nodes: machines.
+            devices_per_node: devices of each.
+            more: other devices by name, as :func:`read_devices` returns them.
+
+        Raises:
+            ConfigError: the device is unknown.
+        """
+        found = (more or {}).get(device.lower())
+        if found is not None:
+            return cls(device, found[0], found[1], nodes, devices_per_node)
+        size = re.search(r"(?:^|[-_ ])(\d+) ?GB\b", device, re.IGNORECASE)
+        words = device if size is None else device.replace(size[0], " ")
+        peaks = find_device(words) or find_device(f"{words} sxm2")
+        name = next((key for key, row in DEVICES.items() if row is peaks and _matches(key, words)), None)
+        if peaks is None or name not in BOARDS:
+            raise ConfigError(
+                f"--device {device}: not in the table of devices, which has {', '.join(sorted(BOARDS))}. Describe it "
+                "in a YAML file, and pass it with --device-file."
+            )
+        board = BOARDS[name] if size is None else replace(BOARDS[name], memory=float(size[1]))
+        return cls(device, peaks, board, nodes, devices_per_node)
+
+
+def _matches(key: str, words: str) -> bool:
+    tokens = set(re.findall(r"[a-z0-9]+", words.lower())) | {"sxm2"}
+    return tokens.issuperset(key.split())
+
+
+def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
+    """Devices of a YAML file: names with ``tflops`` (by format), ``memory``, ``bandwidth``, ``link``, ``host``,
+    ``network``.
+
+    Raises:
+        ConfigError: the file cannot be read, or an entry lacks a number.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--device-file {path}: {error}") from error
+    found = {}
+    for name, entry in (content or {}).items():
+        try:
+            tflops = entry["tflops"]
+            peaks = Device(
+                tflops.get("bf16"), tflops.get("fp16"), tflops.get("tf32"), float(tflops.get("fp32", 0)), str(path)
+            )
+            numbers = {key: float(entry[key]) for key in ("memory", "bandwidth", "link", "host", "network")}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"--device-file {path}: {name} needs tflops (with bf16, fp16, tf32, fp32 in TFLOP/s), memory (GB), and "
+                f"bandwidth, link, host and network (GB/s): {error!r}"
+            ) from error
+        found[str(name).lower()] = (peaks, Board(**numbers))
+    return found

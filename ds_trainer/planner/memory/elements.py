@@ -1,0 +1,76 @@
+"""``Elements``: the numbers of elements of a rank from which its model states follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_trainer.planner.planned_model import PlannedModel, elements_of_rank
+
+_SMALLEST_BUCKET = 2**20  # of the compiled configuration (ds_trainer.config.compiler)
+
+_OF_HEAD = ("head", "embedding")  # kinds
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of a rank: a slice of the model with tensor parallelism, not yet divided by ZeRO.
+
+    Attributes:
+        total: of all parameters, with adapters, without quantized ones.
+        quantized: bytes of quantized parameters.
+        trainable: of those that are trained.
+        persistent: of parameters that ZeRO-3 does not shard, because they are small.
+        layer: of a layer.
+        outside: of the parameters outside of layers.
+        head: of the LM head, tied or not; 0 if it is frozen.
+        largest: of the largest parameter that is trained.
+        largest_in_layer: of the largest that is trained inside of a layer.
+        bucket: ``reduce_bucket_size`` of the compiled configuration.
+    """
+
+    total: int
+    quantized: float
+    trainable: int
+    persistent: int
+    layer: int
+    outside: int
+    head: int
+    largest: int
+    largest_in_layer: int
+    bucket: int
+
+
+def elements_of(model: PlannedModel, tp: int) -> Elements:
+    """Elements of the tensor-parallel rank that has most."""
+    groups = (*model.parameters, *model.adapters)
+    trained_groups = set(model.trained_parameters)
+    hidden, last = model.stack.hidden_size, len(model.transformer.stacks) - 1
+    total = trainable = persistent = inside = largest = largest_in_layer = 0
+    quantized = 0.0
+    for group, (size, copies) in zip(groups, elements_of_rank(groups, model.stack, tp), strict=True):
+        total += size * copies
+        if group.element_bytes is not None:
+            quantized += size * copies * group.element_bytes
+            total -= size * copies
+        if group.stack == last:
+            inside += size * copies
+        if group in trained_groups:
+            trainable += size * copies
+            largest = max(largest, size)
+            if group.stack is not None:
+                largest_in_layer = max(largest_in_layer, size)
+        if size <= 10 * hidden:
+            persistent += size * copies
+    layer = inside // model.stack.layers
+    return Elements(
+        total=total,
+        quantized=quantized,
+        trainable=trainable,
+        persistent=persistent,
+        layer=layer,
+        outside=max(0, total - inside),
+        head=-(-model.rows // tp) * hidden if any(group.kind in _OF_HEAD for group in trained_groups) else 0,
+        largest=largest,
+        largest_in_layer=largest_in_layer,
+        bucket=max(hidden * hidden, _SMALLEST_BUCKET),
+    )

@@ -1,0 +1,82 @@
+"""``MicroBatch``: bytes of the activations of a micro-batch on a rank, at the moments of its passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.layer_sizes import layer_sizes
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.transformer_shape import Stack
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Bytes of activations of one micro-batch.
+
+    Attributes:
+        kept: what all layers keep from the forward to the backward pass: everything that the backward pass reads, or
+            with activation checkpointing the input of each layer.
+        layer: what one layer keeps, checkpointed or not.
+        recomputed: what a layer's recomputation makes before its backward pass; 0 without checkpointing.
+        forward: what exists in addition in a layer's forward pass.
+        backward: what exists in addition in a layer's backward pass.
+        loss: what exists in addition from the last layer's forward to its backward pass: logits, loss, gradients.
+        evaluation: what exists at most in a forward pass without gradients: a layer, or logits and loss in float32.
+        output: the last layer's output.
+        logits: the logits, or their gradient, in the dtype of the model.
+    """
+
+    kept: float
+    layer: float
+    recomputed: float
+    forward: float
+    backward: float
+    loss: float
+    logits: float
+    output: float
+    evaluation: float
+
+
+def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
+    """The bytes of a micro-batch of ``run``, from the formulas of :mod:`ds_trainer.planner.activations`."""
+    before = sum(_kept(model, run, stack) for stack in model.transformer.stacks[:-1])
+    stack = model.stack
+    formulas, _ = model.activations(run.attention, run.number_format)
+    sizes = layer_sizes(stack, model.rows, run.length, tp=run.tp, cp=run.cp)
+    tokens = _tokens(run, stack)
+    everything = tokens * formulas.layer.bytes_per_token(sizes)
+    forward, backward, loss = (
+        tokens * max(formula.bytes_per_token(sizes) for formula in moments)
+        for moments in (formulas.forward, formulas.backward, formulas.loss)
+    )
+    share = 1.0 if run.eval_micro_batch is None else run.eval_micro_batch / run.micro_batch
+    logits = tokens * sizes["vocabulary"]
+    boundary = tokens * run.weight_bytes * sizes["hidden"]
+    layer = boundary if run.checkpointing else everything
+    return MicroBatch(
+        kept=layer * stack.layers + before,
+        layer=layer,
+        recomputed=everything if run.checkpointing else 0.0,
+        forward=forward - (0.0 if run.checkpointing else everything),
+        backward=backward,
+        loss=loss,
+        output=boundary,
+        logits=run.weight_bytes * logits,
+        evaluation=share * (boundary + max(forward, logits * (8 if run.weight_bytes == 4 else 10))),
+    )
+
+
+def _kept(model: PlannedModel, run: Candidate, stack: Stack) -> float:
+    """What the layers of an encoder or of a tower keep."""
+    sizes = layer_sizes(stack, 0, stack.positions or run.length, tp=run.tp, cp=run.cp)
+    if run.checkpointing:
+        layer = float(run.weight_bytes * sizes["hidden"])
+    else:
+        layer = model.activations(run.attention, run.number_format, stack)[0].layer.bytes_per_token(sizes)
+    return _tokens(run, stack) * layer * stack.layers
+
+
+def _tokens(run: Candidate, stack: Stack) -> float:
+    """Positions of a rank in a micro-batch: a tower has its own, of one image a sequence."""
+    return run.tokens if stack.positions is None else float(run.micro_batch * stack.positions)

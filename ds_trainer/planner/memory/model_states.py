@@ -1,0 +1,55 @@
+"""Model states of a rank between two steps: weights, gradients, float32 masters, optimizer states, buffers of ZeRO.
+
+With ``n`` elements of the model on a rank (a slice with tensor parallelism), ``t`` of them trained, ``W`` ranks that
+share them, ``w`` bytes of a weight and ``B`` elements of ``reduce_bucket_size``, DeepSpeed 0.19.8 holds, in bytes::
+
+    stage 0       w n  +  (4 t masters, if w is 2)  +  8 t
+    stages 1, 2   w n  +  4 t / W  +  8 t / W
+    stage 3       w n / W  +  w t / W (gradients)  +  4 t / W  +  8 t / W  +  w B  +  w x persistent elements
+
+    optimizer offloaded, in host memory in addition
+    stages 1, 2   4 t / W (gradients)  +  w t / W (the updated weights)  +  w x largest parameter (also on the device)
+    stage 3       4 t / W (gradients)
+
+Source: allocations of DeepSpeed's engines, counted in ``benchmarks/plan_memory.py``; the constructors in
+``runtime/zero/stage_1_and_2.py`` and ``stage3.py``.
+"""
+
+from __future__ import annotations
+
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.memory.elements import Elements
+
+
+def model_states(elements: Elements, run: Candidate) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes between two steps, on the device and in host memory.
+
+    Args:
+        elements: of this rank.
+        run: stage, offload, precision and ranks.
+    """
+    width, shards = run.weight_bytes, run.zero_shards
+    trained = elements.trainable / shards
+    device: dict[str, float] = {}
+    host: dict[str, float] = {}
+    states = host if run.offload_optimizer else device
+    if run.stage == 3:
+        weights = host if run.offload_param else device
+        weights["weights"] = width * elements.total / shards
+        if shards > 1:
+            device["weights that are not sharded"] = width * elements.persistent
+        states["gradients"] = run.gradient_bytes * trained
+        device["reduction bucket"] = width * elements.bucket
+    else:
+        device["weights"] = width * elements.total + elements.quantized
+    if run.stage or width == 2:
+        states["master weights"] = 4 * trained
+    states["optimizer states"] = run.state_bytes * trained
+    if run.offload_optimizer:
+        host["float32 gradients"] = 4 * trained
+        if run.stage < 3:
+            if run.stage == 2 and run.accumulation > 1:
+                host["accumulated gradients"] = width * trained
+            host["updated weights"] = width * trained
+            host["staged gradient"] = device["staged gradient"] = width * elements.largest
+    return device, host

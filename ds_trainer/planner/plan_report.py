@@ -1,0 +1,101 @@
+"""What ``ds-trainer plan`` prints: the best plans, the memory of the first, what does not fit, how to start it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ds_trainer.planner.search import Plan, SearchResult
+
+_BAR = 34
+
+
+def report(result: SearchResult, count: int) -> Iterator[str]:
+    """The lines for a search."""
+    best = result.best
+    if best is None:
+        yield from _nothing_fits(result)
+        return
+    yield from table(list(result.fitting[:count]))
+    yield ""
+    yield from memory_bars(best)
+    rejected = result.neighbors()
+    if rejected:
+        yield ""
+        yield "Faster, but too large:"
+        yield from (f"  {plan.candidate.describe()}: {plan.problem}" for plan in rejected)
+    yield ""
+    yield f"Arguments: {command_line(best)}"
+
+
+def table(plans: list[Plan]) -> Iterator[str]:
+    """Plans with their memory and speed."""
+    names = [plan.candidate.describe() for plan in plans]
+    width = max(len(name) for name in names)
+    yield f"    {'plan':{width}}  {'memory':>8}  {'host':>7}  {'step':>21}  {'tokens/s':>10}  {'MFU':>4}"
+    for number, (plan, name) in enumerate(zip(plans, names, strict=True), 1):
+        time = plan.time
+        step = f"{seconds(time.seconds)} ({seconds(time.low)}-{seconds(time.high)})"
+        yield (
+            f"{number:>3} {name:{width}}  {plan.memory.device / 1e9:5.1f} GB  {plan.memory.host / 1e9:4.0f} GB  "
+            f"{step:>21}  {plan.tokens_per_second:>10,.0f}  {plan.mfu:>4.0%}"
+        )
+
+
+def memory_bars(plan: Plan) -> Iterator[str]:
+    """The largest moment of a plan, item by item, and the others in one line each."""
+    items = {**plan.memory.peak.items, **plan.memory.overhead}
+    total, room = plan.memory.device, plan.cluster.board.memory * 1e9
+    yield f"Memory of a device, {total / 1e9:.1f} of {room / 1e9:.0f} GB; largest moment: {plan.memory.peak.name}"
+    width = max(len(name) for name in items)
+    for name, size in sorted(items.items(), key=lambda item: -item[1]):
+        bar = "█" * round(_BAR * size / room)
+        yield f"  {name:{width}}  {size / 1e9:7.2f} GB  {bar}"
+    others = [moment for moment in plan.memory.moments if moment is not plan.memory.peak]
+    listed = ", ".join(f"{moment.name} {moment.total / 1e9:.1f}" for moment in others)
+    yield f"  Other moments, tensors in GB: {listed}"
+    host, checkpoint = plan.memory.host / 1e9, plan.memory.checkpoint / 1e9
+    yield f"  Host memory of a rank: {host:.1f} GB. A checkpoint: {checkpoint:.1f} GB."
+
+
+def command_line(plan: Plan) -> str:
+    """The arguments of a plan for a command line."""
+    return " ".join(f"--{name} {value}" for name, value in plan.candidate.arguments().items())
+
+
+def seconds(value: float) -> str:
+    """A short time."""
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data: bytes and seconds."""
+    memory, time = plan.memory, plan.time
+    return {
+        "arguments": plan.candidate.arguments(),
+        "global_batch": plan.candidate.global_batch,
+        "fits": not plan.problem,
+        "problem": plan.problem,
+        "memory": {
+            "device": memory.device,
+            "host": memory.host,
+            "checkpoint": memory.checkpoint,
+            "overhead": dict(memory.overhead),
+            "moments": {moment.name: dict(moment.items) for moment in memory.moments},
+        },
+        "seconds": {"low": time.low, "estimate": time.seconds, "high": time.high, "parts": time.parts},
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+    }
+
+
+def _nothing_fits(result: SearchResult) -> Iterator[str]:
+    yield "Nothing fits. Nearest:"
+    for plan in result.rejected[:3]:
+        yield f"  {plan.candidate.describe()}: {plan.problem}"
+    yield from (f"  Impossible: {reason}." for reason in result.conflicts[:5])
+    if result.rejected:
+        yield ""
+        yield from memory_bars(result.rejected[0])

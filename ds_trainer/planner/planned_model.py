@@ -1,0 +1,219 @@
+"""``PlannedModel``: what the planner knows about a model: parameters, layers, formulas of activations. No weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.planner.activations.formula import Activations
+from ds_trainer.planner.activations.table import activations_of
+from ds_trainer.planner.parameters.decoders import decoder_parameters
+from ds_trainer.planner.parameters.groups import ParameterGroup, total
+from ds_trainer.planner.transformer_shape import Stack, Transformer, read_transformer
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model of any kind.
+
+    Args:
+        name: for reports.
+        family: ``model_type`` of the configuration, or the class of a module without one.
+        parameters: groups of equal parameters, tied ones once, without adapters.
+        transformer: dimensions of its layers, in one or more stacks.
+        rows: rows of the vocabulary at the LM head; 0 for a model without one.
+        max_length: positions that it was made for; None if its configuration does not say.
+        lora_rank: rank of adapters on all linear layers, which alone are trained; 0 without them.
+        class_name: class of the model; empty for a decoder with an LM head that was read from a configuration.
+        own_adapters: the adapters of a module of PEFT.
+    """
+
+    name: str
+    family: str
+    parameters: tuple[ParameterGroup, ...]
+    transformer: Transformer
+    rows: int
+    max_length: int | None = None
+    lora_rank: int = 0
+    class_name: str = ""
+    own_adapters: tuple[ParameterGroup, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "the model", lora_rank: int = 0) -> PlannedModel:
+        """Read a Hugging Face configuration.
+
+        Common decoders are described here; any other model of transformers is made on the meta device, which takes
+        some seconds.
+
+        Raises:
+            ConfigError: neither the planner nor transformers knows this family, or a number is missing.
+        """
+        family = str(config.get("model_type"))
+        class_name = next(iter(config.get("architectures") or ()), "")
+        if not class_name or class_name.endswith((*_CAUSAL, "Model")):
+            transformer = read_transformer(config, "ForCausalLM")
+            if transformer is not None and transformer.kind == "decoder":
+                groups = decoder_parameters(config, family, transformer.stacks[0], head=True)
+                if groups is not None:
+                    rows = int(config["vocab_size"])
+                    return cls(name, family, tuple(groups), transformer, rows, _max_length(config), lora_rank)
+        from ds_trainer.planner.meta_model import meta_model
+
+        return replace(cls.from_module(meta_model(config, name), name), lora_rank=lora_rank)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, name: str | None = None) -> PlannedModel:
+        """Read any module, which may be on the meta device. Its weights are not read.
+
+        Frozen parameters are those without ``requires_grad``; the adapters of PEFT are kept apart; weights that
+        bitsandbytes quantized count with their elements before, and the bytes that they have.
+
+        Raises:
+            ConfigError: it has no parameters.
+        """
+        from ds_trainer.planner.module_stacks import module_transformer
+        from ds_trainer.planner.parameters.modules import module_parameters
+
+        unwrap: Any = getattr(module, "get_base_model", None)
+        base = unwrap() if callable(unwrap) else module
+        groups = module_parameters(module)
+        if not groups:
+            raise ConfigError(f"{type(base).__name__} has no parameters to plan for.")
+        own = tuple(group for group in groups if group.kind != "adapter")
+        adapters = tuple(group for group in groups if group.kind == "adapter")
+        config = _as_mapping(getattr(base, "config", None))
+        transformer = module_transformer(module, own)
+        text = config.get("text_config")
+        return cls(
+            name or type(base).__name__,
+            str(config.get("model_type") or type(base).__name__),
+            own,
+            transformer,
+            transformer.vocabulary,
+            _max_length({**config, **(text if isinstance(text, Mapping) else {})}),
+            class_name=type(base).__name__,
+            own_adapters=adapters,
+        )
+
+    @property
+    def stack(self) -> Stack:
+        """Dimensions of the layers that the LM head follows: of the decoder, if there are several stacks."""
+        return self.transformer.stacks[-1]
+
+    @cached_property
+    def total(self) -> int:
+        """Parameters, without adapters."""
+        return total(self.parameters)
+
+    @cached_property
+    def trainable(self) -> int:
+        """Parameters that are trained."""
+        return total(self.trained_parameters)
+
+    @cached_property
+    def trained_parameters(self) -> tuple[ParameterGroup, ...]:
+        """Those that have gradients: adapters, or what is not frozen."""
+        own = () if self.lora_rank else self.parameters
+        return tuple(group for group in (*own, *self.adapters) if group.trained)
+
+    @cached_property
+    def adapters(self) -> tuple[ParameterGroup, ...]:
+        """The adapters of PEFT, or those of ``lora_rank`` on all linear layers.
+
+        Two matrices for each linear layer, ``rank x inputs`` and ``outputs x rank``.
+        """
+        if not self.lora_rank:
+            return self.own_adapters
+        found = []
+        for group in self.parameters:
+            if group.stack is not None and len(group.shape) == 2 and group.kind in ("attention", "mlp"):
+                outputs, inputs = group.shape
+                first, second = (None, 0) if group.split == 0 else (1, None)
+                made = replace(group, kind="adapter", trained=True, element_bytes=None)
+                found.append(replace(made, name=f"{group.name}.A", shape=(self.lora_rank, inputs), split=first))
+                found.append(replace(made, name=f"{group.name}.B", shape=(outputs, self.lora_rank), split=second))
+        return (*self.own_adapters, *found)
+
+    def weight_bytes(self, width: float) -> float:
+        """Bytes of all weights with adapters, if those that are not quantized have ``width`` bytes an element."""
+        return sum(
+            group.total * (width if group.element_bytes is None else group.element_bytes)
+            for group in (*self.parameters, *self.adapters)
+        )
+
+    def with_layers(self, layers: int) -> PlannedModel:
+        """The same model with another number of layers in the stack before its head."""
+        last, stack = len(self.transformer.stacks) - 1, self.stack
+        stack = replace(
+            stack,
+            layers=layers,
+            windowed_layers=min(layers, stack.windowed_layers),
+            expert_layers=min(layers, stack.expert_layers * layers // stack.layers),
+        )
+
+        def scaled(groups: tuple[ParameterGroup, ...]) -> tuple[ParameterGroup, ...]:
+            return tuple(
+                replace(group, copies=max(1, group.copies * layers // self.stack.layers))
+                if group.stack == last
+                else group
+                for group in groups
+            )
+
+        transformer = replace(self.transformer, stacks=(*self.transformer.stacks[:-1], stack))
+        own = scaled(self.own_adapters)
+        return replace(self, parameters=scaled(self.parameters), transformer=transformer, own_adapters=own)
+
+    def activations(self, attention: str, number_format: str, stack: Stack | None = None) -> tuple[Activations, str]:
+        """Formulas of the activations of a stack, and the family from which they are.
+
+        A family whose models have only eager attention has that. A stack that the table does not have is taken for one
+        like Llama, or like BERT if it is not causal.
+
+        Args:
+            attention: ``sdpa`` (also FlashAttention and FlexAttention) or ``eager``.
+            number_format: ``bf16`` (also fp16) or ``fp32``.
+            stack: one of ``transformer.stacks``; default: :attr:`stack`.
+        """
+        stack = self.stack if stack is None else stack
+        similar = ("llama",) if stack.causal else ("bert", "llama")
+        own = stack.family or self.family
+        for family, kind in ((own, attention), (own, "eager"), *((family, attention) for family in similar)):
+            found = activations_of(family, kind, number_format)
+            if found is not None:
+                return found, family
+        raise LookupError("the table of activations has no entry for llama")
+
+
+def elements_of_rank(groups: Sequence[ParameterGroup], stack: Stack, tp: int) -> list[tuple[int, int]]:
+    """Elements of one parameter and number of such parameters, for the rank of ``tp`` ranks that has most."""
+    return [(_sliced(group, stack, tp), group.copies) for group in groups]
+
+
+def _sliced(group: ParameterGroup, stack: Stack, tp: int) -> int:
+    if tp == 1 or group.split is None:
+        return group.numel
+    width = group.shape[group.split]
+    if group.kind == "attention":  # whole key heads with their queries
+        share = math.ceil(stack.kv_heads / tp) / stack.kv_heads
+        return int(group.numel // width * math.ceil(width * share))
+    return group.numel // width * math.ceil(width / tp)
+
+
+def _max_length(config: Mapping[str, Any]) -> int | None:
+    lengths = (config.get("max_position_embeddings"), config.get("n_positions"))
+    return next((int(value) for value in lengths if value), None)
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    return dict(config.to_dict()) if hasattr(config, "to_dict") else {}

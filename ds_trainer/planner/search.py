@@ -1,0 +1,198 @@
+"""Search for the best way to run: every valid candidate, its memory and its time; why the others do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.layouts import layout_conflicts
+from ds_trainer.planner.memory.elements import Elements, elements_of
+from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
+from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.step_time import StepTime, mfu, step_time
+
+MARGIN = 0.06
+"""Share of a device's memory that a plan leaves free: the error of the estimate and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for.
+
+    Args:
+        length: tokens of a sequence.
+        global_batch: sequences of an optimizer step; None accepts the smallest that uses all devices.
+        precision: ``bf16``, ``fp16`` or ``fp32``; None takes bf16 where the device has it, else fp16.
+        margin: share of the device's memory that is left free.
+        fixed: values of :class:`Candidate` that are given, such as ``{"stage": 3}``.
+    """
+
+    length: int
+    global_batch: int | None = None
+    precision: str | None = None
+    margin: float = MARGIN
+    fixed: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A candidate with its memory and time."""
+
+    model: PlannedModel
+    candidate: Candidate
+    cluster: Cluster
+    memory: MemoryEstimate
+    margin: float = MARGIN
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Time of a step."""
+        return step_time(self.model, self.candidate, self.cluster)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.candidate.global_batch * self.candidate.length / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, 0 to 1."""
+        return mfu(self.model, self.candidate, self.cluster, self.time.seconds)
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that the plan may use."""
+        return self.cluster.board.memory * 1e9 * (1 - self.margin)
+
+    @property
+    def problem(self) -> str:
+        """Why it does not fit; empty if it does."""
+        if self.memory.device > self.limit:
+            return f"needs {self.memory.device / 1e9:.1f} GB of a device: {self.memory.peak.name}"
+        room = self.cluster.host_memory
+        if room is not None and self.memory.host * self.cluster.devices_per_node > room * 1e9 * (1 - self.margin):
+            return f"needs {self.memory.host * self.cluster.devices_per_node / 1e9:.0f} GB of memory on each machine"
+        return ""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans that fit, fastest first, and those that do not, nearest first."""
+
+    fitting: tuple[Plan, ...]
+    rejected: tuple[Plan, ...]
+    conflicts: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest plan that fits."""
+        return self.fitting[0] if self.fitting else None
+
+    def neighbors(self, count: int = 5) -> list[Plan]:
+        """Rejected plans that would be faster than the best: what a larger device would allow."""
+        if self.best is None:
+            return list(self.rejected[:count])
+        faster = (plan for plan in self.rejected if plan.tokens_per_second > self.best.tokens_per_second)
+        return sorted(faster, key=lambda plan: plan.memory.device)[:count]
+
+
+def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
+    """Evaluate every candidate.
+
+    Args:
+        model: what is trained.
+        cluster: the devices, all of which are used.
+        goal: batch, length and what is fixed.
+    """
+    fitting: list[Plan] = []
+    rejected: list[Plan] = []
+    conflicts: list[str] = []
+    elements: dict[int, Elements] = {}
+    for candidate in candidates(model, cluster, goal, conflicts):
+        if candidate.tp not in elements:
+            elements[candidate.tp] = elements_of(model, candidate.tp)
+        memory = estimate_memory(model, candidate, elements[candidate.tp])
+        plan = Plan(model, candidate, cluster, memory, goal.margin)
+        (rejected if plan.problem else fitting).append(plan)
+    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
+    rejected.sort(key=lambda plan: plan.memory.device)
+    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)))
+
+
+def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Candidate]:
+    """Every valid way to run; ``conflicts`` gets the reasons why a layout is impossible."""
+    fixed = dict(goal.fixed)
+    precision = goal.precision or ("bf16" if cluster.peaks.bf16 else "fp16")
+    shape = ModelShape(transformer=model.transformer)
+    for tp, cp, sp in _sizes(cluster, fixed):
+        layout = ParallelLayout(cluster.world_size, tp=tp, cp=cp, sp=sp)
+        found = layout_conflicts(shape, layout)
+        if model.stack.kv_heads < tp:
+            found.append(f"{model.stack.kv_heads} key heads are fewer than {tp} tensor-parallel ranks")
+        if goal.length % layout.length_multiple and cp * sp > 1:
+            found.append(f"{goal.length} tokens are no multiple of {layout.length_multiple}")
+        if found:
+            conflicts += found
+            continue
+        for micro_batch, accumulation in _batches(layout.world_size // layout.replica_size, goal.global_batch):
+            for stage, optimizer, param in _states(cluster, tp, precision):
+                for checkpointing in (False, True):
+                    values = {
+                        "stage": stage,
+                        "micro_batch": micro_batch,
+                        "accumulation": accumulation,
+                        "tp": tp,
+                        "cp": cp,
+                        "sp": sp,
+                        "offload_optimizer": optimizer,
+                        "offload_param": param,
+                        "checkpointing": checkpointing,
+                        "precision": precision,
+                    }
+                    if all(values.get(name, wanted) == wanted for name, wanted in fixed.items()):
+                        yield Candidate(cluster.world_size, goal.length, **values)  # type: ignore[arg-type]
+
+
+def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, int, int]]:
+    world = cluster.world_size
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    for tp in divisors:
+        if tp > cluster.devices_per_node or fixed.get("tp", tp) != tp:
+            continue  # tensor parallelism waits for every collective, so it stays in a machine
+        for sp in divisors:
+            if fixed.get("sp", sp) != sp:
+                continue
+            for cp in divisors:
+                if world % (tp * sp * cp) == 0 and fixed.get("cp", cp) == cp:
+                    yield tp, cp, sp
+
+
+def _batches(replicas: int, global_batch: int | None) -> Iterator[tuple[int, int]]:
+    """Micro-batch and accumulation."""
+    sizes = [1 << power for power in range(8)]
+    if global_batch is None:
+        yield from ((size, 1) for size in sizes)
+        return
+    if global_batch % replicas == 0:
+        share = global_batch // replicas
+        yield from ((size, share // size) for size in sizes if share % size == 0)
+
+
+def _states(cluster: Cluster, tp: int, precision: str) -> Iterator[tuple[int, bool, bool]]:
+    """ZeRO stage, and whether optimizer states and parameters are offloaded."""
+    ranks = cluster.world_size // tp
+    for stage in (0, 1, 2, 3):
+        if stage == 0 and (precision == "fp16" or (tp > 1 and precision != "fp32")):
+            continue  # DeepSpeed neither scales the loss nor counts partitions there
+        if stage == 2 and ranks == 1:
+            continue
+        yield stage, False, False
+        if stage:
+            yield stage, True, False
+        if stage == 3:
+            yield stage, True, True

@@ -1,0 +1,188 @@
+"""Time of an optimizer step, from FLOPs, bytes and bandwidths. An interval: kernels and overlap differ.
+
+Matrix products run at a fraction of the peak, everything else at the bandwidth of the memory, collectives at that of
+the slowest link that they cross. ZeRO's collectives overlap with the computation, those inside of a layer do not.
+The fractions (:data:`EFFICIENCY`) are those of published runs, listed in ``tests/planner/test_anchors.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.flops import forward_flops
+from ds_trainer.planner.layer_sizes import layer_sizes
+from ds_trainer.planner.planned_model import PlannedModel
+
+EFFICIENCY = {
+    "matrix products": (0.75, 0.58, 0.45),
+    "attention": (0.60, 0.40, 0.28),
+    "memory": (0.90, 0.80, 0.60),
+    "links": (0.85, 0.70, 0.50),
+    "overlap": (1.0, 0.8, 0.4),
+}
+"""Fraction of a peak that is reached: at best, usually, at worst; of the collectives, the share that is hidden."""
+
+HOST_ADAM = 1.9e9
+"""Elements that DeepSpeed's CPU Adam updates per second on one machine."""
+
+_LAUNCH_SECONDS = 4e-4  # kernels of a layer's forward pass in eager mode
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        low: if everything overlaps and kernels are as fast as they get.
+        seconds: the estimate.
+        high: the opposite of ``low``.
+        parts: seconds of each part of the estimate, in order. Hidden communication is not counted.
+    """
+
+    low: float
+    seconds: float
+    high: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def step_time(model: PlannedModel, candidate: Candidate, cluster: Cluster) -> StepTime:
+    """The time of a step.
+
+    Raises:
+        ValueError: the device has no figure for the precision.
+    """
+    low, usual, high = (_parts(model, candidate, cluster, level) for level in range(3))
+    return StepTime(sum(low.values()), sum(usual.values()), sum(high.values()), usual)
+
+
+def mfu(model: PlannedModel, candidate: Candidate, cluster: Cluster, seconds: float) -> float:
+    """Model FLOPs utilization, 0 to 1, with the convention of :mod:`ds_trainer.planner.flops`."""
+    products, attention = forward_flops(model.transformer, candidate.length, candidate.length, False)
+    trained = model.trainable / model.total if model.lora_rank else 1.0
+    flops = candidate.global_batch * (products * (2 + trained) + attention * 3)
+    return flops / (seconds * _peak(cluster, candidate) * candidate.world_size)
+
+
+def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) -> dict[str, float]:
+    reached = {name: values[level] for name, values in EFFICIENCY.items()}
+    ranks = run.tp * run.cp * run.sp
+    peak = _peak(cluster, run)
+    trained = model.trainable / model.total if model.lora_rank else 1.0
+    again = 1.0 if run.checkpointing else 0.0
+    products, attention = forward_flops(model.transformer, run.length, run.length, True)
+    share = run.micro_batch / ranks
+    compute = {
+        "matrix products": share * products * (2 + trained + again) / (peak * reached["matrix products"]),
+        "attention": share * attention * (3 + again) / (peak * reached["attention"]),
+        "element-wise": _element_wise(model, run) / (cluster.board.bandwidth * 1e9 * reached["memory"]),
+    }
+    launches = model.stack.layers * (3 + again) * _LAUNCH_SECONDS * (1.5 if run.stage == 3 else 1.0)
+    compute["kernel launches"] = max(0.0, launches - sum(compute.values()))
+    inside = _inside_layers(model, run, cluster) / reached["links"]
+    weights, gradients = (seconds / reached["links"] for seconds in _zero(model, run, cluster))
+    transfers = _offload_transfers(model, run, cluster) / reached["links"]
+    busy = sum(compute.values())
+    per_micro_batch = weights if run.stage == 3 else 0.0
+    found = {name: seconds * run.accumulation for name, seconds in compute.items()}
+    found["tensor and sequence parallelism"] = inside * run.accumulation
+    # What overlaps cannot hide more than the computation lasts.
+    often = per_micro_batch + (gradients if run.stage >= 2 else 0.0)
+    found["ZeRO communication"] = _exposed(often, busy, reached["overlap"]) * run.accumulation
+    if run.stage < 2:
+        found["ZeRO communication"] += _exposed(gradients, busy, reached["overlap"])
+    if run.stage in (1, 2):
+        found["ZeRO communication"] += weights  # the updated weights, after the step
+    found["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)
+    elements = model.trainable / run.tp / (run.shards if run.stage else 1)
+    if run.offload_optimizer:
+        found["optimizer on the host"] = elements * cluster.devices_per_node / HOST_ADAM
+    else:
+        found["optimizer"] = elements * 30 / (cluster.board.bandwidth * 1e9 * reached["memory"])
+    return found
+
+
+def _peak(cluster: Cluster, run: Candidate) -> float:
+    peak = cluster.peaks.peak("tf32" if run.precision == "fp32" and cluster.peaks.tf32 else run.precision)
+    if not peak:
+        raise ValueError(f"{cluster.device} has no fast units for {run.precision}")
+    return peak
+
+
+def _exposed(seconds: float, busy: float, overlap: float) -> float:
+    return seconds - min(seconds, busy) * overlap
+
+
+def _element_wise(model: PlannedModel, run: Candidate) -> float:
+    """Bytes that element-wise kernels of a micro-batch read and write.
+
+    Each tensor that is kept is written, read by the next kernel, read in the backward pass, and its gradient is written
+    and read; recomputation writes and reads it once more.
+    """
+    activations, _ = model.activations(run.attention, run.number_format)
+    sizes = layer_sizes(model.stack, model.rows, run.length, tp=run.tp, cp=run.cp)
+    layer = activations.layer.bytes_per_token(sizes) * model.stack.layers
+    head = max(formula.bytes_per_token(sizes) for formula in activations.loss)
+    return run.tokens * (layer * (7 if run.checkpointing else 5) + head * 3)
+
+
+def _ring(size: float, ranks: int, bandwidth: float, latency: float = 2e-5) -> float:
+    """Seconds to gather or to scatter ``size`` bytes in all over ``ranks``."""
+    return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (bandwidth * 1e9) + latency
+
+
+def _bandwidth(cluster: Cluster, ranks: int, stride: int = 1) -> float:
+    """GB/s of a ring over ``ranks`` ranks that are ``stride`` apart.
+
+    A ring over several machines uses the network of each of its devices on a machine.
+    """
+    if ranks * stride <= cluster.devices_per_node:
+        return cluster.board.link
+    return min(cluster.board.link, cluster.board.network * max(1, cluster.devices_per_node // stride))
+
+
+def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> float:
+    """Seconds of collectives that the next kernel of a layer waits for, in one micro-batch."""
+    stack = model.stack
+    width = run.weight_bytes * run.tokens
+    passes = 3 if run.checkpointing else 2
+    seconds = 0.0
+    if run.tp > 1:  # two all-reduces in a forward and in a backward pass
+        one = 2 * _ring(width * stack.hidden_size, run.tp, _bandwidth(cluster, run.tp))
+        seconds += 2 * passes * one * stack.layers
+    if run.sp > 1:  # queries, keys, values, output: each rank sends all but its own heads
+        columns = (2 * stack.query_width + 2 * stack.kv_heads * stack.head_dim) / run.tp
+        one = _ring(width * columns, run.sp, _bandwidth(cluster, run.sp, run.tp))
+        seconds += passes * one * stack.layers
+    if run.cp > 1:  # keys and values go around; half of it is hidden by the blocks of attention
+        columns = 2 * stack.kv_heads * stack.head_dim / run.tp / run.sp
+        block = width * run.sp * columns * (run.cp - 1)
+        one = block / (_bandwidth(cluster, run.cp, run.tp * run.sp) * 1e9) + 2e-5 * (run.cp - 1)
+        seconds += (passes + 1) * one / 2 * stack.layers
+    return seconds
+
+
+def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float, float]:
+    """Seconds to gather all weights (stage 3: for forward and backward pass), and to reduce all gradients."""
+    bandwidth = _bandwidth(cluster, run.shards, run.tp)
+    width = run.weight_bytes / run.tp
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2}[run.stage]
+    gathered = model.total if run.stage == 3 else model.trainable
+    gradients = model.trainable * width
+    reductions = 2 if run.stage == 0 else 1
+    return (
+        gathers * _ring(gathered * width, run.shards, bandwidth),
+        reductions * _ring(gradients, run.shards, bandwidth),
+    )
+
+
+def _offload_transfers(model: PlannedModel, run: Candidate, cluster: Cluster) -> float:
+    """Seconds between device and host in a step."""
+    shards = run.shards if run.stage else 1
+    moved = 0.0
+    if run.offload_optimizer:  # gradients down, weights up
+        moved += 2 * model.trainable * run.weight_bytes / run.tp / shards
+    if run.offload_param:
+        moved += 2 * run.accumulation * model.total * run.weight_bytes / run.tp / shards
+    return moved / (cluster.board.host * 1e9)

@@ -1,0 +1,95 @@
+"""Predictions against bytes that were counted in runs: ``measured.json``, written by ``benchmarks/plan_memory.py``.
+
+Some of the runs are repeated here, so that the file stays true.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_trainer.planner.memory import estimate, model_states, moments
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # they are scripts, not a package
+
+import plan_memory as benchmark
+
+CASES = {case.name: case for case in benchmark.cases()}
+MEASURED: dict[str, dict[str, int]] = json.loads(Path(__file__).with_name("measured.json").read_text("utf-8"))
+PHASES = (*benchmark.MOMENTS, "between", "engine", "save", "evaluation")
+
+
+def ratios(name: str) -> dict[str, float]:
+    """Predicted / measured, by phase, and of the largest moment of a step."""
+    measured, predicted = MEASURED[name], benchmark.predicted(CASES[name])
+    found = {phase: predicted[phase] / measured[phase] for phase in PHASES}
+    peak = max(predicted[phase] for phase in benchmark.MOMENTS) / max(measured[phase] for phase in benchmark.MOMENTS)
+    return {**found, "peak": peak}
+
+
+def test_every_run_is_in_the_file() -> None:
+    assert CASES.keys() == MEASURED.keys()
+    assert len(CASES) > 100
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_states_are_within_one_percent(name: str) -> None:
+    assert ratios(name)["between"] == pytest.approx(1, abs=0.01)
+
+
+def test_the_largest_moment() -> None:
+    found = {name: ratios(name)["peak"] for name in CASES}
+    assert statistics.median(found.values()) == pytest.approx(1, abs=0.01)
+    assert {name: ratio for name, ratio in found.items() if not 0.98 < ratio < 1.08} == {}
+
+
+@pytest.mark.parametrize("name", ["ZeRO 2 bf16 ranks 2", "ZeRO 3 fp32 ranks 1"])
+def test_a_run_of_today_is_that_of_the_file(name: str, tmp_path: Path) -> None:
+    from tests.support.pool import pool
+
+    case = CASES[name]
+    found = pool(case.ranks).run(benchmark.measure, case, str(tmp_path))[0]
+    for phase in ("between", *benchmark.MOMENTS):
+        assert found[phase] == pytest.approx(MEASURED[name][phase], rel=0.01), phase
+
+
+def items() -> set[str]:
+    """The names of all items of model states and moments."""
+    found: set[str] = set()
+    for case in CASES.values():
+        memory = estimate.estimate_memory(*benchmark.planned(case))
+        found.update(*(moment.items for moment in memory.moments), memory.host_items)
+    return found - {"process"}  # no tensors
+
+
+@pytest.mark.parametrize("item", sorted(items()))
+def test_a_dropped_item_is_noticed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = {(name, phase) for name in CASES for phase, ratio in ratios(name).items() if abs(ratio - 1) < 0.02}
+    states_of, moments_of = model_states.model_states, moments.moments_of_a_run
+
+    def without(found: dict[str, float]) -> dict[str, float]:
+        return {name: size for name, size in found.items() if name != item}
+
+    def fewer_states(*given: Any) -> tuple[dict[str, float], dict[str, float]]:
+        device, host = states_of(*given)
+        return without(device), without(host)
+
+    def fewer_moments(*given: Any) -> tuple[moments.Moment, ...]:
+        return tuple(replace(moment, items=without(dict(moment.items))) for moment in moments_of(*given))
+
+    def fewer_items(*given: Any) -> estimate.MemoryEstimate:
+        found = estimate.estimate_memory(*given)
+        return replace(found, host_items=without(dict(found.host_items)))
+
+    for module in (estimate, benchmark):
+        monkeypatch.setattr(module, "model_states", fewer_states)
+    monkeypatch.setattr(benchmark, "estimate_memory", fewer_items)
+    monkeypatch.setattr(estimate, "moments_of_a_run", fewer_moments)
+    missed = {(name, phase) for name in CASES for phase, ratio in ratios(name).items() if ratio < 0.975}
+    assert missed & close, "no run tells that this is missing"

@@ -1,0 +1,105 @@
+"""Published runs: what fitted is predicted to fit, and step times are within 30 %."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.memory.estimate import estimate_memory
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.search import Goal, search
+from ds_trainer.planner.step_time import step_time
+
+
+def decoder(hidden: int, inner: int, layers: int, heads: int, key_heads: int, rows: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": rows,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+LLAMA_8B = decoder(4096, 14336, 32, 32, 8, 128256)
+LLAMA_70B = decoder(8192, 28672, 80, 64, 8, 128256)
+LLAMA_7B = decoder(4096, 11008, 32, 32, 32, 32000)
+QWEN_7B = decoder(3584, 18944, 28, 28, 4, 152064, model_type="qwen2")
+QWEN_32B = decoder(5120, 27648, 64, 40, 8, 152064, model_type="qwen2")
+QWEN_14B = decoder(5120, 17408, 40, 40, 8, 151936, model_type="qwen3", head_dim=128)
+# The 13B model of the ZeRO-Offload paper (Ren et al. 2021, table 2): 65 layers of width 4096.
+GPT2_13B = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 4096, "n_layer": 65, "n_head": 32, "n_positions": 1024}
+
+LONG = {"stage": 3, "micro_batch": 1, "checkpointing": True}
+# Source, model, rank of adapters, device, machines, devices of each, candidate, tokens per second and device.
+RUNS = {
+    "torchtitan benchmarks/llama3_h100_202412: eager, selective checkpointing": (
+        LLAMA_8B, 0, "H100", 1, 8, {"length": 8192, "stage": 3, "micro_batch": 2, "checkpointing": True}, 5762,
+    ),
+    "NeMo AutoModel performance summary: Llama3 8B LoRA": (
+        LLAMA_8B, 16, "H100", 1, 1, {"length": 4096, "stage": 0, "micro_batch": 1}, 12473,
+    ),
+    "NeMo AutoModel performance summary: Qwen2.5 7B LoRA": (
+        QWEN_7B, 16, "H100", 1, 1, {"length": 4096, "stage": 0, "micro_batch": 1}, 14110,
+    ),
+    "NeMo AutoModel performance summary: Qwen2.5 32B LoRA": (
+        QWEN_32B, 16, "H100", 1, 8, {"length": 4096, "stage": 3, "micro_batch": 1, "tp": 2}, 2250,
+    ),
+    "NeMo AutoModel performance summary: Llama3 70B LoRA": (
+        LLAMA_70B, 16, "H100", 1, 8, {"length": 4096, "tp": 2, **LONG}, 1092,
+    ),
+    "NeMo AutoModel performance summary: Llama3 70B": (
+        LLAMA_70B, 0, "H100", 8, 8, {"length": 8192, "cp": 2, **LONG}, 867,
+    ),
+    "torchtitan asyncTP 2025-06: Llama3 70B, bf16": (
+        LLAMA_70B, 0, "H100", 32, 8, {"length": 8192, "tp": 8, **LONG, "micro_batch": 2}, 652,
+    ),
+    "DeepSpeed pull request 8186: Qwen3 14B, ZeRO-Offload": (
+        QWEN_14B, 0, "H200", 1, 8, {"length": 2048, **LONG, "micro_batch": 4, "offload_optimizer": True},
+        4 * 2048 / 10.11,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_published_step_times(name: str) -> None:
+    config, rank, device, nodes, devices, values, published = RUNS[name]
+    run = Candidate(nodes * devices, **values)
+    time = step_time(PlannedModel.from_config(config, lora_rank=rank), run, Cluster.of(device, nodes, devices))
+    wanted = run.global_batch * run.length / (published * run.world_size)
+    assert time.seconds == pytest.approx(wanted, rel=0.3)
+    assert time.low < wanted < time.high
+
+
+def fits(
+    config: dict[str, Any], device: str, devices: int, goal: Goal, rank: int = 0, host: float | None = None
+) -> bool:
+    model = PlannedModel.from_config(config, lora_rank=rank)
+    return search(model, Cluster.of(device, 1, devices), goal).best is not None
+
+
+def test_13b_fits_a_v100_with_zero_offload() -> None:
+    offloaded = (("stage", 2), ("offload_optimizer", True), ("checkpointing", True))
+    run = Candidate(1, 1024, stage=2, offload_optimizer=True, checkpointing=True, precision="fp16")
+    memory = estimate_memory(PlannedModel.from_config(GPT2_13B), run)
+    assert 26e9 < memory.device < 32e9, offloaded
+    assert not fits(GPT2_13B, "V100-32GB", 1, Goal(1024, fixed=(("offload_optimizer", False),)))
+
+
+def test_8b_at_32k_on_80_gb_needs_offload_and_checkpointing() -> None:
+    assert fits(LLAMA_8B, "H100-80GB", 1, Goal(32768))
+    assert not fits(LLAMA_8B, "H100-80GB", 1, Goal(32768, fixed=(("checkpointing", False),)))
+    assert not fits(LLAMA_8B, "H100-80GB", 1, Goal(32768, fixed=(("offload_optimizer", False),)))
+
+
+def test_7b_with_zero_3_and_70b_with_adapters_fit_eight_devices() -> None:
+    assert fits(LLAMA_7B, "A100-80GB", 8, Goal(4096, fixed=(("stage", 3), ("offload_optimizer", False))))
+    assert fits(LLAMA_70B, "H100-80GB", 8, Goal(4096, fixed=(("stage", 3), ("offload_param", False))), rank=16)
+    assert not fits(LLAMA_70B, "H100-80GB", 8, Goal(4096, fixed=(("offload_optimizer", False),)))

@@ -1,0 +1,99 @@
+"""The search tries every valid way to run, ranks what fits, and says why the rest does not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.search import Goal, candidates, search
+from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
+
+MODEL = PlannedModel.from_config(LLAMA_8B, "llama-8b")
+NODE = Cluster.of("H100-80GB", 1, 8)
+
+
+def test_every_plan_has_the_global_batch_and_fits() -> None:
+    result = search(MODEL, NODE, Goal(8192, 64))
+    assert result.fitting and result.rejected
+    assert {plan.candidate.global_batch for plan in (*result.fitting, *result.rejected)} == {64}
+    assert all(plan.memory.device <= plan.limit for plan in result.fitting)
+    assert all(plan.memory.device > plan.limit for plan in result.rejected)
+    speeds = [plan.tokens_per_second for plan in result.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_candidates_differ_and_are_valid() -> None:
+    conflicts: list[str] = []
+    found = list(candidates(MODEL, NODE, Goal(8192, 64), conflicts))
+    assert len(set(found)) == len(found)
+    assert {one.tp for one in found} == {1, 2, 4, 8}
+    assert all(one.tp * one.cp * one.sp * one.replicas == 8 for one in found)
+    assert not any(one.offload_param and one.stage != 3 for one in found)
+    assert not any(one.stage == 0 and one.tp > 1 for one in found)  # 16 bits
+
+
+def test_what_is_fixed_is_kept() -> None:
+    fixed = (("stage", 3), ("tp", 2), ("checkpointing", True), ("offload_optimizer", False))
+    found = list(candidates(MODEL, NODE, Goal(8192, 64, fixed=fixed), []))
+    assert found and all(getattr(one, name) == value for one in found for name, value in fixed)
+
+
+def test_impossible_layouts_are_named() -> None:
+    few_heads = {**LLAMA_8B, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1024}
+    result = search(PlannedModel.from_config(few_heads), NODE, Goal(8192, 64))
+    assert any("4 query heads" in reason for reason in result.conflicts)
+    assert any("2 key heads are fewer than 4" in reason for reason in result.conflicts)
+
+
+def test_nothing_fits() -> None:
+    result = search(PlannedModel.from_config(LLAMA_70B), replace(NODE, host_memory=64.0), Goal(8192, 64))
+    assert result.best is None and result.rejected
+    problems = [plan.problem for plan in result.rejected]
+    assert any("GB of a device" in problem for problem in problems)
+    assert any("GB of memory on each machine" in problem for problem in problems)
+    assert result.rejected[0].memory.device == min(plan.memory.device for plan in result.rejected)
+
+
+@pytest.mark.parametrize("change", ["longer", "fewer devices", "smaller devices"])
+def test_less_room_never_fits_more(change: str) -> None:
+    goal, cluster = Goal(8192, 64), NODE
+    if change == "longer":
+        harder = (goal.__class__(32768, 64), cluster)
+    elif change == "fewer devices":
+        harder = (goal, replace(cluster, devices_per_node=4))
+    else:
+        harder = (goal, replace(cluster, board=replace(cluster.board, memory=40.0)))
+    fixed = [("stage", 3), ("checkpointing", True), ("tp", 1), ("cp", 1), ("sp", 1), ("micro_batch", 1)]
+    fixed.append(("offload_optimizer", False))
+    easy = search(MODEL, cluster, replace(goal, fixed=tuple(fixed)))
+    hard = search(MODEL, harder[1], replace(harder[0], fixed=tuple(fixed)))
+    assert len(hard.fitting) <= len(easy.fitting)
+    smallest = [min(plan.memory.device for plan in (*one.fitting, *one.rejected)) for one in (easy, hard)]
+    if change != "smaller devices":
+        assert smallest[0] < smallest[1]
+
+
+def test_thousands_of_candidates_take_a_moment() -> None:
+    began = time.process_time()
+    result = search(MODEL, Cluster.of("H100", 16, 8), Goal(32768, 1024))
+    assert len(result.fitting) + len(result.rejected) > 3000
+    assert time.process_time() - began < 10  # about 1 s; a loop that allocates would take minutes
+
+
+def test_a_candidate_as_arguments() -> None:
+    run = Candidate(8, 4096, stage=3, micro_batch=2, accumulation=4, tp=2, offload_optimizer=True, checkpointing=True)
+    assert run.arguments() == {
+        "zero_stage": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "activation_checkpointing": True,
+        "bf16": True,
+        "tensor_parallel_size": 2,
+        "offload_optimizer": "cpu",
+    }
+    assert run.replicas == 4 and run.global_batch == 32
