@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ds_trainer.arguments.deepspeed_plugin import DeepSpeedPlugin
 from ds_trainer.arguments.enums import NamedValue
-from ds_trainer.utils.devices import device_of
+from ds_trainer.utils.devices import device_of, device_type_of_job
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import RankInfo, resolve_ranks
@@ -112,9 +112,7 @@ class ProcessInfo:
     @property
     def device_type(self) -> str:
         """``"cuda"`` if torch sees a GPU and ``use_cpu`` is off, else ``"cpu"``. Imports torch."""
-        import torch
-
-        return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
+        return "cpu" if self.use_cpu else device_type_of_job()
 
     @property
     def device(self) -> torch.device:

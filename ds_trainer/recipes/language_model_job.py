@@ -30,6 +30,7 @@ from ds_trainer.utils.files import write_json
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ds_trainer.arguments.training_arguments import TrainingArguments
     from ds_trainer.training.trainer import Trainer
 
 RESULTS_NAME = "results.json"
@@ -51,17 +52,7 @@ def run(recipe: Recipe) -> dict[str, Any]:
     began = time.perf_counter()
     args = recipe.training_arguments()
     inputs = prepare(recipe)
-
-    from ds_trainer.training.trainer import Trainer
-
-    model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=inputs.train_blocks,
-        eval_dataset=inputs.eval_blocks,
-        processing_class=inputs.tokenizer,  # saved in every checkpoint, and with the final weights
-    )
+    trainer = make_trainer(recipe, inputs, args)
     output_dir = Path(str(args.output_dir))
     baselines: dict[str, dict[str, float]] = {}
     if trainer.is_world_process_zero():
@@ -101,6 +92,24 @@ def run(recipe: Recipe) -> dict[str, Any]:
     print(report_text(results, evaluation), flush=True)
     write_json(output_dir / RESULTS_NAME, results)
     return results
+
+
+def make_trainer(recipe: Recipe, inputs: Inputs, args: TrainingArguments) -> Trainer:
+    """The Trainer of ``recipe``.
+
+    Raises:
+        ConfigError: the run cannot work; lists all problems found.
+    """
+    from ds_trainer.training.trainer import Trainer
+
+    model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
+    return Trainer(
+        model,
+        args,
+        train_dataset=inputs.train_blocks,
+        eval_dataset=inputs.eval_blocks,
+        processing_class=inputs.tokenizer,  # saved in every checkpoint, and with the final weights
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,30 @@ _OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _BOUND = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _PREFIX = "ds_trainer/devices"
+_planned: str | None = None
+
+
+@contextmanager
+def planned_device_type(device_type: str) -> Iterator[None]:
+    """Inside, jobs are checked and configured for ``device_type``, which this machine may lack.
+
+    The device of this process is then the CPU (:mod:`ds_trainer.training.dry_run`).
+    """
+    global _planned
+    before, _planned = _planned, device_type
+    try:
+        yield
+    finally:
+        _planned = before
+
+
+def device_type_of_job() -> str:
+    """``"cuda"`` if torch sees a GPU, or if the job is planned for GPUs; else ``"cpu"``. Imports torch."""
+    import torch
+
+    if _planned is not None:
+        return _planned
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_index(info: RankInfo, visible: int, environment: Mapping[str, str]) -> int:
@@ -67,7 +92,7 @@ def device_of(info: RankInfo, device_type: str) -> torch.device:
     """
     import torch
 
-    if device_type != "cuda":
+    if device_type != "cuda" or _planned is not None:
         return torch.device("cpu")
     return torch.device("cuda", device_index(info, torch.cuda.device_count(), os.environ))
 

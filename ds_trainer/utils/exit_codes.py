@@ -6,6 +6,8 @@ DONE = 0
 FAILED = 1
 CANNOT_WORK = 2
 """The request cannot work; a restart would fail again."""
+NOTHING_FITS = 3
+"""``ds-trainer plan``: no layout fits."""
 REQUEUE = 75
 """Stopped at a complete checkpoint by a signal or a time limit: restart it. (The value of ``EX_TEMPFAIL``.)"""
 HUNG = 76

@@ -128,6 +128,11 @@ def resolve_ranks(environment: Mapping[str, str]) -> RankInfo:
     return info
 
 
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without the variables of all launchers, so that another rank can be set."""
+    return {name: value for name, value in environment.items() if name not in {*_ALL_NAMES, _LOCAL_RANK_NAME}}
+
+
 def likely_rank(environment: Mapping[str, str]) -> int:
     """The rank of this process, even if :func:`resolve_ranks` would raise an error; 0 if unknown."""
     try:

@@ -16,7 +16,7 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_SPLIT_BYTES = 64 * 2**20
+SPLIT_BYTES = 64 * 2**20
 """Size from which a file that belongs to no single rank is read by all ranks of a shared directory, a part each."""
 
 
@@ -91,7 +91,7 @@ def _assign_files(manifest: Manifest, writer_group: WriterGroup) -> tuple[list[F
         if writer == writer_group.rank:
             of_this_rank.append(record)
         elif writer not in writer_group.ranks:
-            (split if record.size >= _SPLIT_BYTES and writer_group.nodes == 1 else others).append(record)
+            (split if record.size >= SPLIT_BYTES and writer_group.nodes == 1 else others).append(record)
     return of_this_rank + others[writer_group.work_slice()], split
 
 

@@ -72,7 +72,7 @@ class BaseDigest:
         samples = torch.full((len(rows), _SAMPLES), _UNSET, dtype=torch.int64)
         for shard in _local_shards(engine, names, buffers):
             sample, position = shard.slice.locate(_sampled(shard.name, shard.slice.shape))
-            if len(sample):
+            if len(sample) and not shard.tensor.is_meta:  # an engine on meta (a dry run) has no values
                 samples[rows[shard.name], sample] = _as_integers(shard.tensor, position)
         merged = distributed.largest(samples)
         return cls(

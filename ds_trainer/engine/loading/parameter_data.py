@@ -118,7 +118,7 @@ def load_buffers(model: nn.Module, source: WeightSource | None, device: torch.de
             flat = torch.empty(data.numel(), dtype=data.dtype, device=device)
             fill_slices(source, name, [ShardSlice.whole(tuple(data.shape))], flat)
             data = flat.view(data.shape)
-        if not buffer.is_meta:
+        if buffer.is_meta == data.is_meta:
             buffer.data = data
             continue
         for module in model.modules():

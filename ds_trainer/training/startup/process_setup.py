@@ -49,6 +49,7 @@ def create_accelerator_state(args: TrainingArguments, mixed_precision: str) -> N
 
 def join_ranks(args: TrainingArguments) -> None:
     """Start the process group, for our own collectives and for accelerate's. Collective at the first call."""
-    start_process_group(args.device_type, args.ddp_timeout_delta)
-    attach_accelerate(args.device_type)  # for the functions of accelerate that scripts call
+    device_type = args.device.type
+    start_process_group(device_type, args.ddp_timeout_delta)
+    attach_accelerate(device_type)  # for the functions of accelerate that scripts call
     watch_peers()

@@ -1,0 +1,68 @@
+"""``ds-trainer plan --dry-run N``: the start-up of rank 0 of N ranks (:mod:`ds_trainer.training.dry_run`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.utils.child_process import in_child_process
+from ds_trainer.utils.exit_codes import DONE
+from ds_trainer.utils.outcomes import VARIABLE as OUTCOMES
+
+if TYPE_CHECKING:
+    from ds_trainer.planner.candidate import Candidate
+
+# Nothing is downloaded, and no process that waits for this job hears of it.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", OUTCOMES: None, "TORCHELASTIC_ERROR_FILE": None}
+_DEVICE_TYPE = "cuda"  # of plans; a recipe with use_cpu is for CPUs
+
+
+def is_recipe(name: str) -> bool:
+    """Whether ``plan`` was given a recipe."""
+    return Path(name).suffix in (".yaml", ".yml")
+
+
+def set_cluster(options: argparse.Namespace) -> None:
+    """Let the cluster of ``options`` have as many devices as the dry run has ranks."""
+    options.devices_per_node = min(options.devices_per_node, options.dry_run)
+    options.nodes = -(-options.dry_run // options.devices_per_node)
+
+
+def rehearse_recipe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the dry run of a recipe; returns the exit code.
+
+    Raises:
+        ConfigError: ``ds-trainer train`` on this number of ranks would raise it too.
+    """
+    return _rehearse(options, "dry_run_of_recipe", options.model, list(overrides))
+
+
+def rehearse_candidate(options: argparse.Namespace, config: Mapping[str, Any], candidate: Candidate) -> int:
+    """Print the dry run of a new model in the layout of ``candidate``; returns the exit code.
+
+    Raises:
+        ConfigError: the start of such a training would raise it too.
+    """
+    if not options.json:
+        print(f"Plan: {candidate.describe()}")
+    return _rehearse(options, "dry_run_of_model", dict(config), candidate.arguments(), candidate.length)
+
+
+def _rehearse(options: argparse.Namespace, name: str, *args: Any) -> int:
+    ranks = (options.dry_run, options.devices_per_node, _DEVICE_TYPE)
+    found = in_child_process(_call, name, (*args, *ranks), environment=_ENVIRONMENT)
+    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(found.lines()))
+    return DONE
+
+
+def _call(name: str, args: tuple[Any, ...]) -> Any:
+    os.dup2(2, 1)  # what libraries print is not part of the report
+
+    from ds_trainer.recipes import dry_run  # imports torch, in the child process only
+
+    return getattr(dry_run, name)(*args)

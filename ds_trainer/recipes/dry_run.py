@@ -1,0 +1,89 @@
+"""Dry runs of the built-in job: of a recipe, and of a bare model with the arguments of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.recipes.language_model_job import make_trainer, prepare
+from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.training.dry_run import Adapt, DryRun, dry_run
+from ds_trainer.training.loading.pretrained import from_config
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.training.trainer import Trainer
+
+
+def dry_run_of_recipe(
+    path: str, overrides: Sequence[str], ranks: int, local_ranks: int = 8, device_type: str | None = None
+) -> DryRun:
+    """Rehearse ``ds-trainer train PATH`` with ``overrides``, as rank 0 of ``ranks``; see :func:`dry_run`.
+
+    Raises:
+        ConfigError: ``ds-trainer train`` would raise it too.
+    """
+    recipe = load_recipe(path, overrides)
+    args = recipe.training_arguments()
+
+    def make(adapt: Adapt) -> Trainer:
+        return make_trainer(recipe, prepare(recipe), adapt(args))
+
+    return dry_run(make, ranks, local_ranks, device_type, args.resume_from_checkpoint)
+
+
+def dry_run_of_model(
+    config: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    length: int,
+    ranks: int,
+    local_ranks: int = 8,
+    device_type: str | None = None,
+) -> DryRun:
+    """Rehearse a training of a new model, on as many made-up samples as two steps take; see :func:`dry_run`.
+
+    Args:
+        config: the content of a ``config.json`` of transformers.
+        arguments: those of ``TrainingArguments``, such as a plan's.
+        length: tokens of a sequence.
+        ranks, local_ranks, device_type: see :func:`dry_run`.
+
+    Raises:
+        ConfigError: the layout, the arguments or the model cannot work.
+    """
+    from transformers import AutoConfig
+
+    from ds_trainer.training.trainer import Trainer
+
+    fields = dict(config)
+    try:
+        architecture = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"The model's configuration cannot be read: {' '.join(str(error).split())[:400]}") from error
+    args = TrainingArguments("dry_run", max_steps=2, report_to="none", **arguments)
+
+    def make(adapt: Adapt) -> Trainer:
+        adapted = adapt(args)
+        auto_class = None if architecture.architectures else "AutoModelForCausalLM"
+        model = from_config(architecture, auto_class, dtype=torch.float32, seed=args.seed)
+        samples = MadeUpSamples(2 * ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps, length)
+        return Trainer(model, adapted, train_dataset=samples)
+
+    return dry_run(make, ranks, local_ranks, device_type)
+
+
+class MadeUpSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """``samples`` times ``length`` tokens of id 0, which take no memory until they are asked for."""
+
+    def __init__(self, samples: int, length: int) -> None:
+        self._samples, self._length = samples, length
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(self._length, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
