@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -257,7 +256,7 @@ def measure(case: Case) -> dict[str, Any]:
             THEIRS: theirs.train,
         }
         load = os.getloadavg()[0]
-        threads = [threading.Thread(target=_run, args=(turns, name, loops[name])) for name in LOOPS]
+        threads = [threading.Thread(target=turns.run, args=(name, loops[name])) for name in LOOPS]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -279,16 +278,6 @@ def measure(case: Case) -> dict[str, Any]:
         "deepspeed_config": config,
     }
     return result
-
-
-def _run(turns: Turns, name: str, loop: Callable[[], Any]) -> None:
-    turns.enter(name)
-    try:
-        loop()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other loops and ranks would wait forever
-    turns.leave()
 
 
 def _keep_losses(model: nn.Module) -> list[torch.Tensor]:

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -148,7 +147,7 @@ def step_times(rounds: int, stage: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as directory:
         loops = {name: loop(name, directory) for name in names}
-        threads = [threading.Thread(target=_run, args=(turns, name, loops[name])) for name in names]
+        threads = [threading.Thread(target=turns.run, args=(name, loops[name])) for name in names]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -157,16 +156,6 @@ def step_times(rounds: int, stage: int) -> dict[str, Any]:
     for name, moments in turns.times:
         seconds[name] += [moment.wall for moment in moments]
     return {"seconds": {name: values[WARMUP:] for name, values in seconds.items()}, "sent": sent, "losses": losses}
-
-
-def _run(turns: Turns, name: str, loop: Callable[[], None]) -> None:
-    turns.enter(name)
-    try:
-        loop()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other loops and ranks would wait forever
-    turns.leave()
 
 
 def attention_times(rounds: int, length: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -197,7 +196,7 @@ def measure(width: int, layers: int, tokens: int, rounds: int) -> dict[str, Any]
                 config = trainers[LOOPS[0]].compiled.to_dict()
                 trainers[name] = their_trainer(name.endswith("once"), *common, config)
             _report_steps(trainers[name], turns, name)
-        threads = [threading.Thread(target=_run, args=(turns, name, trainers[name].train)) for name in LOOPS]
+        threads = [threading.Thread(target=turns.run, args=(name, trainers[name].train)) for name in LOOPS]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -234,16 +233,6 @@ def _report_steps(trainer: Any, turns: Turns, name: str) -> None:
             turns.step_done(name)
 
     trainer.callback_handler.add_callback(StepEnd())
-
-
-def _run(turns: Turns, name: str, loop: Callable[[], Any]) -> None:
-    turns.enter(name)
-    try:
-        loop()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other loops and ranks would wait forever
-    turns.leave()
 
 
 def speed(seconds: dict[str, list[float]], name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -62,6 +64,16 @@ class Turns:
             self._steps = []
             self.leave()
             self.enter(name)
+
+    def run(self, name: str, loop: Callable[[], object]) -> None:
+        """Run ``loop`` in the turns of ``name``, as the target of a thread. The process ends if it fails."""
+        self.enter(name)
+        try:
+            loop()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the other loops and ranks would wait forever
+        self.leave()
 
     def leave(self) -> None:
         """Begin the next turn of the schedule."""

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import Phase, settings
 
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
-from tests.support.matrix import LONG, MATRIX
+from tests.support.matrix import LONG, is_left_out
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
 
@@ -46,9 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes hours in all runs where ``-m matrix`` asks for it; for ``pytest -n``, long files come first."""
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.nodeid.startswith(tuple(MATRIX)):
+        function = item.nodeid.partition("[")[0]
+        if is_left_out(item.nodeid, cases[function]):
             item.add_marker("matrix")
+        cases[function] += 1
         if item.nodeid.startswith("tests/clients/"):
             item.add_marker("clients")
     for marker in ("matrix", "clients"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.utils import distributed
 
 if TYPE_CHECKING:
     from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
@@ -25,8 +26,11 @@ class DeepSpeedPluginView:
         Without tensor parallelism: DeepSpeed would partition the other model (a reference model, a reward model)
         without the corrections of this package, and its outputs would differ between the ranks of a replica.
         """
-        settings = self._compiled.to_dict()
-        if settings.pop("tensor_parallel", None) is not None:
+        compiled = self._compiled
+        settings = compiled.to_dict()
+        settings.pop("tensor_parallel", None)
+        step_samples = compiled.micro_batch_size * compiled.gradient_accumulation_steps
+        if settings.get("train_batch_size") != step_samples * distributed.world_size():
             settings.pop("train_batch_size", None)  # counts replicas, and every rank is one for the other engine
         return settings
 

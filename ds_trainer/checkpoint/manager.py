@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
-from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, InMemoryFile
+from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
 from ds_trainer.checkpoint.protocol.checkpoint_selection import (
     VerifiedCheckpoint,
@@ -114,7 +114,7 @@ class CheckpointManager:
             small_files = [
                 *common_files,
                 *of_rank,
-                *self._adapter_files(with_weights=write_model is None),
+                *self._adapter_files(),
                 InMemoryFile.of(_random_file(distributed.rank()), random_state()),
             ]
             if engine is not None:
@@ -144,9 +144,10 @@ class CheckpointManager:
         yield InMemoryFile.of(_random_file(distributed.rank()), random_state())
         yield from self._engine_state_files()
 
-    def _adapter_files(self, with_weights: bool = True) -> list[CheckpointFile]:
+    def _adapter_files(self) -> list[CheckpointFile]:
         """Files of an adapter model besides its shards: the adapters, and the digest of the base. Collective."""
-        files = adapter_files(self.engine.deepspeed.module, self.writer_group.is_leader) if with_weights else []
+        adapters = adapter_files(self.engine.deepspeed.module, self.writer_group.is_leader)
+        files: list[CheckpointFile] = [FallbackFile(file) for file in adapters]
         base = self._excluded_base
         return [*files, base.to_file()] if base is not None and self.writer_group.is_leader else files
 

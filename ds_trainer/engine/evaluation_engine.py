@@ -16,7 +16,7 @@ from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
-from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices
+from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
 from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.engine.zero3.closing import release_engine
@@ -85,6 +85,7 @@ class EvaluationEngine:
         self._library_state = Zero3Registration(without_secrets(settings)) if sharded else None
         install_mpu(self.deepspeed, mpu)
         allow_empty_slices(self.deepspeed)
+        skip_input_check(self.deepspeed)
         limit_collectives()
         self._module_guard = guard_modules(self.deepspeed)
         if sharded:

@@ -34,7 +34,7 @@ from ds_trainer.engine.reduction_dtypes import (
 from ds_trainer.engine.reduction_order import reduce_in_fixed_order
 from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
-from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices
+from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups, verify_engine_topology
 from ds_trainer.engine.zero3.closing import release_engine
@@ -129,6 +129,7 @@ class TrainingEngine:
         self._library_state = Zero3Registration(self.deepspeed.config) if self.stage == 3 else None
         install_mpu(self.deepspeed, mpu)
         allow_empty_slices(self.deepspeed)
+        skip_input_check(self.deepspeed)
         batches = BatchPlan(layout, config.micro_batch_size, config.gradient_accumulation_steps)
         verify_engine_topology(self.deepspeed, self.groups, batches)
         limit_collectives()

@@ -48,7 +48,11 @@ class Requests:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Install the signal handlers during a block. Main thread only."""
+        """Install the signal handlers during a block. Main thread only.
+
+        A signal that has asked for the end is ignored afterwards: one more would kill this process on its way out, and
+        a caller would lose the exit code. ``salloc`` returns 0 for a program that a signal has killed.
+        """
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
@@ -56,7 +60,7 @@ class Requests:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if number in self.to_end else handler)
 
     @property
     def any(self) -> bool:

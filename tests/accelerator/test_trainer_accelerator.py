@@ -96,11 +96,11 @@ def test_another_model_is_for_evaluation_only() -> None:
     assert ours.prepare(frozen) is frozen and not frozen.training
 
 
-def second_engine(stage: int, tp: int) -> float:
+def second_engine(stage: int, tp: int, sp: int) -> float:
     """What libraries do for a reference model: a second engine from the plugin's configuration."""
     import deepspeed
 
-    trainer = trainer_for(tiny_llama(), zero_stage=stage, bf16=True, tensor_parallel_size=tp)
+    trainer = trainer_for(tiny_llama(), zero_stage=stage, bf16=True, tensor_parallel_size=tp, sequence_parallel_size=sp)
     join_ranks(trainer.args)
     config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     if trainer.accelerator.state.deepspeed_plugin.zero_stage != 3:
@@ -118,11 +118,11 @@ def second_engine(stage: int, tp: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize(("stage", "tp"), [(2, 1), (3, 1), (1, 2)])
-def test_the_configuration_is_complete_for_a_reference_engine(stage: int, tp: int) -> None:
+@pytest.mark.parametrize(("stage", "tp", "sp"), [(2, 1, 1), (3, 1, 1), (1, 2, 1), (3, 1, 2)])
+def test_the_configuration_is_complete_for_a_reference_engine(stage: int, tp: int, sp: int) -> None:
     tokens = torch.arange(8)[None]
     wanted = float(tiny_llama()(input_ids=tokens, labels=tokens).loss)
-    found = pool(2).run(second_engine, stage, tp)
+    found = pool(2).run(second_engine, stage, tp, sp)
     assert found == [pytest.approx(wanted, rel=2e-2)] * 2 and found[0] == found[1]
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pool import _PRELOADED
+from tests.support.forks import in_a_fork
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
@@ -19,48 +18,24 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 import scale as benchmark  # noqa: E402
 
 PHASES = benchmark.PHASES
-
-
-def _answer(pipe: Connection, function: Any, args: tuple[Any, ...]) -> None:
-    try:
-        pipe.send((True, function(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-
-
-def in_a_fork(function: Any, *args: Any) -> Any:
-    """``function(*args)`` in a process that has imported everything and has no process group."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    parent_end, child_end = context.Pipe()
-    process = context.Process(target=_answer, args=(child_end, function, args), daemon=True)
-    process.start()
-    child_end.close()
-    try:
-        assert parent_end.poll(300), "no answer"
-        good, value = parent_end.recv()
-    finally:
-        process.kill()
-        process.join()
-    assert good, value
-    return value
+Lines = Callable[[str, int], tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, int], dict[str, Any]]:
-    """Counts of six runs, by ranks, layout and ZeRO stage."""
-    wanted = [
-        benchmark.Line(ranks, layout, zero)
-        for layout, zero in (("dp", 1), ("dp", 3), ("tp 8 x cp 2 x sp 2", 1))
-        for ranks in (64, 1024)
-    ]
-    return {
-        (line.ranks, line.layout, line.zero): in_a_fork(benchmark.measure, line, tmp_path_factory.mktemp("scale"))
-        for line in wanted
-    }
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """Gives the counts of 64 and of 1,024 ranks with a layout and a ZeRO stage."""
+
+    @cache
+    def of(layout: str, zero: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        few, many = (
+            in_a_fork(benchmark.measure, benchmark.Line(ranks, layout, zero), tmp_path_factory.mktemp("scale"))
+            for ranks in (64, 1024)
+        )
+        return few, many
+
+    return of
 
 
-Lines = dict[tuple[int, str, int], dict[str, Any]]
 # Groups that a rank makes: one for each axis that differs, one for all axes of size 1, two in host memory.
 LAYOUTS = pytest.mark.parametrize(
     ("layout", "zero", "groups"), [("dp", 1, 2), ("dp", 3, 2), ("tp 8 x cp 2 x sp 2", 1, 9)]
@@ -71,7 +46,7 @@ LAYOUTS = pytest.mark.parametrize(
 def test_groups_files_and_sockets_are_as_many_as_with_few_ranks(
     lines: Lines, layout: str, zero: int, groups: int
 ) -> None:
-    few, many = lines[64, layout, zero], lines[1024, layout, zero]
+    few, many = lines(layout, zero)
     for one in (few, many):
         assert [one[phase]["groups"] for phase in PHASES] == [groups, 0, 0, 0]
         assert not any(one[phase]["groups_of_others"] for phase in PHASES)
@@ -83,7 +58,7 @@ def test_groups_files_and_sockets_are_as_many_as_with_few_ranks(
 
 @LAYOUTS
 def test_a_step_gathers_nothing_and_opens_nothing(lines: Lines, layout: str, zero: int, groups: int) -> None:
-    few, many = lines[64, layout, zero]["step"], lines[1024, layout, zero]["step"]
+    few, many = (one["step"] for one in lines(layout, zero))
     for step in (few, many):
         assert step["object_gathers"] == step["objects"] == step["files_opened"] == 0
         assert step["store_operations"] <= 20  # of the threads that watch, now and then
@@ -92,7 +67,7 @@ def test_a_step_gathers_nothing_and_opens_nothing(lines: Lines, layout: str, zer
 
 @LAYOUTS
 def test_rank_0_receives_little_and_requests_it_at_once(lines: Lines, layout: str, zero: int, groups: int) -> None:
-    many = lines[1024, layout, zero]
+    _, many = lines(layout, zero)
     for phase in PHASES:
         counts = many[phase]
         assert counts["object_gathers"] <= 1, phase  # free memory before the first save; a checkpoint that is looked at

@@ -15,6 +15,8 @@ class Client:
     """Whether it takes the arguments of ``TrainingArguments``."""
     depends_on_ranks: bool = False
     """Whether its losses depend on the samples of a rank: negatives in the batch, means over tokens, random numbers."""
+    undefined: tuple[str, ...] = ()
+    """Ends of the names of numbers that compare two equal values, so that rounding decides."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ TRL = {
     "TRL SFT, LoRA": Client("trl_sft.py", ("--method", "lora", *_PLAIN)),
     "TRL SFT, packing": Client("trl_sft.py", ("--method", "packing")),
     "TRL SFT, answers only": Client("trl_sft.py", ("--method", "completion")),
-    "TRL DPO": Client("trl_dpo.py"),
-    "TRL DPO, LoRA": Client("trl_dpo.py", ("--method", "lora")),
+    # At the first step the model is the reference model.
+    "TRL DPO": Client("trl_dpo.py", undefined=(": step 1 rewards/accuracies",)),
+    "TRL DPO, LoRA": Client("trl_dpo.py", ("--method", "lora"), undefined=(": step 1 rewards/accuracies",)),
     "TRL reward": Client("trl_reward.py"),
     "TRL KTO": Client("trl_kto.py", depends_on_ranks=True),
     "TRL ORPO": Client("trl_orpo.py", depends_on_ranks=True),

@@ -100,6 +100,7 @@ def _environment() -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DS_TRAINER_SELF_TEST": "never",
         "TRL_EXPERIMENTAL_SILENCE": "1",
+        "ACCELERATE_USE_CPU": "true",  # else accelerate starts no process group for arguments without use_cpu
     }
 
 

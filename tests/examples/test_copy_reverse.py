@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.examples.conftest import ROOT
+from tests.examples.conftest import ROOT, losses, results
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -20,6 +20,13 @@ def test_held_out_samples_are_not_trained_on() -> None:
     assert len(held_out) == copy_reverse.HELD_OUT
     assert not [row for row in held_out if tuple(row["input_ids"]) in known]
     assert all(row["labels"][:-1] == row["input_ids"][-2::-1] for row in held_out)
+
+
+def test_its_loss_falls_on_two_ranks(run_example: Callable[..., Path]) -> None:
+    out = run_example("copy_reverse", "--max_steps", "60", "--logging_steps", "20", ranks=2)
+    found = losses(out)
+    assert len(found) == 3 and found[2] < 0.9 * found[0]
+    assert 0 <= results(out)["eval_held_out_exact_match"] <= 1
 
 
 def test_it_learns_to_write_backwards_on_two_ranks(run_example: Callable[..., Path]) -> None:

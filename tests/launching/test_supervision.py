@@ -188,3 +188,12 @@ def outcomes(*codes: int) -> dict[int, RankOutcome]:
 )
 def test_the_code_of_a_job(launcher: int, codes: tuple[int, ...], expected: int) -> None:
     assert job_code(launcher, outcomes(*codes), range(max(2, len(codes)))) == expected
+
+
+def test_a_signal_on_the_way_out_does_not_replace_the_exit_code() -> None:
+    code = (
+        "import os, signal, sys\nfrom ds_trainer.launching.supervision import Requests\nrequests = Requests()\n"
+        "with requests.handled():\n    os.kill(os.getpid(), signal.SIGINT)\n    assert requests.any\n"
+        "os.kill(os.getpid(), signal.SIGINT)\nsys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7

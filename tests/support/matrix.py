@@ -103,8 +103,113 @@ MATRIX = {
         )
         for kind in ("many outputs", "token classifier", "sequence classifier")
     },
+    **{
+        f"tests/benchmarks/test_scale.py::{name}[dp-1-2]": "the same test with ZeRO 3 and with all axes"
+        for name in (
+            "test_groups_files_and_sockets_are_as_many_as_with_few_ranks",
+            "test_a_step_gathers_nothing_and_opens_nothing",
+            "test_rank_0_receives_little_and_requests_it_at_once",
+        )
+    },
+    "tests/cluster/test_launchers.py::test_a_killed_rank_ends_the_job_with_its_exit_code[pdsh]": (
+        "test_remote_ranks_end_when_the_launcher_is_killed[pdsh]; exit codes of ranks: tests/cluster/test_ends.py"
+    ),
+    "tests/cluster/test_launchers.py::test_an_abort_leaves_no_process_on_any_machine[pdsh]": (
+        "the same test with srun, and test_remote_ranks_end_when_the_launcher_is_killed[pdsh]"
+    ),
+    "tests/cluster/test_launchers.py::test_scripts_started_by_hand_with_mpi[hydra, ssh]": (
+        "the same test with srun and PMI-2, and test_mpi_over_two_machines_needs_an_address"
+    ),
+    "tests/cluster/test_doctor.py::test_the_doctor_checks_both_machines[True]": (
+        "tests/cli/test_doctor.py: differences between ranks are reported; machines: tests/monitor/doctor"
+    ),
+    "tests/as_transformers/test_run_command.py::test_two_ranks_with_zero_3_give_the_same_losses": (
+        "the tests of libraries, which CI runs too: tests/clients/test_clients.py"
+    ),
+    "tests/engine/test_launchers.py::test_two_ranks_train_like_one[python]": "the same test under torchrun",
+    "tests/benchmarks/test_parallel.py::test_bytes_are_those_of_the_best_algorithm": (
+        "tests/parallel/test_ring_attention.py, tests/parallel/test_ulysses.py: what is sent; collectives of a step: "
+        "tests/training/test_host_syncs.py"
+    ),
+    "tests/examples/test_scripts.py::test_multi_node_on_two_agents_resumes": (
+        "tests/cluster/test_scripts.py: the batch script on two machines; resuming: tests/resilience/test_restarts.py"
+    ),
+    "tests/examples/test_copy_reverse.py::test_it_learns_to_write_backwards_on_two_ranks": (
+        "test_its_loss_falls_on_two_ranks"
+    ),
+    "tests/engine/loading/test_parameter_sharding.py::test_every_way_to_load_a_model_trains_like_one_process"
+    "[4-tp2 x dp2]": "the same test on two ranks; tensor parallelism: tests/training/loading/test_training.py",
+    "tests/utils/test_failures.py::test_a_launched_job_ends[torchrun-dataset-3-1]": (
+        "the same test under ds-trainer launch, and test_ranks_without_a_launcher_end with a failing dataset"
+    ),
+    "tests/training/test_long_data.py::test_a_billion_samples_train_and_resume[sequential]": "the same test, shuffled",
+    "tests/monitor/health/test_hangs.py::test_a_stopped_process_is_named[1]": (
+        "the same test for rank 0, and test_a_sleeping_rank_is_named"
+    ),
+    **{
+        f"tests/utils/test_aborts.py::test_ranks_end_whatever_the_abort_does[{how}": (
+            "the same test with an abort that hangs"
+        )
+        for how in ("works", "raises")
+    },
+    **{
+        f"tests/as_transformers/test_replacement.py::test_without_it_nothing_of_transformers_is_changed[{module}]": (
+            "the same test for ds_trainer.cli.main, which imports this module"
+        )
+        for module in ("ds_trainer", "ds_trainer.training.trainer")
+    },
 }
 """Beginning of a test's name -> the tests of the default run that notice the same mistakes."""
 
+GRIDS = {
+    "tests/training/test_layouts.py::test_trajectory_is_that_of_one_process": 2,
+    "tests/training/test_exact_resume.py::test_a_resumed_run_is_bit_identical": 2,
+    "tests/engine/state/test_round_trip.py::test_state_moves_from_every_optimizer_wrapper_to_another": 2,
+    "tests/engine/state/test_round_trip.py::test_state_of_every_optimizer_wrapper_survives_a_round_trip": 2,
+    "tests/training/generation/test_layouts.py::test_every_layout_gives_what_one_process_gives": 2,
+    "tests/training/generation/test_generation_in_training.py::test_generation_in_training": 2,
+    "tests/training/loop/test_memory_recovery.py::test_zero_3_with_gathered_and_prefetched_parameters": 3,
+    "tests/training/loop/test_memory_recovery.py::test_in_the_first_or_the_last_micro_batch_of_a_step": 2,
+    "tests/training/loop/test_memory_recovery.py::test_two_ranks_of_which_one_is_short_of_memory": 2,
+    "tests/training/test_killed_runs.py::test_a_run_killed_at_any_moment_resumes": 2,
+    "tests/training/test_killed_runs.py::test_a_run_killed_during_a_save_resumes": 2,
+    "tests/training/test_reshape.py::test_every_layout_resumes_from_every_other": 2,
+    "tests/training/test_scalar_models.py::test_contrastive_models": 2,
+    "tests/training/loop/test_divergence_guard.py::test_a_skipped_step_leaves_no_trace": 2,
+    "tests/training/loop/test_divergence_guard.py::test_a_rollback_skips_the_batches_that_caused_it": 2,
+    "tests/training/loop/test_divergence_guard.py::test_a_spike_is_skipped": 2,
+    "tests/checkpoint/shards/test_layouts.py::test_a_run_resumes_bit_for_bit": 2,
+    "tests/training/loop/test_auxiliary_loss.py::test_sharded_sequences": 2,
+    "tests/checkpoint/export/test_checkpoint_export.py::test_export_is_the_live_save_and_the_single_process_save": 2,
+    "tests/training/test_host_syncs.py::test_a_step_does_not_wait_for_the_device": 2,
+    "tests/training/model/test_compilation.py::test_compilation_changes_no_loss_and_no_name": 2,
+    "tests/training/test_library_runs.py::test_a_resumed_run_is_the_same": 2,
+    "tests/checkpoint/shards/test_layouts.py::test_the_file_matches_that_of_one_process": 2,
+    "tests/engine/test_reduction_dtypes.py::test_the_norm_of_512_bf16_micro_batches_is_that_of_float32": 2,
+    "tests/engine/test_reduction_dtypes.py::test_without_float32_accumulation_the_norm_is_wrong": 4,
+    "tests/training/test_layouts.py::test_recomputation": 2,
+    "tests/training/test_mixed_batches.py::test_mixed_batches_train_like_one_process": 2,
+    "tests/parity/test_steps.py::test_steps_losses_rates_and_weights": 2,
+    "tests/training/loop/test_best_model.py::test_the_best_checkpoint_is_that_of_transformers": 2,
+    "tests/utils/test_devices.py::test_a_rank_selects_its_gpu_and_keeps_its_local_rank": 2,
+    "tests/checkpoint/shards/test_opened_files.py::test_a_rank_opens_only_its_own_file_in_the_same_layout": 2,
+    "tests/checkpoint/shards/test_frozen_weights.py::test_frozen_weights_are_written_once": 2,
+    "tests/parity/test_tensor_families.py::test_trajectory_is_that_of_one_process": 2,
+    "tests/checkpoint/shards/test_tensor_parallel_shards.py::test_the_file_matches_that_of_one_process": 2,
+    "tests/training/test_schedule_runs.py::test_a_resumed_run_continues_with_the_same_rates": 2,
+    "tests/cluster/test_ends.py::test_final_exit_codes_are_not_requeued": 2,
+}
+"""Test -> N: one in N of its cases runs by default, the others with ``-m matrix``."""
+
 # Files that several processes begin with, so that none of them is left alone with one at the end.
 LONG = ("tests/cluster/", "tests/resilience/", "tests/examples/", "tests/benchmarks/", "tests/engine/test_launchers.py")
+
+
+def is_left_out(nodeid: str, number: int) -> bool:
+    """Whether a test runs with ``-m matrix`` only.
+
+    Args:
+        nodeid: its name.
+        number: its place among the cases of its function.
+    """
+    return nodeid.startswith(tuple(MATRIX)) or number % GRIDS.get(nodeid.partition("[")[0], 1) != 0

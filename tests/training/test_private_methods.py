@@ -308,6 +308,9 @@ class SavesAll(Trainer):
 
 @pytest.mark.parametrize(("stage", "keyword"), [(0, "_save"), (3, "_save"), (2, "save_model")])
 def test_checkpoints_have_what_an_override_saves_and_resume(stage: int, keyword: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from ds_trainer.checkpoint.export.checkpoint_export import export_checkpoint
     from ds_trainer.checkpoint.protocol.manifest import Manifest
 
     (wanted, _) = pool(2).run(trained_with_own_files, str(tmp_path), stage, None, keyword)
@@ -315,6 +318,9 @@ def test_checkpoints_have_what_an_override_saves_and_resume(stage: int, keyword:
         checkpoint = tmp_path / f"checkpoint-{step}"
         assert {"own.pt", "model.safetensors", "trainer_state.json"} <= Manifest.read(checkpoint).files.keys()
         assert torch.load(checkpoint / "own.pt")["weights"].keys() == wanted.keys()
+    export_checkpoint(checkpoint, tmp_path / "exported", 10**9)
+    exported = load_file(str(tmp_path / "exported" / "model.safetensors"))
+    assert exported.keys() == wanted.keys() and all(torch.equal(exported[name], wanted[name]) for name in wanted)
     first = str(tmp_path / "checkpoint-1")
     (resumed, _) = pool(2).run(trained_with_own_files, str(tmp_path / "resumed"), stage, first, keyword)
     assert all(torch.equal(resumed[name], wanted[name]) for name in wanted)

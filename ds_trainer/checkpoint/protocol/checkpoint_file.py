@@ -69,6 +69,26 @@ class GeneratedFile:
 
 
 @dataclass(frozen=True)
+class FallbackFile:
+    """A file for ``from_pretrained`` that is left out if an overridden ``save_model`` has written one of its name.
+
+    Attributes:
+        file: written otherwise.
+    """
+
+    file: CheckpointFile
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint directory."""
+        return self.file.name
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write the content to ``stream``."""
+        self.file.write(stream)
+
+
+@dataclass(frozen=True)
 class UnchangedFile:
     """A file that an earlier checkpoint holds already: hard-linked if possible, written again otherwise.
 

@@ -21,7 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, checkpoint_name
-from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, UnchangedFile, WritesSharedFiles
+from ds_trainer.checkpoint.protocol.checkpoint_file import (
+    CheckpointFile,
+    FallbackFile,
+    UnchangedFile,
+    WritesSharedFiles,
+)
 from ds_trainer.checkpoint.protocol.file_records import FileRecord
 from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, versions
@@ -157,6 +162,8 @@ class CheckpointSave:
     def _write(self, partial: Path, files: Iterable[CheckpointFile]) -> tuple[list[FileRecord], list[Any]]:
         writer, shared = CheckpointFileWriter(partial), self._created or SharedFiles(partial, self._shared)
         for file in files:
+            if isinstance(file, FallbackFile) and (partial / file.name).exists():
+                continue
             unchanged = file if isinstance(file, UnchangedFile) else None
             if unchanged is None or unchanged.stored is None or not writer.link(file.name, unchanged.stored):
                 with writer.create(file.name) as stream:

@@ -21,6 +21,10 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _HEAD = "get_output_embeddings"
+_REMEDY = (
+    "Configure the layers in tensor_parallel.partition_config of the DeepSpeed configuration, or set "
+    "tensor_parallel_size=1."
+)
 
 
 @contextmanager
@@ -44,21 +48,27 @@ def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterat
     def partition(engine: Any, model: nn.Module, settings: Any) -> Any:
         if getattr(model, "ds_autotp_parsed", False):
             return original(engine, model, settings)  # an earlier engine has completed it
-        given_loss = custom_loss_function(model)
+        given_loss, inner = custom_loss_function(model), _transformers_model(model)
         with (
             partition_lora_layers(),
             partition_embeddings_in_place(),
             _on_the_host(settings),
-            _input_embeddings_may_be_missing(model),
-            _head_left_whole(model),
+            _input_embeddings_may_be_missing(inner),
+            _head_left_whole(inner),
         ):
-            replaced = original(engine, model, settings)
+            try:
+                replaced = original(engine, inner, settings)
+            except AssertionError as error:
+                raise ConfigError(
+                    f"tensor_parallel_size={groups.layout.tp}: DeepSpeed does not know how to partition "
+                    f"{type(inner).__name__}: {error} {_REMEDY}"
+                ) from error
+        model.ds_autotp_parsed = True  # type: ignore[assignment]
         mark_sliced_embeddings(model, groups.tp)
         if not any(is_sliced(parameter) for parameter in model.parameters()):
             raise ConfigError(
                 f"tensor_parallel_size={groups.layout.tp}, but DeepSpeed partitioned no parameter of "
-                f"{type(model).__name__}: every rank would compute the same. Configure the layers in "
-                "tensor_parallel.partition_config of the DeepSpeed configuration, or set tensor_parallel_size=1."
+                f"{type(model).__name__}: every rank would compute the same. {_REMEDY}"
             )
         install_logit_gathering(model, gather_logits, given_loss)
         separate_randomness(model, groups)
@@ -70,6 +80,19 @@ def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterat
         yield
     finally:
         DeepSpeedEngine._apply_autotp_partitioning = original
+
+
+def _transformers_model(model: nn.Module) -> nn.Module:
+    """The transformers model in a wrapper (sentence-transformers), if there is one; otherwise ``model``.
+
+    DeepSpeed finds the layers by the names of its modules, and reads the number of heads from its configuration.
+    """
+    parts: list[nn.Module] = []
+    for part in model.modules():  # parents before their children
+        inside = any(part is inner for found in parts for inner in found.modules())
+        if hasattr(type(part), "config_class") and not inside:
+            parts.append(part)
+    return parts[0] if len(parts) == 1 else model
 
 
 @contextmanager

@@ -86,11 +86,11 @@ def materialize_if_empty(parameter: Any) -> bool:
     return True
 
 
-def allow_generation(engine: Any) -> None:
-    """Allows ``generate`` to run the first forward pass.
+def skip_input_check(engine: Any) -> None:
+    """Skips DeepSpeed's comparison of the first inputs over the tensor-parallel ranks.
 
-    DeepSpeed 0.19.8 compares the inputs of the first pass over the tensor-parallel ranks, and fails on nested tensors
-    such as the encoder's outputs (``runtime/utils.py:1245``). Our ranks receive their batches from one of them anyway.
+    DeepSpeed 0.19.8 fails on nested tensors, such as the outputs of an encoder or a dictionary of features
+    (``runtime/utils.py:1245``). Our ranks receive their batches from one of them anyway.
     """
     check = getattr(engine, "first_dataloader_check", None)
     if check is not None:

@@ -16,7 +16,6 @@ from torch import nn
 from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.evaluation_engine import EvaluationEngine
-from ds_trainer.engine.tensor_parallel.repairs import allow_generation
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.whole_weights import (
     are_whole,
@@ -69,8 +68,6 @@ class GenerationPhase:
             yield
             return
         engine = self._engine.deepspeed
-        if self._engine.groups.layout.tp > 1:
-            allow_generation(engine)
         gathers = self._gathers(engine, gather)
         with whole_weights(engine) if gathers else nullcontext():
             self._open, self.gathered = True, gathers

@@ -195,9 +195,9 @@ class LossComputation:
         """Once, because it is possible that the function of the user needs none."""
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "a batch has no labels (%s): compute_loss_func is called with labels=None", ", ".join(self._label_names)
-            )
+            names = ", ".join(self._label_names)
+            log = logger.warning if distributed.rank() == 0 else logger.debug
+            log("a batch has no labels (%s): compute_loss_func is called with labels=None", names)
 
     def _of_model(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None

@@ -13,7 +13,7 @@ from ds_trainer.callbacks.state import TrainerState, export_states, restore_stat
 from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
 from ds_trainer.checkpoint.protocol.checkpoint_directory import checkpoint_name
-from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, GeneratedFile, InMemoryFile
+from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, GeneratedFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest, arguments_digest
 from ds_trainer.checkpoint.protocol.retention import Retention
@@ -345,9 +345,8 @@ class Checkpointer:
         files += run_files(run, self.cursor, self.guard, self.evaluation_is_due)
         if not run.events.args.save_only_model:
             files.append(InMemoryFile.of(SCHEDULE_FILE, run.lr_scheduler.state_dict()))
-        if not (run.events.args.save_only_model or self._has_own_files):
             with original_cache_settings(run.model):  # these files allow an export of the weights without the model
-                files += description_files(run.model, run.processing_class)
+                files += map(FallbackFile, description_files(run.model, run.processing_class))
         return files
 
     def manager(self, state: TrainerState) -> CheckpointManager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -90,21 +91,34 @@ def keras_problems(model: Any) -> list[str]:
 
 
 def replica_problems(trainer: type, layout: ParallelLayout) -> list[str]:
-    """Reject trainers of TRL that need one rank per replica.
+    """Reject trainers of libraries that need one rank per replica.
 
-    They gather rewards, take their own rows by ``accelerator.process_index``, and divide by ``num_processes``. Both
-    count ranks, but the ranks of a replica have the same samples, which are gathered once.
+    Those of TRL that draw samples gather rewards, take their own rows by ``accelerator.process_index``, and divide by
+    ``num_processes``. Both count ranks, but the ranks of a replica have the same samples, which are gathered once.
+    Those of sentence-transformers run the model on the main process when they save it, for the model card.
 
     Args:
         trainer: the class of the Trainer.
         layout: the layout of the job.
     """
-    names = [cls.__name__ for cls in trainer.__mro__ if cls.__module__.startswith("trl.")]
-    name = next((name for name in names if name in _ROWS_BY_PROCESS), None)
-    if name is None or layout.replica_size == 1:
-        return []
-    return [
-        f"{name} of TRL takes the rewards of a rank by accelerator.process_index, so every rank must have samples of "
-        f"its own, but this is {layout.describe()}. Set tensor_parallel_size, context_parallel_size and "
-        "sequence_parallel_size to 1; zero_stage=3 shards the weights over all ranks."
-    ]
+    by_process = _base_class(trainer, "trl.", _ROWS_BY_PROCESS)
+    if by_process is not None and layout.replica_size > 1:
+        return [
+            f"{by_process} of TRL takes the rewards of a rank by accelerator.process_index, so every rank must have "
+            f"samples of its own, but this is {layout.describe()}. Set tensor_parallel_size, context_parallel_size and "
+            "sequence_parallel_size to 1; zero_stage=3 shards the weights over all ranks."
+        ]
+    runs_alone = _base_class(trainer, "sentence_transformers.")
+    if runs_alone is not None and layout.tp > 1:
+        return [
+            f"{runs_alone} of sentence-transformers runs the model on one rank when it saves it, but with "
+            f"tensor_parallel_size={layout.tp} every rank has a part of each layer. Set tensor_parallel_size=1; "
+            "zero_stage=3 shards the weights over all ranks."
+        ]
+    return []
+
+
+def _base_class(trainer: type, package: str, names: Sequence[str] | None = None) -> str | None:
+    """The first base class of ``trainer`` that is from ``package``, and one of ``names`` if those are given."""
+    found = (cls.__name__ for cls in trainer.__mro__ if cls.__module__.startswith(package))
+    return next((name for name in found if names is None or name in names), None)

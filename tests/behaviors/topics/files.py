@@ -99,28 +99,21 @@ def total_limit(api: Api) -> Any:
 
 
 def total_limit_keeps_the_best(api: Api) -> Any:
-    values = iter([0.9, 0.2, 0.3, 0.1])
-    changes = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "accuracy",
-    }
-    api.evaluated_trainer(changes, compute_metrics=lambda prediction: {"accuracy": next(values)}).train()
-    return [name for name in api.files() if name.startswith("checkpoint")]
+    return _kept_with_the_best(api, 2)
 
 
 def total_limit_of_one_keeps_the_best(api: Api) -> Any:
+    return _kept_with_the_best(api, 1)
+
+
+def _kept_with_the_best(api: Api, limit: int) -> Any:
     values = iter([0.9, 0.2, 0.3, 0.1])
     changes = {
         "save_strategy": "steps",
         "save_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": 1,
-        "save_total_limit": 1,
+        "save_total_limit": limit,
         "load_best_model_at_end": True,
         "metric_for_best_model": "accuracy",
     }

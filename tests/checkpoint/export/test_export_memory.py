@@ -1,4 +1,4 @@
-"""Saving and exporting a model of about 1 GB take less than two files' worth of memory beside what is there."""
+"""Saving and exporting a model of about half a GB take less than two files' worth of memory beside what is there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.memory import MB, peak_of
 from tests.support.models import regression_rows
 from tests.support.pool import WorkerPool
 
-SHARD = 200 * MB
-ROWS, COLUMNS, LAYERS = 4096, 8192, 8  # 8 x 128 MB
+SHARD = 100 * MB
+ROWS, COLUMNS, LAYERS = 4096, 4096, 8  # 8 x 64 MB
 
 
 class Wide(nn.Module):
-    """1 GB of weights, of which few are trained: gradients and masters of all would be in memory too."""
+    """Half a GB of weights, of which few are trained: gradients and masters of all would be in memory too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def exported(output_dir: str) -> int:
 
 
 @pytest.mark.slow
-def test_exporting_a_gigabyte_takes_less_memory_than_two_files(tmp_path: Path) -> None:
+def test_exporting_half_a_gigabyte_takes_less_memory_than_two_files(tmp_path: Path) -> None:
     ranks = WorkerPool(2)
     try:
         live = ranks.run(saved, str(tmp_path), timeout=400)

@@ -109,7 +109,7 @@ def test_ranks_write_one_file(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_damage_anywhere_is_detected(ranks: int, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if each rank reads only a part."""
-    monkeypatch.setattr(checkpoint_selection, "_SPLIT_BYTES", 0 if split else 2**30)
+    monkeypatch.setattr(checkpoint_selection, "SPLIT_BYTES", 0 if split else 2**30)
     path = saved(tmp_path, 2)
     size = len(WHOLE)
     for at in (0, HEADER_SIZE - 1, HEADER_SIZE, size // 3 - 1, size // 3, size // 2, size - 1):
