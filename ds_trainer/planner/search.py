@@ -19,6 +19,8 @@ from ds_trainer.planner.step_time import StepTime, mfu, step_time
 MARGIN = 0.06
 """Share of a device's memory that a plan leaves free: the error of the estimate and fragmentation."""
 
+_LARGEST_MICRO_BATCH = 128
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -174,13 +176,11 @@ def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, in
 
 def _batches(replicas: int, global_batch: int | None) -> Iterator[tuple[int, int]]:
     """Micro-batch and accumulation."""
-    sizes = [1 << power for power in range(8)]
     if global_batch is None:
-        yield from ((size, 1) for size in sizes)
-        return
-    if global_batch % replicas == 0:
+        yield from ((1 << power, 1) for power in range(8))
+    elif global_batch % replicas == 0:
         share = global_batch // replicas
-        yield from ((size, share // size) for size in sizes if share % size == 0)
+        yield from ((size, share // size) for size in range(1, _LARGEST_MICRO_BATCH + 1) if share % size == 0)
 
 
 def _states(cluster: Cluster, tp: int, precision: str) -> Iterator[tuple[int, bool, bool]]:
