@@ -103,10 +103,9 @@ def _heading(model: PlannedModel, cluster: Cluster, goal: Goal, result: SearchRe
     trained = "all trained" if not model.lora_rank else f"{about['trainable'] / 1e6:,.0f} M trained"
     yield f"{model.name}: {about['parameters'] / 1e9:.2f} B parameters, {trained}; {model.stack.layers} layers"
     batch = "" if goal.global_batch is None else f", global batch {goal.global_batch}"
-    number = len(result.fitting) + len(result.rejected)
     yield (
         f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}, {goal.length:,} tokens a sequence{batch}: "
-        f"{number} ways to run, {len(result.fitting)} fit"
+        f"{result.tried:,} ways to run, {len(result.fitting)} fit"
     )
     _, family = model.activations("sdpa", "bf16")
     if family != model.family:

@@ -15,6 +15,10 @@ from ds_trainer.planner.search import Goal, Plan, candidates
 _AT_ONCE = 2
 _MOST_NODES = 64  # times as many
 
+_SEARCHED = (
+    *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp"),
+    *("offload_optimizer", "offload_param", "checkpointing"),
+)
 _DEFAULTS = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1}
 
 
@@ -76,9 +80,9 @@ def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
                 continue
             # A superset of other changes is worth it only if it is faster.
             fewer = [other for names, other in best.items() if names <= changes]
-            if all(changed.time.seconds < other.time.seconds for other in fewer):
+            if all(changed.seconds < other.seconds for other in fewer):
                 best[changes] = changed
-    return sorted(best.values(), key=lambda changed: changed.time.seconds)
+    return sorted(best.values(), key=lambda changed: changed.seconds)
 
 
 def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
@@ -89,13 +93,7 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
         evaluation.append(1)
     for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), []):
         for batch in evaluation:
-            yield replace(
-                found,
-                attention=run.attention,
-                state_bytes=run.state_bytes,
-                float32_sums=run.float32_sums,
-                eval_micro_batch=batch,
-            )
+            yield replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
 
 
 def _changes(before: Candidate, after: Candidate) -> frozenset[str] | None:

@@ -14,7 +14,7 @@ from ds_trainer.planner.memory.elements import Elements, elements_of
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.step_time import StepTime, mfu, step_time
+from ds_trainer.planner.step_time import StepTime, mfu, step_time, usual_seconds
 
 MARGIN = 0.06
 """Share of a device's memory that a plan leaves free: the error of the estimate and fragmentation."""
@@ -56,15 +56,20 @@ class Plan:
         """Time of a step."""
         return step_time(self.model, self.candidate, self.cluster)
 
+    @cached_property
+    def seconds(self) -> float:
+        """Estimated time of a step."""
+        return usual_seconds(self.model, self.candidate, self.cluster)
+
     @property
     def tokens_per_second(self) -> float:
         """Of all devices together."""
-        return self.candidate.global_batch * self.candidate.length / self.time.seconds
+        return self.candidate.global_batch * self.candidate.length / self.seconds
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, 0 to 1."""
-        return mfu(self.model, self.candidate, self.cluster, self.time.seconds)
+        return mfu(self.model, self.candidate, self.cluster, self.seconds)
 
     @property
     def limit(self) -> float:
@@ -84,11 +89,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans that fit, fastest first, and those that do not, nearest first."""
+    """Plans that fit, fastest first, and those that do not, nearest first.
+
+    Attributes:
+        fitting: all that fit.
+        rejected: those that do not, without larger micro-batches of the same.
+        conflicts: why some layouts are impossible.
+        tried: number of ways to run.
+    """
 
     fitting: tuple[Plan, ...]
     rejected: tuple[Plan, ...]
     conflicts: tuple[str, ...] = ()
+    tried: int = 0
 
     @property
     def best(self) -> Plan | None:
@@ -115,15 +128,31 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
     rejected: list[Plan] = []
     conflicts: list[str] = []
     elements: dict[int, Elements] = {}
+    too_large: set[tuple[object, ...]] = set()
+    tried = 0
     for candidate in candidates(model, cluster, goal, conflicts):
+        tried += 1
+        others = _without_micro_batch(candidate)
+        if others in too_large:
+            continue
         if candidate.tp not in elements:
             elements[candidate.tp] = elements_of(model, candidate.tp)
         memory = estimate_memory(model, candidate, elements[candidate.tp])
         plan = Plan(model, candidate, cluster, memory, goal.margin)
-        (rejected if plan.problem else fitting).append(plan)
+        if plan.problem:
+            too_large.add(others)
+            rejected.append(plan)
+        else:
+            fitting.append(plan)
     fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
     rejected.sort(key=lambda plan: plan.memory.device)
-    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)))
+    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
+
+
+def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
+    """What decides about the memory besides the micro-batch: more sequences need more if all of this is equal."""
+    sizes = (run.tp, run.cp, run.sp, run.stage, run.offload_optimizer, run.offload_param, run.checkpointing)
+    return (*sizes, run.accumulation == 1, run.gradient_bytes)
 
 
 def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Candidate]:
