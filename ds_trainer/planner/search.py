@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
@@ -127,13 +128,41 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
     fitting: list[Plan] = []
     rejected: list[Plan] = []
     conflicts: list[str] = []
+    tried = 0
+    for plan in _plans(model, cluster, goal, conflicts):
+        tried += 1
+        if plan is not None:
+            (rejected if plan.problem else fitting).append(plan)
+    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
+    rejected.sort(key=lambda plan: plan.memory.device)
+    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
+
+
+def fits(model: PlannedModel, cluster: Cluster, goal: Goal) -> bool:
+    """Whether :func:`search` finds something that fits."""
+    return any(plan is not None and not plan.problem for plan in _plans(model, cluster, goal, []))
+
+
+def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[int]:
+    """Global batches near that of ``goal`` that some layout can divide: the next smaller and larger one.
+
+    Empty if no global batch is possible.
+    """
+    wanted = goal.global_batch or 1
+    units = {one.micro_batch * one.replicas for one in candidates(model, cluster, replace(goal, global_batch=None), [])}
+    below = max((wanted // unit * unit for unit in units), default=0)
+    above = min((-(-wanted // unit) * unit for unit in units), default=0)
+    return sorted({batch for batch in (below, above) if batch})
+
+
+def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Plan | None]:
+    """A plan for each candidate; None if a smaller micro-batch of the same is already too large."""
     elements: dict[int, Elements] = {}
     too_large: set[tuple[object, ...]] = set()
-    tried = 0
     for candidate in candidates(model, cluster, goal, conflicts):
-        tried += 1
         others = _without_micro_batch(candidate)
         if others in too_large:
+            yield None
             continue
         if candidate.tp not in elements:
             elements[candidate.tp] = elements_of(model, candidate.tp)
@@ -141,12 +170,7 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
         plan = Plan(model, candidate, cluster, memory, goal.margin)
         if plan.problem:
             too_large.add(others)
-            rejected.append(plan)
-        else:
-            fitting.append(plan)
-    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
-    rejected.sort(key=lambda plan: plan.memory.device)
-    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
+        yield plan
 
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
@@ -170,7 +194,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
         if found:
             conflicts += found
             continue
-        for micro_batch, accumulation in _batches(layout.world_size // layout.replica_size, goal.global_batch):
+        for micro_batch, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
             for stage, optimizer, param in _states(cluster, tp, precision):
                 for checkpointing in (False, True):
                     values = {
@@ -203,13 +227,16 @@ def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, in
                     yield tp, cp, sp
 
 
-def _batches(replicas: int, global_batch: int | None) -> Iterator[tuple[int, int]]:
+def _batches(replicas: int, global_batch: int | None, micro_batch: Any) -> Iterator[tuple[int, int]]:
     """Micro-batch and accumulation."""
     if global_batch is None:
-        yield from ((1 << power, 1) for power in range(8))
+        yield from (
+            (size, 1) for size in ([1 << power for power in range(8)] if micro_batch is None else [micro_batch])
+        )
     elif global_batch % replicas == 0:
         share = global_batch // replicas
-        yield from ((size, share // size) for size in range(1, _LARGEST_MICRO_BATCH + 1) if share % size == 0)
+        sizes = range(1, _LARGEST_MICRO_BATCH + 1) if micro_batch is None else [micro_batch]
+        yield from ((size, share // size) for size in sizes if share % size == 0)
 
 
 def _states(cluster: Cluster, tp: int, precision: str) -> Iterator[tuple[int, bool, bool]]:

@@ -11,7 +11,7 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal, Plan, candidates, search
+from ds_trainer.planner.search import Goal, Plan, candidates, fits, nearest_batches, search
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
 MODEL = PlannedModel.from_config(LLAMA_8B, "llama-8b")
@@ -112,3 +112,28 @@ def test_a_candidate_as_arguments() -> None:
         "offload_optimizer": "cpu",
     }
     assert run.replicas == 4 and run.global_batch == 32
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fixed", "nearest"),
+    [
+        (7, {"tp": 1, "cp": 1, "sp": 1}, [8]),
+        (13, {"tp": 1, "cp": 1, "sp": 1}, [8, 16]),
+        (13, {"tp": 2, "cp": 1, "sp": 1}, [12, 16]),
+        (64, {"tp": 1, "cp": 1, "sp": 1, "micro_batch": 3}, [48, 72]),
+        (13, {}, [13]),
+    ],
+)
+def test_global_batches_that_work(wanted: int, fixed: dict[str, int], nearest: list[int]) -> None:
+    goal = Goal(8192, wanted, fixed=tuple(fixed.items()))
+    assert nearest_batches(MODEL, NODE, goal) == nearest
+    assert bool(list(candidates(MODEL, NODE, goal, []))) == (wanted in nearest)
+    for batch in nearest:
+        assert list(candidates(MODEL, NODE, replace(goal, global_batch=batch), []))
+
+
+def test_fits_is_what_search_finds() -> None:
+    goal = Goal(8192, fixed=(("offload_optimizer", False),))
+    for model in (MODEL, PlannedModel.from_config(LLAMA_70B)):
+        assert fits(model, NODE, goal) == (search(model, NODE, goal).best is not None)
+    assert fits(MODEL, NODE, goal) and not fits(PlannedModel.from_config(LLAMA_70B), NODE, goal)
