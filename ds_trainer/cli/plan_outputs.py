@@ -117,7 +117,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
     """
     cluster, goal, best = request.cluster, request.goal, result.best
     found: dict[str, Any] = {
-        "model": about(request),
+        "model": _about(request),
         "cluster": {
             "device": cluster.device,
             "nodes": cluster.nodes,
@@ -144,8 +144,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
     return found
 
 
-def about(request: PlanRequest) -> dict[str, Any]:
-    """The model in numbers."""
+def _about(request: PlanRequest) -> dict[str, Any]:
     from ds_trainer.planner.parameters.groups import total_by_kind
 
     model = request.model

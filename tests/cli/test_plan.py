@@ -166,6 +166,21 @@ def test_the_memory_is_drawn(model: str, tmp_path: Path, capsys: pytest.CaptureF
     assert path.read_bytes().startswith(b"\x89PNG")  # of the nearest plan
 
 
+def test_a_figure_needs_matplotlib(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", model, "--plot", str(tmp_path / "memory.png")]) == CANNOT_WORK
+    assert "--plot needs matplotlib: pip install 'ds-trainer[plot]'" in capsys.readouterr().err
+
+
+def test_sequences_beyond_the_positions_of_a_model_are_noted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(model) / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 16384}))
+    for length, is_beyond in (("16K", False), ("32K", True)):
+        assert main(["plan", model, "--seq-len", length]) == DONE
+        assert ("more than the 16,384 positions of the model" in capsys.readouterr().out) == is_beyond
+
+
 RECIPE = {
     "model": {"architecture": {**LLAMA_8B, "max_position_embeddings": 8192}},
     "data": {"train": ["python-stdlib"], "tokenizer": "bytes", "sequence_length": 2048},
