@@ -237,6 +237,18 @@ def test_options_and_overrides_win_over_a_recipe(tmp_path: Path, capsys: pytest.
     assert "lerning_rate" in capsys.readouterr().err
 
 
+def test_the_evaluation_of_a_recipe_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    held_out = ["--data.held_out_every", "10", "--arguments.per_device_eval_batch_size"]
+    assert main(["plan", path, *held_out, "16", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert "batches of evaluation of 16 per device" in found["notes"][0]
+    assert {plan["arguments"]["per_device_eval_batch_size"] for plan in found["plans"]} == {16}
+    assert main(["plan", path, *held_out, "4096"]) == NOTHING_FITS
+    assert "needs" in (printed := capsys.readouterr().out) and ": evaluation" in printed
+    assert "per_device_eval_batch_size=1" in printed
+
+
 def test_adapters_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path / "job.yaml", peft={"peft_type": "LORA", "r": 16})
     assert main(["plan", path]) == DONE
