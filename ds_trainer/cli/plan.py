@@ -109,6 +109,8 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     yield ""
     yield "Start the first plan with"
     yield f"  {plan_outputs.launch_command(request, result.best)}"
+    for problem in plan_outputs.contradictions(request, result.best):
+        yield f"But {problem}"
     if options.tokens:
         yield plan_outputs.cost_line(plan_outputs.cost(result.best, options.tokens, options.price), options.price)
 

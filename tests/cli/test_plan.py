@@ -237,6 +237,20 @@ def test_options_and_overrides_win_over_a_recipe(tmp_path: Path, capsys: pytest.
     assert "lerning_rate" in capsys.readouterr().err
 
 
+def test_a_recipe_that_contradicts_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = recipe(tmp_path / "job.yaml"), ["--zero-stage", "3"]
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    config = ["--arguments.deepspeed", str(tmp_path / "ds.json")]
+    assert main(["plan", path, *other]) == DONE
+    assert "But " not in capsys.readouterr().out
+    assert main(["plan", path, *other, *config]) == DONE
+    assert "zero_optimization.stage" in capsys.readouterr().out.split("But ")[1]
+    assert main(["plan", path, *other, *config, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert "zero_optimization.stage" in found["contradictions"][0] and "deepspeed_config" not in found
+    assert main(["plan", path, *other, *config, "--config", "-"]) == CANNOT_WORK
+
+
 def test_the_evaluation_of_a_recipe_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path / "job.yaml")
     held_out = ["--data.held_out_every", "10", "--arguments.per_device_eval_batch_size"]
