@@ -111,6 +111,8 @@ class Candidate:
             "gradient_accumulation_steps": self.accumulation,
             "activation_checkpointing": self.checkpointing,
         }
+        if self.eval_micro_batch is not None:
+            found["per_device_eval_batch_size"] = self.eval_micro_batch
         if self.precision != "fp32":
             found[self.precision] = True
         for name, size in (("tensor", self.tp), ("context", self.cp), ("sequence", self.sp)):

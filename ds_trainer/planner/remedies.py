@@ -1,0 +1,121 @@
+"""What would make a run fit: the fewest changes of its arguments, those that cost least time first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.memory.elements import Elements, elements_of
+from ds_trainer.planner.memory.estimate import estimate_memory
+from ds_trainer.planner.search import Goal, Plan, candidates
+
+_AT_ONCE = 2
+_DOUBLINGS = 6  # of the number of devices
+_OF_A_MACHINE = 8  # up to here, more devices are more of a machine
+
+_SEARCHED = (
+    *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp"),
+    *("offload_optimizer", "offload_param", "checkpointing"),
+)
+_DEFAULTS = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1}
+
+
+def cheapest_changes(plan: Plan, count: int = 3) -> list[Plan]:
+    """Plans that fit, with the global batch of ``plan``, which does not fit.
+
+    Each differs in another set of arguments: activation checkpointing, a smaller micro-batch with more accumulation, a
+    higher ZeRO stage, offload, larger parallel sizes, a smaller batch of evaluation. More than two changes at once are
+    tried only if fewer do not help, and more devices only if less than ``count`` changes help on the same ones.
+
+    Args:
+        plan: the run.
+        count: the most to return.
+
+    Returns:
+        those on the same devices by predicted time of a step, then those on more.
+    """
+    found = _on_cluster(plan, plan.cluster)[:count]
+    cluster = plan.cluster
+    for _ in range(_DOUBLINGS):
+        if len(found) >= count:
+            break
+        if cluster.devices_per_node * 2 <= _OF_A_MACHINE:
+            cluster = replace(cluster, devices_per_node=cluster.devices_per_node * 2)
+        else:
+            cluster = replace(cluster, nodes=cluster.nodes * 2)
+        found += _on_cluster(plan, cluster)[:1]
+    return found
+
+
+def changed_arguments(before: Candidate, after: Candidate) -> dict[str, Any]:
+    """The arguments of ``TrainingArguments`` that turn the one run into the other."""
+    old, new = before.arguments(), after.arguments()
+    names = dict.fromkeys((*new, *old))
+    found = {name: new.get(name, _DEFAULTS.get(name, "none")) for name in names if new.get(name) != old.get(name)}
+    return {name: value for name, value in found.items() if name in new or value != old[name]}
+
+
+def describe_change(before: Plan, after: Plan) -> str:
+    """The changes in one line, such as ``activation_checkpointing=True, offload_optimizer='cpu'``."""
+    parts = [f"{name}={value!r}" for name, value in changed_arguments(before.candidate, after.candidate).items()]
+    if before.cluster.world_size != after.cluster.world_size:
+        parts.insert(0, f"{after.cluster.nodes} x {after.cluster.devices_per_node} devices")
+    return ", ".join(parts)
+
+
+def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
+    by_number: dict[int, list[tuple[frozenset[str], Candidate]]] = {}
+    for candidate in _variants(plan, cluster):
+        changes = _changes(plan.candidate, candidate)
+        if changes is not None:
+            by_number.setdefault(len(changes), []).append((changes, candidate))
+    elements: dict[int, Elements] = {}
+    best: dict[frozenset[str], Plan] = {}
+    for number in sorted(by_number):
+        if number > _AT_ONCE and best:
+            break
+        for changes, candidate in by_number[number]:
+            if candidate.tp not in elements:
+                elements[candidate.tp] = elements_of(plan.model, candidate.tp)
+            memory = estimate_memory(plan.model, candidate, elements[candidate.tp])
+            changed = Plan(plan.model, candidate, cluster, memory, plan.margin)
+            if changed.problem:
+                continue
+            # A superset of other changes is worth it only if it is faster.
+            fewer = [other for names, other in best.items() if names <= changes]
+            if all(changed.seconds < other.seconds for other in fewer):
+                best[changes] = changed
+    return sorted(best.values(), key=lambda changed: changed.seconds)
+
+
+def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
+    """All ways to run, with what is not searched for as in ``plan``."""
+    run = plan.candidate
+    evaluation = [run.eval_micro_batch]
+    if run.eval_micro_batch is not None and run.eval_micro_batch > 1:
+        evaluation.append(1)
+    for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), []):
+        for batch in evaluation:
+            yield replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
+
+
+def _changes(before: Candidate, after: Candidate) -> frozenset[str] | None:
+    """Names of what differs; None if something is reversed that saves memory."""
+    found = set()
+    for name in ("checkpointing", "stage", "offload", "micro_batch", "eval_micro_batch", "tp", "cp", "sp"):
+        old, new = _value(before, name), _value(after, name)
+        if old == new:
+            continue
+        if (new < old) != name.endswith("micro_batch") or (name in ("tp", "cp", "sp") and new % old):
+            return None
+        found.add(name)
+    return frozenset(found)
+
+
+def _value(run: Candidate, name: str) -> int:
+    if name == "offload":
+        return run.offload_optimizer + 2 * run.offload_param
+    return getattr(run, name) or 0
