@@ -29,6 +29,13 @@ def free_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -
     return available if limited is None else max(0, min(available, limited.limit - limited.used))
 
 
+def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes of host memory that this job may use on this machine, in use or not."""
+    total = int(psutil.virtual_memory().total)
+    limited = cgroup_memory(cgroups, membership)
+    return total if limited is None else min(total, limited.limit)
+
+
 def cgroup_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> CgroupMemory | None:
     """The cgroup with the least free memory, from that of this process up to the root; None without a limit.
 
