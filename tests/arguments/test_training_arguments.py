@@ -22,6 +22,8 @@ OWN = {
     "communication_data_type",
     "grad_accum_dtype",
     "zero_stage",
+    "parallelism",
+    "memory_check",
     "offload_optimizer",
     "offload_param",
     "nvme_path",
