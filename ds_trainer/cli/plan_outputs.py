@@ -11,7 +11,8 @@ from typing import Any
 from ds_trainer.arguments.compat.renamed_arguments import name_as_given
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.cli.plan_request import PlanRequest
-from ds_trainer.config.compiler import CompiledConfig, compile_config
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.plan_report import as_json
