@@ -256,7 +256,8 @@ def ratios(results: list[dict[str, Any]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in results:
         for phase in LABELS:
-            found.setdefault(phase, []).append(row["predicted"][phase] / row["measured"][phase])
+            if row["measured"][phase]:  # with adapters and ZeRO 3 the gradient of the logits is not seen
+                found.setdefault(phase, []).append(row["predicted"][phase] / row["measured"][phase])
         if row["deepspeed"] is not None:
             found.setdefault("deepspeed", []).append(row["deepspeed"] / row["measured"]["between"])
     return found
@@ -266,8 +267,9 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """Each case and its ratios."""
     yield f"{'predicted / measured':52}" + "".join(f"{phase:>16}" for phase in LABELS)
     for row in results:
-        values = [found[0] for phase, found in ratios([row]).items() if phase in LABELS]
-        yield f"{row['case']:52}" + "".join(f"{value:16.3f}" for value in values)
+        found = ratios([row])
+        cells = (f"{found[phase][0]:16.3f}" if phase in found else f"{'':16}" for phase in LABELS)
+        yield f"{row['case']:52}" + "".join(cells)
 
 
 def summary(results: list[dict[str, Any]]) -> Iterator[str]:
