@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     else:
         print("\n".join(_text(options, request, result)))
     if best is not None and options.config is not None:
-        Path(options.config).write_text(plan_outputs.compiled_config(request, best).to_json() + "\n", encoding="utf-8")
+        plan_outputs.write_config(request, best, Path(options.config))
     if options.plot is not None and (shown := best or next(iter(result.rejected), None)) is not None:
         plan_outputs.draw(shown, options.plot)
     return DONE if best is not None else NOTHING_FITS
@@ -114,9 +114,10 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
 
 
 def _heading(request: PlanRequest) -> Iterator[str]:
-    model, about = request.model, plan_outputs.about(request)
-    trained = "all trained" if not model.lora_rank else f"{about['trainable'] / 1e6:,.0f} M trained"
-    yield f"{model.name}: {about['parameters'] / 1e9:.2f} B parameters, {trained}; {model.stack.layers} layers"
+    model = request.model
+    trained = "all trained" if not model.lora_rank else f"{model.trainable / 1e6:,.0f} M trained"
+    number = f"{model.total / 1e9:.2f} B" if model.total >= 1e8 else f"{model.total / 1e6:.2f} M"
+    yield f"{model.name}: {number} parameters, {trained}; {model.stack.layers} layers"
     _, family = model.activations("sdpa", "bf16")
     if family != model.family:
         yield f"Activations of {model.family} are estimated with those of {family}."
