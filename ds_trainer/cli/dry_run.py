@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.cli.plan_request import DEVICES_PER_NODE
 from ds_trainer.utils.child_process import in_child_process
 from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.outcomes import VARIABLE as OUTCOMES
@@ -29,7 +30,7 @@ def is_recipe(name: str) -> bool:
 
 def set_cluster(options: argparse.Namespace) -> None:
     """Let the cluster of ``options`` have as many devices as the dry run has ranks."""
-    options.devices_per_node = min(options.devices_per_node, options.dry_run)
+    options.devices_per_node = min(options.devices_per_node or DEVICES_PER_NODE, options.dry_run)
     options.nodes = -(-options.dry_run // options.devices_per_node)
 
 

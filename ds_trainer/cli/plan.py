@@ -7,57 +7,55 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ds_trainer.cli import dry_run
-from ds_trainer.planner.cluster import Cluster, read_devices
-from ds_trainer.planner.plan_report import as_json, report
-from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import MARGIN, Goal, SearchResult, search
+from ds_trainer.cli import dry_run, plan_outputs, plan_request
+from ds_trainer.cli.plan_request import PlanRequest
+from ds_trainer.cli.plan_solve import QUANTITIES, solve
+from ds_trainer.planner.plan_report import report
+from ds_trainer.planner.search import MARGIN, SearchResult, nearest_batches, search
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE, NOTHING_FITS
-from ds_trainer.utils.files import read_json
 
 HELP = "show which layouts of a model fit on a cluster, and how fast they are"
 DESCRIPTION = """Estimate memory and time of every layout of a model on a cluster, and print the fastest that fit.
 Reads the model's configuration only; needs no GPU. Exit code 3: nothing fits."""
 
-_FIXED = {
-    "zero-stage": ("stage", int, "ZeRO stage"),
-    "micro-batch": ("micro_batch", int, "sequences of a device in a micro-batch"),
-    "tensor-parallel-size": ("tp", int, "tensor-parallel ranks"),
-    "context-parallel-size": ("cp", int, "context-parallel ranks"),
-    "sequence-parallel-size": ("sp", int, "sequence-parallel ranks"),
-}
-_SOLVE = ("seq-len", "params", "devices", "micro-batch")
-
 
 def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     """Add the arguments of the subcommand."""
+    count, tokens, positive = plan_request.count, plan_request.tokens, plan_request.positive
     parser.add_argument("model", metavar="MODEL", help="config.json, directory or Hub name of a model, or a recipe")
-    parser.add_argument("--device", default="H100-80GB", metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="machines; default: 1")
-    parser.add_argument("--devices-per-node", type=_count, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--seq-len", type=_tokens, metavar="N", help="tokens of a sequence, such as 32768, 32K or 1M")
-    parser.add_argument("--global-batch", type=_count, metavar="N", help="sequences of an optimizer step")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16 if the device has it")
-    parser.add_argument("--lora-rank", type=int, default=0, metavar="R", help="train adapters on all linear layers")
-    for name, (_, kind, text) in _FIXED.items():
-        parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"only plans with these {text}")
-    parser.add_argument("--offload", choices=("none", "optimizer", "all"), help="only plans with this offload")
-    parser.add_argument("--activation-checkpointing", choices=("on", "off"), help="only plans with or without it")
-    parser.add_argument("--host-memory", type=float, metavar="GB", help="memory of a machine; default: no limit")
-    parser.add_argument("--network", type=float, metavar="GB/S", help="network of each device; default: usual ones")
-    parser.add_argument("--device-file", type=Path, metavar="YAML", help="more devices")
-    parser.add_argument("--margin", type=float, default=MARGIN, help="share of memory left free; default: %(default)s")
-    parser.add_argument("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, for hours and cost")
-    parser.add_argument("--price", type=float, metavar="X", help="price of a device for an hour")
-    parser.add_argument("--solve", choices=_SOLVE, help="the largest (devices: the smallest) value that fits")
-    parser.add_argument("--top", type=_count, default=5, metavar="N", help="plans to show; default: 5")
-    parser.add_argument("--json", action="store_true", help="print plans as JSON")
-    parser.add_argument(
-        "--dry-run", type=_count, metavar="N", help="run the start-up of rank 0 of N ranks, without GPUs"
-    )
+    machines = parser.add_argument_group("machines")
+    add = machines.add_argument
+    add("--device", metavar="NAME", help=f"default: {plan_request.DEVICE}")
+    add("--nodes", type=count, metavar="N", help="machines; default: 1")
+    add("--devices-per-node", type=count, metavar="N", help=f"default: {plan_request.DEVICES_PER_NODE}")
+    add("--this-machine", action="store_true", help="the GPUs and the host memory of this machine")
+    add("--host-memory", type=positive, metavar="GB", help="memory of a machine; default: no limit")
+    add("--network", type=positive, metavar="GB/S", help="network of each device; default: usual ones")
+    add("--device-file", type=Path, metavar="YAML", help="more devices")
+    add("--margin", type=plan_request.share, default=MARGIN, help="share of memory left free; default: %(default)s")
+    training = parser.add_argument_group("training; a recipe has its own values")
+    add = training.add_argument
+    add("--seq-len", type=tokens, metavar="N", help="tokens of a sequence, such as 32768, 32K or 1M")
+    add("--global-batch", type=count, metavar="N", help="sequences of an optimizer step")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16 if the device has it")
+    add("--lora-rank", type=plan_request.rank, metavar="R", help="train adapters on all linear layers")
+    only = parser.add_argument_group("only plans with")
+    for name, (short, text) in plan_request.SIZES.items():
+        kind = plan_request.stage if short == "stage" else count
+        only.add_argument(f"--{name}", type=kind, metavar="N", help=text)
+    only.add_argument("--offload", choices=("none", "optimizer", "all"), help="what is in host memory")
+    only.add_argument("--activation-checkpointing", choices=("on", "off"))
+    add = parser.add_argument_group("questions and output").add_argument
+    add("--solve", choices=QUANTITIES, help="the largest (devices: the smallest) value that fits")
+    add("--tokens", type=plan_request.many_tokens, metavar="N", help="of the whole training (15B), for hours and cost")
+    add("--price", type=positive, metavar="X", help="price of a device for an hour; needs --tokens")
+    add("--top", type=count, default=5, metavar="N", help="plans to show; default: 5")
+    add("--config", metavar="FILE", help="write the DeepSpeed configuration of the best plan (-: print only that)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the best plan; needs ds-trainer[plot]")
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--dry-run", type=count, metavar="N", help="run the start-up of rank 0 of N ranks, without GPUs")
 
 
 def run(options: argparse.Namespace, args: Sequence[str]) -> int:
@@ -70,190 +68,92 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
         dry_run.set_cluster(options)
         if dry_run.is_recipe(options.model):
             return dry_run.rehearse_recipe(options, args)
-    if args:
-        raise ConfigError(f"plan takes no {args[0]}. See ds-trainer plan --help.")
-    model = _model(options.model, options.lora_rank)
-    more = {} if options.device_file is None else read_devices(options.device_file)
-    cluster = Cluster.of(options.device, options.nodes, options.devices_per_node, more)
-    cluster = replace(cluster, host_memory=options.host_memory)
-    if options.network is not None:
-        cluster = replace(cluster, board=replace(cluster.board, network=options.network))
-    length = options.seq_len or min(model.max_length or 4096, 8192)
-    goal = Goal(length, options.global_batch, options.precision, options.margin, tuple(_fixed(options)))
+    if options.price is not None and options.tokens is None:
+        raise ConfigError("--price needs --tokens, the number of tokens of the training.")
+    request = plan_request.read_request(options, args)
     if options.solve is not None:
-        return _solve(options.solve, model, cluster, goal)
-    result = search(model, cluster, goal)
-    if options.dry_run is not None and result.best is not None:
-        return dry_run.rehearse_candidate(options, _config(options.model)[0], result.best.candidate)
+        return _solve(options, request)
+    result = search(request.model, request.cluster, request.goal)
+    _refuse_impossible(request, result)
+    best = result.best
+    if options.dry_run is not None and best is not None:
+        return dry_run.rehearse_candidate(options, request.config, best.candidate)
+    if best is not None and options.config == "-":
+        print(plan_outputs.compiled_config(request, best).to_json())
+        return DONE
     if options.json:
-        plans = [as_json(plan) for plan in result.fitting[: options.top]]
-        print(json.dumps({"model": _about(model), "plans": plans, "conflicts": list(result.conflicts)}, indent=2))
+        costs = {"tokens": options.tokens, "price": options.price} if options.tokens else {}
+        print(json.dumps(plan_outputs.result_as_json(request, result, options.top, costs), indent=2))
     else:
-        print("\n".join([*_heading(model, cluster, goal, result), *report(result, options.top)]))
-        if result.best is not None and options.tokens:
-            hours = options.tokens / result.best.tokens_per_second / 3600
-            device_hours = hours * cluster.world_size
-            cost = f", {device_hours * options.price:,.0f} at {options.price}" if options.price else ""
-            print(f"{options.tokens:,} tokens: {hours:,.1f} hours, {device_hours:,.0f} device hours{cost}")
-    return DONE if result.fitting else NOTHING_FITS
+        print("\n".join(_text(options, request, result)))
+    if best is not None and options.config is not None:
+        Path(options.config).write_text(plan_outputs.compiled_config(request, best).to_json() + "\n", encoding="utf-8")
+    if options.plot is not None and (shown := best or next(iter(result.rejected), None)) is not None:
+        plan_outputs.draw(shown, options.plot)
+    return DONE if best is not None else NOTHING_FITS
 
 
-def _heading(model: PlannedModel, cluster: Cluster, goal: Goal, result: SearchResult) -> Iterator[str]:
-    about = _about(model)
-    trained = "all trained" if not model.lora_rank else f"{about['trainable'] / 1e6:,.0f} M trained"
-    yield f"{model.name}: {about['parameters'] / 1e9:.2f} B parameters, {trained}; {model.stack.layers} layers"
+def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResult) -> Iterator[str]:
+    cluster, goal = request.cluster, request.goal
+    yield from _heading(request)
     batch = "" if goal.global_batch is None else f", global batch {goal.global_batch}"
-    number = len(result.fitting) + len(result.rejected)
     yield (
         f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}, {goal.length:,} tokens a sequence{batch}: "
-        f"{number} ways to run, {len(result.fitting)} fit"
+        f"{result.tried:,} ways to run, {len(result.fitting):,} fit"
     )
+    yield from request.notes
+    yield ""
+    yield from report(result, options.top)
+    if result.best is None:
+        return
+    yield ""
+    yield "Start the first plan with"
+    yield f"  {plan_outputs.launch_command(request, result.best)}"
+    if options.tokens:
+        yield plan_outputs.cost_line(plan_outputs.cost(result.best, options.tokens, options.price), options.price)
+
+
+def _heading(request: PlanRequest) -> Iterator[str]:
+    model, about = request.model, plan_outputs.about(request)
+    trained = "all trained" if not model.lora_rank else f"{about['trainable'] / 1e6:,.0f} M trained"
+    yield f"{model.name}: {about['parameters'] / 1e9:.2f} B parameters, {trained}; {model.stack.layers} layers"
     _, family = model.activations("sdpa", "bf16")
     if family != model.family:
         yield f"Activations of {model.family} are estimated with those of {family}."
-    yield ""
 
 
-def _about(model: PlannedModel) -> dict[str, Any]:
-    from ds_trainer.planner.parameters.groups import total_by_kind
-
-    return {
-        "name": model.name,
-        "parameters": model.total,
-        "trainable": model.trainable,
-        "by_kind": total_by_kind(model.parameters),
-        "layers": model.stack.layers,
-    }
-
-
-def _fixed(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
-    for argument, (name, _, _) in _FIXED.items():
-        value = getattr(options, argument.replace("-", "_"))
-        if value is not None:
-            yield name, value
-    if options.offload is not None:
-        yield "offload_optimizer", options.offload != "none"
-        yield "offload_param", options.offload == "all"
-    if options.activation_checkpointing is not None:
-        yield "checkpointing", options.activation_checkpointing == "on"
+def _refuse_impossible(request: PlanRequest, result: SearchResult) -> None:
+    """Raise ConfigError if there is no way to run at all, whatever the memory."""
+    if result.tried:
+        return
+    goal, ranks = request.goal, request.cluster.world_size
+    if goal.global_batch is not None:
+        near = nearest_batches(request.model, request.cluster, goal)
+        if near:
+            raise ConfigError(
+                f"--global-batch {goal.global_batch} cannot be divided among {ranks} devices in any layout that the "
+                f"other values allow. Use {' or '.join(map(str, near))}."
+            )
+    reasons = "; ".join(result.conflicts[:3]) or "the values exclude each other"
+    raise ConfigError(f"No layout of {request.model.name} on {ranks} devices is possible: {reasons}.")
 
 
-def _model(name: str, lora_rank: int) -> PlannedModel:
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
-        from ds_trainer.recipes.recipe import load_recipe
-
-        recipe = load_recipe(path, [])
-        if recipe.model.path is None:
-            return PlannedModel.from_config(recipe.model.architecture or {}, path.stem, lora_rank)
-        name = str(recipe.model.path)
-    return PlannedModel.from_config(*_config(name), lora_rank)
-
-
-def _config(name: str) -> tuple[dict[str, Any], str]:
-    """The configuration of a model, and its name for reports."""
-    path = Path(name)
-    if path.suffix != ".json":
-        from ds_trainer.training.loading.model_files import model_directory
-
-        path = model_directory(name, weights=False) / "config.json"
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    label = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    return config, label
-
-
-def _solve(quantity: str, model: PlannedModel, cluster: Cluster, goal: Goal) -> int:
+def _solve(options: argparse.Namespace, request: PlanRequest) -> int:
     """Print the largest (devices: smallest) value with which something fits."""
-    if quantity == "devices":
-        found = _smallest_cluster(model, cluster, goal)
-    elif quantity == "micro-batch":
-        free = replace(goal, global_batch=None)
-        fitting = search(model, cluster, free).fitting
-        best = max(fitting, key=lambda plan: (plan.candidate.micro_batch, plan.tokens_per_second), default=None)
-        found = None if best is None else (best.candidate.micro_batch, "sequences", search_result(best))
-    elif quantity == "seq-len":
-        found = _longest(model, cluster, goal)
-    else:
-        found = _deepest(model, cluster, goal)
+    found = solve(options.solve, request.model, request.cluster, request.goal)
     if found is None:
-        print(f"{quantity}: nothing fits.")
+        if options.json:
+            print(json.dumps({"quantity": options.solve, "value": None}))
+        else:
+            print(f"{options.solve}: nothing fits, whatever it is. Without --solve, the reasons are shown.")
         return NOTHING_FITS
-    value, unit, result = found
-    print(f"{quantity}: {value:,} {unit}\n")
-    print("\n".join(report(result, 3)))
+    note = plan_request.beyond_positions(found.model, found.goal.length)
+    solved = replace(request, model=found.model, cluster=found.cluster, goal=found.goal, notes=(note,) if note else ())
+    result = found.result
+    if options.json:
+        answer = {"quantity": options.solve, "value": found.value, "unit": found.unit}
+        print(json.dumps({**answer, **plan_outputs.result_as_json(solved, result, options.top, {})}, indent=2))
+        return DONE
+    print(f"{options.solve}: {found.value:,} {found.unit}")
+    print("\n".join([*solved.notes, "", *report(result, min(3, options.top))]))
     return DONE
-
-
-def search_result(plan: Any) -> SearchResult:
-    """A result with one plan."""
-    return SearchResult((plan,), ())
-
-
-def _smallest_cluster(model: PlannedModel, cluster: Cluster, goal: Goal) -> tuple[int, str, SearchResult] | None:
-    sizes = [(1, number) for number in (1, 2, 4) if number < cluster.devices_per_node]
-    sizes += [(1 << power, cluster.devices_per_node) for power in range(11)]
-    for nodes, devices in sizes:
-        result = search(model, replace(cluster, nodes=nodes, devices_per_node=devices), goal)
-        if result.fitting:
-            return nodes * devices, f"devices ({nodes} x {devices} {cluster.device})", result
-    return None
-
-
-def _longest(model: PlannedModel, cluster: Cluster, goal: Goal) -> tuple[int, str, SearchResult] | None:
-    def fits(thousands: int) -> SearchResult | None:
-        result = search(model, cluster, replace(goal, length=thousands * 1024))
-        return result if result.fitting else None
-
-    step = 4  # in 1024 tokens: a multiple of the chunks of most layouts
-    best = fits(step)
-    if best is None:
-        return None
-    low, high = step, 2 * step
-    while (found := fits(high)) is not None:
-        best, low, high = found, high, 2 * high
-    while high - low > max(step, low // 16 // step * step):
-        middle = (low + high) // 2 // step * step
-        found = fits(middle)
-        if found is None:
-            high = middle
-        else:
-            best, low = found, middle
-    return low * 1024, "tokens a sequence", best
-
-
-def _deepest(model: PlannedModel, cluster: Cluster, goal: Goal) -> tuple[int, str, SearchResult] | None:
-    def fits(layers: int) -> tuple[PlannedModel, SearchResult] | None:
-        deeper = model.with_layers(layers)
-        result = search(deeper, cluster, goal)
-        return (deeper, result) if result.fitting else None
-
-    best = fits(1)
-    if best is None:
-        return None
-    low, high = 1, 2
-    while (found := fits(high)) is not None and high < 4096:
-        best, low, high = found, high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = fits(middle)
-        if found is None:
-            high = middle
-        else:
-            best, low = found, middle
-    return best[0].total, f"parameters ({low} layers of this width)", best[1]
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def _tokens(text: str) -> int:
-    units = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 10**9, "T": 10**12}
-    unit = units.get(text[-1:].upper())
-    return _count(text) if unit is None else int(float(text[:-1]) * unit)

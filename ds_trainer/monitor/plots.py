@@ -98,7 +98,7 @@ def plot_losses(
             "%s was not drawn: %s has no loss; a smaller logging_steps records one", Path(png_path).name, metrics_path
         )
         return False
-    figure = _new_figure(Path(png_path).name, (8.0, 4.6))
+    figure = new_figure(Path(png_path).name, (8.0, 4.6))
     if figure is None:
         return False
     from matplotlib.ticker import MaxNLocator
@@ -117,7 +117,7 @@ def plot_losses(
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     _dress(axes, [*train.losses, *(loss for curve in evaluations.values() for loss in curve.losses)])
 
-    _save(figure, Path(png_path))
+    save_figure(figure, Path(png_path))
     return True
 
 
@@ -150,7 +150,7 @@ def plot_metrics(metrics_path: str | os.PathLike[str], png_path: str | os.PathLi
         return False
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
-    figure = _new_figure(Path(png_path).name, (4.0 * columns, 2.5 * rows))
+    figure = new_figure(Path(png_path).name, (4.0 * columns, 2.5 * rows))
     if figure is None:
         return False
     for index, (name, curve) in enumerate(quantities.items()):
@@ -160,11 +160,11 @@ def plot_metrics(metrics_path: str | os.PathLike[str], png_path: str | os.PathLi
         axes.plot(curve.steps, curve.losses, color=color, linewidth=1.3, marker=marker, markersize=3)
         axes.set_title(name.replace("_", " "), fontsize=9, color=_TEXT_COLOR)
         _plain_axes(axes)
-    _save(figure, Path(png_path))
+    save_figure(figure, Path(png_path))
     return True
 
 
-def _new_figure(name: str, size: tuple[float, float]) -> Figure | None:
+def new_figure(name: str, size: tuple[float, float]) -> Figure | None:
     """A figure of ``size`` inches; None without matplotlib. Without pyplot, which would change the user's figures."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -177,7 +177,8 @@ def _new_figure(name: str, size: tuple[float, float]) -> Figure | None:
     return figure
 
 
-def _save(figure: Figure, target: Path) -> None:
+def save_figure(figure: Figure, target: Path) -> None:
+    """Write a PNG, whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     try:

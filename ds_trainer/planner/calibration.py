@@ -1,7 +1,7 @@
 """``Calibration``: how much longer steps took, and how much more memory, than was predicted on a kind of device.
 
-``calibrate_planner=True`` measures it in a run. It is kept in a file of the user, by device and model family, and applies
-to later predictions there.
+``calibrate_planner=True`` measures it in a run. It is kept in a file of the user, by device and model family, and
+applies to later predictions there.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _read(path: Path) -> dict[str, Calibration]:
             return {key: _checked(entry) for key, entry in content["calibrations"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"The calibrations of the planner in {path} cannot be read: {type(error).__name__} {error}. Delete the file."
+            f"The calibrations of the planner in {path} cannot be read: {type(error).__name__} {error}. Delete "
+            "the file."
         ) from error
     raise ConfigError(
         f"The calibrations of the planner in {path} have version {version!r}, but this version of ds_trainer reads "

@@ -6,16 +6,19 @@ bytes per second. A link's bandwidth is that of one direction, half of the sum t
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.planner.hardware import DEVICES, Device, find_device
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.planner.hardware import DEVICES, FORMATS, Device, find_device
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.host_memory import total_host_memory
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0  # x16, one direction
+_NUMBERS = ("memory", "bandwidth", "link", "host", "network")
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,57 @@ class Cluster:
         peaks = find_device(words) or find_device(f"{words} sxm2")
         name = next((key for key, row in DEVICES.items() if row is peaks and _matches(key, words)), None)
         if peaks is None or name not in BOARDS:
+            known = [*BOARDS, *(more or {})]
             raise ConfigError(
-                f"--device {device}: not in the table of devices, which has {', '.join(sorted(BOARDS))}. Describe it "
-                "in a YAML file, and pass it with --device-file."
+                f"device {device!r} is not in the table of devices.{did_you_mean(words.lower().strip(), known)} It has "
+                f"{', '.join(sorted(known))}. Describe another one in a YAML file, and pass it with --device-file."
             )
         board = BOARDS[name] if size is None else replace(BOARDS[name], memory=float(size[1]))
         return cls(device, peaks, board, nodes, devices_per_node)
+
+    @classmethod
+    def of_this_machine(cls, nodes: int = 1, more: Mapping[str, Any] | None = None) -> Cluster:
+        """Machines like this one: its GPUs by name, their number and memory, its host memory. Imports torch.
+
+        Links and network are those that machines with this device usually have.
+
+        Args:
+            nodes: machines.
+            more: other devices by name, as :func:`read_devices` returns them.
+
+        Raises:
+            ConfigError: torch sees no GPU, GPUs of different kinds, or one that is unknown.
+        """
+        import torch
+
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return cls.of_devices([(one.name, one.total_memory) for one in devices], total_host_memory(), nodes, more)
+
+    @classmethod
+    def of_devices(
+        cls, devices: Sequence[tuple[str, int]], host_memory: int, nodes: int = 1, more: Mapping[str, Any] | None = None
+    ) -> Cluster:
+        """The cluster for the devices of a machine.
+
+        Args:
+            devices: name and bytes of each.
+            host_memory: bytes of memory of the machine.
+            nodes: machines.
+            more: other devices by name, as :func:`read_devices` returns them.
+
+        Raises:
+            ConfigError: there are no devices, different ones, or unknown ones.
+        """
+        names = list(dict.fromkeys(name for name, _ in devices))
+        if len(names) != 1:
+            found = f"different GPUs: {', '.join(names)}" if names else "no GPU that torch can use"
+            raise ConfigError(
+                f"This machine has {found}. Describe the machines instead, for example with --device H100-80GB "
+                "--devices-per-node 8 --host-memory 1000."
+            )
+        found_cluster = cls.of(names[0], nodes, len(devices), more)
+        board = replace(found_cluster.board, memory=min(size for _, size in devices) / 1e9)
+        return replace(found_cluster, board=board, host_memory=host_memory / 1e9)
 
 
 def _matches(key: str, words: str) -> bool:
@@ -158,18 +206,30 @@ def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--device-file {path}: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(f"--device-file {path}: it must be a mapping from names of devices to their numbers.")
     found = {}
-    for name, entry in (content or {}).items():
+    for name, entry in content.items():
         try:
-            tflops = entry["tflops"]
+            tflops = {number_format: _positive(value) for number_format, value in entry["tflops"].items()}
+            if not tflops or tflops.keys() - set(FORMATS):
+                raise ValueError(f"tflops has {', '.join(map(str, tflops)) or 'nothing'}")
             peaks = Device(
-                tflops.get("bf16"), tflops.get("fp16"), tflops.get("tf32"), float(tflops.get("fp32", 0)), str(path)
+                tflops.get("bf16"), tflops.get("fp16"), tflops.get("tf32"), tflops.get("fp32", 0.0), str(path)
             )
-            numbers = {key: float(entry[key]) for key in ("memory", "bandwidth", "link", "host", "network")}
+            numbers = {key: _positive(entry[key]) for key in _NUMBERS}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"--device-file {path}: {name} needs tflops (with bf16, fp16, tf32, fp32 in TFLOP/s), memory (GB), and "
-                f"bandwidth, link, host and network (GB/s): {error!r}"
+                f"--device-file {path}: {name} needs tflops (with {', '.join(FORMATS)}, in TFLOP/s), memory (GB), and "
+                f"bandwidth, link, host and network (GB/s): {problem}."
             ) from error
         found[str(name).lower()] = (peaks, Board(**numbers))
     return found
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{value} is not a positive number")
+    return number

@@ -1,10 +1,11 @@
-"""What ``ds-trainer plan`` prints: the best plans, the memory of the first, what does not fit, how to start it."""
+"""What ``ds-trainer plan`` prints: the best plans, the memory of the first, what does not fit and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Plan, SearchResult
 
 _BAR = 34
@@ -24,8 +25,6 @@ def report(result: SearchResult, count: int) -> Iterator[str]:
         yield ""
         yield "Faster, but too large:"
         yield from (f"  {plan.candidate.describe()}: {plan.problem}" for plan in rejected)
-    yield ""
-    yield f"Arguments: {command_line(best)}"
 
 
 def table(plans: list[Plan]) -> Iterator[str]:
@@ -49,8 +48,8 @@ def memory_bars(plan: Plan) -> Iterator[str]:
     yield f"Memory of a device, {total / 1e9:.1f} of {room / 1e9:.0f} GB; largest moment: {plan.memory.peak.name}"
     width = max(len(name) for name in items)
     for name, size in sorted(items.items(), key=lambda item: -item[1]):
-        bar = "█" * round(_BAR * size / room)
-        yield f"  {name:{width}}  {size / 1e9:7.2f} GB  {bar}"
+        bar = "█" * round(_BAR * size / max(room, total))
+        yield f"  {name:{width}}  {size / 1e9:7.2f} GB  {bar}".rstrip()
     others = [moment for moment in plan.memory.moments if moment is not plan.memory.peak]
     listed = ", ".join(f"{moment.name} {moment.total / 1e9:.1f}" for moment in others)
     yield f"  Other moments, tensors in GB: {listed}"
@@ -58,9 +57,14 @@ def memory_bars(plan: Plan) -> Iterator[str]:
     yield f"  Host memory of a rank: {host:.1f} GB. A checkpoint: {checkpoint:.1f} GB."
 
 
-def command_line(plan: Plan) -> str:
-    """The arguments of a plan for a command line."""
-    return " ".join(f"--{name} {value}" for name, value in plan.candidate.arguments().items())
+def changes(plans: Sequence[Plan], base: Plan) -> Iterator[str]:
+    """What turns ``base`` into each of ``plans`` (:func:`~ds_trainer.planner.remedies.cheapest_changes`)."""
+    for plan in plans:
+        factor = plan.seconds / base.seconds
+        yield (
+            f"  {describe_change(base, plan)}: {plan.memory.device / 1e9:.1f} GB, step {seconds(plan.seconds)} "
+            f"({factor:.2f} x the time)"
+        )
 
 
 def seconds(value: float) -> str:
@@ -96,6 +100,13 @@ def _nothing_fits(result: SearchResult) -> Iterator[str]:
     for plan in result.rejected[:3]:
         yield f"  {plan.candidate.describe()}: {plan.problem}"
     yield from (f"  Impossible: {reason}." for reason in result.conflicts[:5])
-    if result.rejected:
+    if not result.rejected:
+        return
+    nearest = result.rejected[0]
+    found = cheapest_changes(nearest)
+    if found:
         yield ""
-        yield from memory_bars(result.rejected[0])
+        yield "The first of them would fit with"
+        yield from changes(found, nearest)
+    yield ""
+    yield from memory_bars(nearest)

@@ -145,10 +145,15 @@ class PlannedModel:
 
     def weight_bytes(self, width: float) -> float:
         """Bytes of all weights with adapters, if those that are not quantized have ``width`` bytes an element."""
-        return sum(
-            group.total * (width if group.element_bytes is None else group.element_bytes)
-            for group in (*self.parameters, *self.adapters)
-        )
+        elements, quantized = self._stored
+        return width * elements + quantized
+
+    @cached_property
+    def _stored(self) -> tuple[int, float]:
+        """Elements that are not quantized, and bytes of those that are."""
+        groups = (*self.parameters, *self.adapters)
+        elements = sum(group.total for group in groups if group.element_bytes is None)
+        return elements, sum(group.total * group.element_bytes for group in groups if group.element_bytes is not None)
 
     def with_layers(self, layers: int) -> PlannedModel:
         """The same model with another number of layers in the stack before its head."""

@@ -13,8 +13,13 @@ from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.search import Goal, Plan, candidates
 
 _AT_ONCE = 2
-_MOST_NODES = 64  # times as many
+_DOUBLINGS = 6  # of the number of devices
+_OF_A_MACHINE = 8  # up to here, more devices are more of a machine
 
+_SEARCHED = (
+    *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp"),
+    *("offload_optimizer", "offload_param", "checkpointing"),
+)
 _DEFAULTS = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1}
 
 
@@ -23,20 +28,25 @@ def cheapest_changes(plan: Plan, count: int = 3) -> list[Plan]:
 
     Each differs in another set of arguments: activation checkpointing, a smaller micro-batch with more accumulation, a
     higher ZeRO stage, offload, larger parallel sizes, a smaller batch of evaluation. More than two changes at once are
-    tried only if fewer do not help, and more machines only if less than ``count`` changes help on the same ones.
+    tried only if fewer do not help, and more devices only if less than ``count`` changes help on the same ones.
 
     Args:
         plan: the run.
         count: the most to return.
 
     Returns:
-        those on the same devices by predicted time of a step, then those on more machines.
+        those on the same devices by predicted time of a step, then those on more.
     """
     found = _on_cluster(plan, plan.cluster)[:count]
-    factor = 2
-    while len(found) < count and factor <= _MOST_NODES:
-        found += _on_cluster(plan, replace(plan.cluster, nodes=plan.cluster.nodes * factor))[:1]
-        factor *= 2
+    cluster = plan.cluster
+    for _ in range(_DOUBLINGS):
+        if len(found) >= count:
+            break
+        if cluster.devices_per_node * 2 <= _OF_A_MACHINE:
+            cluster = replace(cluster, devices_per_node=cluster.devices_per_node * 2)
+        else:
+            cluster = replace(cluster, nodes=cluster.nodes * 2)
+        found += _on_cluster(plan, cluster)[:1]
     return found
 
 
@@ -51,8 +61,8 @@ def changed_arguments(before: Candidate, after: Candidate) -> dict[str, Any]:
 def describe_change(before: Plan, after: Plan) -> str:
     """The changes in one line, such as ``activation_checkpointing=True, offload_optimizer='cpu'``."""
     parts = [f"{name}={value!r}" for name, value in changed_arguments(before.candidate, after.candidate).items()]
-    if before.cluster.nodes != after.cluster.nodes:
-        parts.insert(0, f"{after.cluster.nodes} machines")
+    if before.cluster.world_size != after.cluster.world_size:
+        parts.insert(0, f"{after.cluster.nodes} x {after.cluster.devices_per_node} devices")
     return ", ".join(parts)
 
 
@@ -76,9 +86,9 @@ def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
                 continue
             # A superset of other changes is worth it only if it is faster.
             fewer = [other for names, other in best.items() if names <= changes]
-            if all(changed.time.seconds < other.time.seconds for other in fewer):
+            if all(changed.seconds < other.seconds for other in fewer):
                 best[changes] = changed
-    return sorted(best.values(), key=lambda changed: changed.time.seconds)
+    return sorted(best.values(), key=lambda changed: changed.seconds)
 
 
 def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
@@ -89,13 +99,7 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
         evaluation.append(1)
     for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), []):
         for batch in evaluation:
-            yield replace(
-                found,
-                attention=run.attention,
-                state_bytes=run.state_bytes,
-                float32_sums=run.float32_sums,
-                eval_micro_batch=batch,
-            )
+            yield replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
 
 
 def _changes(before: Candidate, after: Candidate) -> frozenset[str] | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
@@ -14,7 +15,7 @@ from ds_trainer.planner.memory.elements import Elements, elements_of
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.step_time import StepTime, mfu, step_time
+from ds_trainer.planner.step_time import StepTime, mfu, step_time, usual_seconds
 
 MARGIN = 0.06
 """Share of a device's memory that a plan leaves free: the error of the estimate and fragmentation."""
@@ -56,15 +57,20 @@ class Plan:
         """Time of a step."""
         return step_time(self.model, self.candidate, self.cluster)
 
+    @cached_property
+    def seconds(self) -> float:
+        """Estimated time of a step."""
+        return usual_seconds(self.model, self.candidate, self.cluster)
+
     @property
     def tokens_per_second(self) -> float:
         """Of all devices together."""
-        return self.candidate.global_batch * self.candidate.length / self.time.seconds
+        return self.candidate.global_batch * self.candidate.length / self.seconds
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, 0 to 1."""
-        return mfu(self.model, self.candidate, self.cluster, self.time.seconds)
+        return mfu(self.model, self.candidate, self.cluster, self.seconds)
 
     @property
     def limit(self) -> float:
@@ -84,11 +90,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans that fit, fastest first, and those that do not, nearest first."""
+    """Plans that fit, fastest first, and those that do not, nearest first.
+
+    Attributes:
+        fitting: all that fit.
+        rejected: those that do not, without larger micro-batches of the same.
+        conflicts: why some layouts are impossible.
+        tried: number of ways to run.
+    """
 
     fitting: tuple[Plan, ...]
     rejected: tuple[Plan, ...]
     conflicts: tuple[str, ...] = ()
+    tried: int = 0
 
     @property
     def best(self) -> Plan | None:
@@ -114,16 +128,55 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
     fitting: list[Plan] = []
     rejected: list[Plan] = []
     conflicts: list[str] = []
+    tried = 0
+    for plan in _plans(model, cluster, goal, conflicts):
+        tried += 1
+        if plan is not None:
+            (rejected if plan.problem else fitting).append(plan)
+    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
+    rejected.sort(key=lambda plan: plan.memory.device)
+    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
+
+
+def fits(model: PlannedModel, cluster: Cluster, goal: Goal) -> bool:
+    """Whether :func:`search` finds something that fits."""
+    return any(plan is not None and not plan.problem for plan in _plans(model, cluster, goal, []))
+
+
+def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[int]:
+    """Global batches near that of ``goal`` that some layout can divide: the next smaller and larger one.
+
+    Empty if no global batch is possible.
+    """
+    wanted = goal.global_batch or 1
+    units = {one.micro_batch * one.replicas for one in candidates(model, cluster, replace(goal, global_batch=None), [])}
+    below = max((wanted // unit * unit for unit in units), default=0)
+    above = min((-(-wanted // unit) * unit for unit in units), default=0)
+    return sorted({batch for batch in (below, above) if batch})
+
+
+def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Plan | None]:
+    """A plan for each candidate; None if a smaller micro-batch of the same is already too large."""
     elements: dict[int, Elements] = {}
+    too_large: set[tuple[object, ...]] = set()
     for candidate in candidates(model, cluster, goal, conflicts):
+        others = _without_micro_batch(candidate)
+        if others in too_large:
+            yield None
+            continue
         if candidate.tp not in elements:
             elements[candidate.tp] = elements_of(model, candidate.tp)
         memory = estimate_memory(model, candidate, elements[candidate.tp])
         plan = Plan(model, candidate, cluster, memory, goal.margin)
-        (rejected if plan.problem else fitting).append(plan)
-    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
-    rejected.sort(key=lambda plan: plan.memory.device)
-    return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)))
+        if plan.problem:
+            too_large.add(others)
+        yield plan
+
+
+def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
+    """What decides about the memory besides the micro-batch: more sequences need more if all of this is equal."""
+    sizes = (run.tp, run.cp, run.sp, run.stage, run.offload_optimizer, run.offload_param, run.checkpointing)
+    return (*sizes, run.accumulation == 1, run.gradient_bytes)
 
 
 def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Candidate]:
@@ -141,7 +194,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
         if found:
             conflicts += found
             continue
-        for micro_batch, accumulation in _batches(layout.world_size // layout.replica_size, goal.global_batch):
+        for micro_batch, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
             for stage, optimizer, param in _states(cluster, tp, precision):
                 for checkpointing in (False, True):
                     values = {
@@ -174,13 +227,16 @@ def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, in
                     yield tp, cp, sp
 
 
-def _batches(replicas: int, global_batch: int | None) -> Iterator[tuple[int, int]]:
+def _batches(replicas: int, global_batch: int | None, micro_batch: Any) -> Iterator[tuple[int, int]]:
     """Micro-batch and accumulation."""
     if global_batch is None:
-        yield from ((1 << power, 1) for power in range(8))
+        yield from (
+            (size, 1) for size in ([1 << power for power in range(8)] if micro_batch is None else [micro_batch])
+        )
     elif global_batch % replicas == 0:
         share = global_batch // replicas
-        yield from ((size, share // size) for size in range(1, _LARGEST_MICRO_BATCH + 1) if share % size == 0)
+        sizes = range(1, _LARGEST_MICRO_BATCH + 1) if micro_batch is None else [micro_batch]
+        yield from ((size, share // size) for size in sizes if share % size == 0)
 
 
 def _states(cluster: Cluster, tp: int, precision: str) -> Iterator[tuple[int, bool, bool]]:

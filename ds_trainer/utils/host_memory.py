@@ -29,8 +29,8 @@ def free_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -
     return available if limited is None else max(0, min(available, limited.limit - limited.used))
 
 
-def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes of host memory that this job may use on this machine, in use or not."""
+def total_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes of host memory that all processes of this job may use on this machine, used or not."""
     total = int(psutil.virtual_memory().total)
     limited = cgroup_memory(cgroups, membership)
     return total if limited is None else min(total, limited.limit)

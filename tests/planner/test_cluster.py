@@ -9,6 +9,7 @@ import pytest
 from ds_trainer.planner.cluster import BOARDS, Cluster, read_devices
 from ds_trainer.planner.hardware import DEVICES
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_memory import total_host_memory
 
 
 @pytest.mark.parametrize(
@@ -35,8 +36,38 @@ def test_every_board_is_that_of_a_known_device() -> None:
 
 
 def test_unknown_devices_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"--device X9000: not in the table.*h100.*--device-file"):
+    with pytest.raises(ConfigError, match=r"device 'X9000' is not in the table.*h100.*--device-file"):
         Cluster.of("X9000", 1, 1)
+
+
+@pytest.mark.parametrize(("name", "near"), [("H10", "h100"), ("GB300X", "gb300"), ("rtx4090", "rtx 4090")])
+def test_the_nearest_name_is_proposed(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{near}'"):
+        Cluster.of(name, 1, 1)
+
+
+def test_a_machine_by_its_devices() -> None:
+    devices = [("NVIDIA H100 80GB HBM3", 85_029_158_912)] * 3 + [("NVIDIA H100 80GB HBM3", 85_000_000_000)]
+    cluster = Cluster.of_devices(devices, 512 * 10**9, nodes=2)
+    assert (cluster.nodes, cluster.devices_per_node, cluster.host_memory) == (2, 4, 512)
+    assert cluster.board.memory == 85 and cluster.board.link == 450
+    with pytest.raises(ConfigError, match="different GPUs: NVIDIA L4, NVIDIA A10"):
+        Cluster.of_devices([("NVIDIA L4", 24 * 10**9), ("NVIDIA A10", 24 * 10**9)], 10**9)
+    with pytest.raises(ConfigError, match=r"no GPU that torch can use.*--device H100-80GB --devices-per-node 8"):
+        Cluster.of_devices([], 10**9)
+
+
+def test_this_machine() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="This machine has no GPU"):
+            Cluster.of_this_machine()
+        return
+    cluster = Cluster.of_this_machine()
+    assert cluster.world_size == torch.cuda.device_count()
+    assert cluster.board.memory == pytest.approx(torch.cuda.get_device_properties(0).total_memory / 1e9)
+    assert cluster.host_memory == total_host_memory() / 1e9
 
 
 def test_devices_of_a_file(tmp_path: Path) -> None:
@@ -48,5 +79,18 @@ def test_devices_of_a_file(tmp_path: Path) -> None:
     path.write_text("Own-1:\n  tflops: {bf16: 300}\n  memory: many\n")
     with pytest.raises(ConfigError, match="Own-1 needs tflops"):
         read_devices(path)
+    for content, problem in {
+        "": "must be a mapping",
+        "- a\n": "must be a mapping",
+        f"Own-1:\n  tflops: {{fp8: 300}}\n  {numbers}": "tflops has fp8",
+        f"Own-1:\n  tflops: {{}}\n  {numbers}": "tflops has nothing",
+        f"Own-1:\n  tflops: 300\n  {numbers}": "Own-1 needs tflops",
+        f"Own-1:\n  tflops: {{bf16: -3}}\n  {numbers}": "-3 is not a positive number",
+        "Own-1:\n  tflops: {bf16: 300}\n": "'memory' is missing",
+        "Own-1: [": "while parsing",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=problem):
+            read_devices(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_devices(tmp_path / "missing.yaml")

@@ -86,8 +86,18 @@ def test_more_machines_if_nothing_else_helps() -> None:
     assert found[0].cluster.nodes > 1 and found[0].candidate.world_size == found[0].cluster.world_size
     assert not found[0].problem and found[0].candidate.global_batch == 512
     assert describe_change(before, found[0]).startswith(
-        f"{found[0].cluster.nodes} machines, gradient_accumulation_steps="
+        f"{found[0].cluster.nodes} x 8 devices, gradient_accumulation_steps="
     )
+
+
+def test_more_devices_of_a_machine_before_more_machines() -> None:
+    run = Candidate(2, 8192, stage=3, micro_batch=1, accumulation=32, checkpointing=True, offload_optimizer=True)
+    small = replace(NODE, devices_per_node=2, board=replace(NODE.board, memory=24))
+    model = PlannedModel.from_config(LLAMA_70B)
+    found = cheapest_changes(Plan(model, run, small, estimate_memory(model, run)), 20)
+    sizes = [(after.cluster.nodes, after.cluster.devices_per_node) for after in found]
+    assert {(1, 4), (1, 8), (2, 8)} & set(sizes) and sizes == sorted(sizes)
+    assert all(devices == 8 for nodes, devices in sizes if nodes > 1)
 
 
 def test_a_large_batch_of_evaluation_is_reduced() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal, candidates, search
+from ds_trainer.planner.search import Goal, Plan, candidates, fits, nearest_batches, search
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
 MODEL = PlannedModel.from_config(LLAMA_8B, "llama-8b")
@@ -81,8 +82,22 @@ def test_less_room_never_fits_more(change: str) -> None:
 def test_thousands_of_candidates_take_a_moment() -> None:
     began = time.process_time()
     result = search(MODEL, Cluster.of("H100", 16, 8), Goal(32768, 1024))
-    assert len(result.fitting) + len(result.rejected) > 3000
+    assert result.tried > 3000
     assert time.process_time() - began < 10  # about 1 s; a loop that allocates would take minutes
+
+
+@pytest.mark.parametrize("global_batch", [64, 512])  # with 512, gradients are added in float32 in some candidates
+def test_what_is_not_evaluated_does_not_fit(global_batch: int) -> None:
+    goal = Goal(8192, global_batch)
+    result = search(MODEL, NODE, goal)
+    every = [Plan(MODEL, one, NODE, estimate_memory(MODEL, one)) for one in candidates(MODEL, NODE, goal, [])]
+    assert len(every) == result.tried > len(result.fitting) + len(result.rejected)
+    assert {plan.candidate for plan in result.fitting} == {plan.candidate for plan in every if not plan.problem}
+
+
+def test_a_micro_batch_is_any_divisor() -> None:
+    found = candidates(MODEL, NODE, Goal(8192, 8 * 12, fixed=(("tp", 1), ("cp", 1), ("sp", 1))), [])
+    assert {(one.micro_batch, one.accumulation) for one in found} == {(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)}
 
 
 def test_a_candidate_as_arguments() -> None:
@@ -97,3 +112,28 @@ def test_a_candidate_as_arguments() -> None:
         "offload_optimizer": "cpu",
     }
     assert run.replicas == 4 and run.global_batch == 32
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fixed", "nearest"),
+    [
+        (7, {"tp": 1, "cp": 1, "sp": 1}, [8]),
+        (13, {"tp": 1, "cp": 1, "sp": 1}, [8, 16]),
+        (13, {"tp": 2, "cp": 1, "sp": 1}, [12, 16]),
+        (64, {"tp": 1, "cp": 1, "sp": 1, "micro_batch": 3}, [48, 72]),
+        (13, {}, [13]),
+    ],
+)
+def test_global_batches_that_work(wanted: int, fixed: dict[str, int], nearest: list[int]) -> None:
+    goal = Goal(8192, wanted, fixed=tuple(fixed.items()))
+    assert nearest_batches(MODEL, NODE, goal) == nearest
+    assert bool(list(candidates(MODEL, NODE, goal, []))) == (wanted in nearest)
+    for batch in nearest:
+        assert list(candidates(MODEL, NODE, replace(goal, global_batch=batch), []))
+
+
+def test_fits_is_what_search_finds() -> None:
+    goal = Goal(8192, fixed=(("offload_optimizer", False),))
+    for model in (MODEL, PlannedModel.from_config(LLAMA_70B)):
+        assert fits(model, NODE, goal) == (search(model, NODE, goal).best is not None)
+    assert fits(MODEL, NODE, goal) and not fits(PlannedModel.from_config(LLAMA_70B), NODE, goal)

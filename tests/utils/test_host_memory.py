@@ -13,7 +13,7 @@ from ds_trainer.engine.whole_weights import free_memory
 from ds_trainer.monitor.doctor.findings import Level
 from ds_trainer.monitor.doctor.machine import memory_finding
 from ds_trainer.utils import host_memory
-from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
+from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory, total_host_memory
 
 GIB = 2**30
 
@@ -85,3 +85,8 @@ def test_only_one_function_queries_free_memory() -> None:
     package = Path(host_memory.__file__).parents[1]
     found = [path.name for path in package.rglob("*.py") if ".available" in path.read_text(encoding="utf-8")]
     assert sorted(found) == ["host_memory.py", "machine.py"], "and the doctor prints both"
+
+
+def test_the_total_is_the_limit_of_the_job(tmp_path: Path) -> None:
+    assert total_host_memory(*job(tmp_path, 2, used=7 * GIB)) == 8 * GIB
+    assert total_host_memory(tmp_path / "no cgroups", tmp_path / "nothing") == 128 * GIB

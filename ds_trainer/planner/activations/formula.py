@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 DIMENSIONS = (
     *("hidden", "inner", "queries", "keys", "heads", "key_heads"),
@@ -30,7 +31,20 @@ class Formula:
 
     def bytes_per_token(self, sizes: Mapping[str, float]) -> float:
         """The value for ``sizes``, a number for each of :data:`DIMENSIONS` that occurs."""
-        return sum(factor * _product(term, sizes) for term, factor in self.terms.items())
+        key = tuple(map(sizes.__getitem__, self._names))
+        value = self._values.get(key)
+        if value is None:  # a search asks thousands of times for a few sizes
+            value = self._values[key] = sum(factor * _product(term, sizes) for term, factor in self.terms.items())
+        return value
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        names = dict.fromkeys(name for term in self.terms for name in term.split("*"))
+        return tuple(name for name in names if name != "one")
+
+    @cached_property
+    def _values(self) -> dict[tuple[float, ...], float]:
+        return {}
 
     def __add__(self, other: Formula) -> Formula:
         return _collected([*self.terms.items(), *other.terms.items()])

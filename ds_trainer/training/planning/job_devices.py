@@ -13,7 +13,7 @@ from ds_trainer.planner.cluster import Board, Cluster
 from ds_trainer.planner.hardware import Device
 from ds_trainer.utils.devices import is_planned, planned_name
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.host_memory import host_memory
+from ds_trainer.utils.host_memory import total_host_memory
 from ds_trainer.utils.ranks import known_local_size
 
 _CPU_THREAD = 0.05
@@ -50,7 +50,7 @@ class JobDevices:
         local = math.gcd(world_size, known_local_size(os.environ) or world_size)
         nodes = world_size // local
         if args.device_type != "cuda":
-            memory = host_memory() / local / 1e9
+            memory = total_host_memory() / local / 1e9
             return cls(cpu_cluster(nodes, local, memory, torch.get_num_threads()), False, False)
         if is_planned():
             name = planned_name()

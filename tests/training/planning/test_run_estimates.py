@@ -1,4 +1,4 @@
-"""The prediction of a run: what it is made from, what it says if something is unknown, and its comparison at the end."""
+"""The prediction of a run: its inputs, what it says if something is unknown, and its comparison at the end."""
 
 from __future__ import annotations
 

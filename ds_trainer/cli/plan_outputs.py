@@ -1,0 +1,163 @@
+"""What ``ds-trainer plan`` makes of a plan: the DeepSpeed configuration, the command that starts it, cost, figure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.arguments.compat.renamed_arguments import name_as_given
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.cli.plan_request import PlanRequest
+from ds_trainer.config.compiler import CompiledConfig, compile_config
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.planner.plan_report import as_json
+from ds_trainer.planner.remedies import cheapest_changes, describe_change
+from ds_trainer.planner.search import Plan, SearchResult
+from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.utils.errors import ConfigError
+
+_SCRIPT = "train.py"
+_HOSTFILE = "hosts"
+# What a plan leaves at its default, which a recipe may have set.
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"), 1),
+    **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
+    **dict.fromkeys(("bf16", "fp16"), False),
+}
+
+
+def launch_command(request: PlanRequest, plan: Plan) -> str:
+    """The command that starts the plan with the recipe, or with a script of the user."""
+    nodes = [f"--nodes {plan.cluster.nodes}"] if plan.cluster.nodes > 1 else []
+    hostfile = [f"--hostfile {_HOSTFILE}"] if plan.cluster.nodes > 1 else []
+    target = _SCRIPT if request.recipe is None else request.recipe.path
+    parts = ["ds-trainer launch", *nodes, f"--nproc-per-node {plan.cluster.devices_per_node}", *hostfile]
+    return " ".join([*parts, shlex.quote(target), shlex.join((*request.overrides, *_flags(request, plan)))])
+
+
+def training_arguments(request: PlanRequest, plan: Plan) -> TrainingArguments:
+    """The arguments of the run that :func:`launch_command` starts."""
+    if request.recipe is not None:
+        return load_recipe(request.recipe.path, [*request.overrides, *_flags(request, plan)]).training_arguments()
+    return TrainingArguments("runs/plan", **plan.candidate.arguments())
+
+
+def compiled_config(request: PlanRequest, plan: Plan) -> CompiledConfig:
+    """The DeepSpeed configuration of the plan, for GPUs.
+
+    Raises:
+        ConfigError: the recipe's other arguments contradict the plan.
+    """
+    args = training_arguments(request, plan)
+    layout = ParallelLayout.of(args, plan.cluster.world_size)
+    shape = ModelShape.from_config(request.config, source=plan.model.name)
+    return compile_config(args, layout, shape, "cuda")
+
+
+def cost(plan: Plan, tokens: int, price: float | None) -> dict[str, float]:
+    """Hours, device hours and the price of a training on ``tokens`` tokens."""
+    hours = tokens / plan.tokens_per_second / 3600
+    found = {"tokens": tokens, "hours": hours, "device_hours": hours * plan.cluster.world_size}
+    if price is not None:
+        found["cost"] = found["device_hours"] * price
+    return found
+
+
+def cost_line(found: dict[str, float], price: float | None) -> str:
+    """:func:`cost` in one line."""
+    end = f", {found['cost']:,.0f} at {price:g} an hour" if "cost" in found else ""
+    return f"{found['tokens']:,} tokens: {found['hours']:,.1f} hours, {found['device_hours']:,.0f} device hours{end}"
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Write the memory of a plan as PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    from ds_trainer.monitor.memory_plot import draw_memory
+
+    memory = plan.memory
+    moments = {moment.name: moment.items for moment in memory.moments}
+    title = f"{plan.model.name}, {plan.cluster.world_size} x {plan.cluster.device}: {plan.candidate.describe()}"
+    try:
+        drawn = draw_memory(moments, memory.overhead, plan.cluster.board.memory * 1e9, title, path)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+    if not drawn:
+        raise ConfigError("--plot needs matplotlib: pip install 'ds-trainer[plot]'.")
+
+
+def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a search found, as plain data.
+
+    Args:
+        request: the question.
+        result: the answer.
+        count: plans to list.
+        costs: of each plan: arguments of :func:`cost`, or empty.
+    """
+    cluster, goal, best = request.cluster, request.goal, result.best
+    found: dict[str, Any] = {
+        "model": about(request),
+        "cluster": {
+            "device": cluster.device,
+            "nodes": cluster.nodes,
+            "devices_per_node": cluster.devices_per_node,
+            "device_memory_gb": cluster.board.memory,
+            "host_memory_gb": cluster.host_memory,
+        },
+        "goal": {"length": goal.length, "global_batch": goal.global_batch, "margin": goal.margin},
+        "notes": list(request.notes),
+        "tried": result.tried,
+        "fitting": len(result.fitting),
+        "plans": [_plan(request, plan, costs) for plan in result.fitting[:count]],
+        "rejected": [as_json(plan) for plan in result.neighbors()],
+        "conflicts": list(result.conflicts),
+    }
+    if best is not None:
+        found["deepspeed_config"] = json.loads(compiled_config(request, best).to_json())  # without secrets
+    elif result.rejected:
+        nearest = result.rejected[0]
+        found["changes"] = [
+            {"change": describe_change(nearest, plan), **_plan(request, plan, costs)}
+            for plan in cheapest_changes(nearest)
+        ]
+    return found
+
+
+def about(request: PlanRequest) -> dict[str, Any]:
+    """The model in numbers."""
+    from ds_trainer.planner.parameters.groups import total_by_kind
+
+    model = request.model
+    return {
+        "name": model.name,
+        "parameters": model.total,
+        "trainable": model.trainable,
+        "by_kind": total_by_kind(model.parameters),
+        "layers": model.stack.layers,
+    }
+
+
+def _plan(request: PlanRequest, plan: Plan, costs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **as_json(plan),
+        "command": launch_command(request, plan),
+        **({"training": cost(plan, **costs)} if costs else {}),
+    }
+
+
+def _flags(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    wanted = plan.candidate.arguments()
+    prefix = "--"
+    if request.recipe is not None:
+        prefix, given = "--arguments.", request.recipe.arguments
+        wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
+        wanted = {name_as_given(name, given) or name: value for name, value in wanted.items()}
+    for name, value in wanted.items():
+        yield from (f"{prefix}{name}", str(value))

@@ -1,0 +1,268 @@
+"""What ``ds-trainer plan`` is asked for: model, cluster and goal, from options and from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.cluster import Cluster, read_devices
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.search import Goal
+from ds_trainer.recipes.recipe import Recipe, load_recipe
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json
+
+SIZES = {
+    "zero-stage": ("stage", "ZeRO stage"),
+    "micro-batch": ("micro_batch", "sequences of a replica in a micro-batch"),
+    "tensor-parallel-size": ("tp", "tensor-parallel ranks"),
+    "context-parallel-size": ("cp", "context-parallel ranks"),
+    "sequence-parallel-size": ("sp", "sequence-parallel ranks"),
+}
+"""Options that fix a value of a candidate: its name, and help."""
+
+DEVICE, DEVICES_PER_NODE = "H100-80GB", 8
+"""Without options."""
+
+_DEFAULT_LENGTH, _LONGEST_DEFAULT = 4096, 8192
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The question.
+
+    Args:
+        model: what is trained.
+        config: its configuration.
+        cluster: the devices.
+        goal: batch, length and what is fixed.
+        recipe: the recipe that was given, with overrides.
+        overrides: the overrides.
+        notes: what a reader must know: values that are from the recipe, lengths that the model was not made for.
+    """
+
+    model: PlannedModel
+    config: Mapping[str, Any]
+    cluster: Cluster
+    goal: Goal
+    recipe: Recipe | None = None
+    overrides: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanRequest:
+    """The question of a command line.
+
+    Raises:
+        ConfigError: the model, the recipe or the device is unknown, or options contradict each other.
+    """
+    recipe = load_recipe(options.model, overrides) if Path(options.model).suffix in (".yaml", ".yml") else None
+    if recipe is None and overrides:
+        raise ConfigError(f"plan takes no {overrides[0]}. See ds-trainer plan --help.")
+    cluster = _cluster(options)
+    fixed = dict(_fixed(options))
+    _refuse_contradictions(options, cluster, fixed)
+    notes: list[str] = []
+    config, name = _config_of_recipe(recipe) if recipe is not None else read_config(options.model)
+    rank = options.lora_rank
+    if recipe is not None and rank is None:
+        rank = _adapters(recipe, notes)
+    model = PlannedModel.from_config(config, name, rank or 0)
+    length, batch, precision = options.seq_len, options.global_batch, options.precision
+    if recipe is not None:
+        taken = []
+        if length is None:
+            length = recipe.data.sequence_length
+            taken.append(f"{length:,} tokens (data.sequence_length)")
+        if batch is None and options.micro_batch is None:
+            plan = _batch(recipe, cluster)
+            batch = plan.global_batch_size
+            taken.append(f"a global batch of {plan.describe()}")
+        if precision is None:
+            precision = _precision(recipe)
+            taken += [precision] if precision else []
+        if taken:
+            notes.insert(0, f"From {recipe.path}: {', '.join(taken)}.")
+    length = length or min(model.max_length or _DEFAULT_LENGTH, _LONGEST_DEFAULT)
+    goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()))
+    if note := beyond_positions(model, length):
+        notes.append(note)
+    return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes))
+
+
+def beyond_positions(model: PlannedModel, length: int) -> str:
+    """A note if sequences are longer than those that the model was made for; else empty."""
+    if model.max_length is None or length <= model.max_length:
+        return ""
+    return (
+        f"Note: {length:,} tokens are more than the {model.max_length:,} positions of the model "
+        "(max_position_embeddings), which needs another RoPE scaling for them, or cannot have them."
+    )
+
+
+def read_config(name: str) -> tuple[dict[str, Any], str]:
+    """The configuration of a model, and its name for reports.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = Path(name)
+    if path.suffix != ".json":
+        from ds_trainer.training.loading.model_files import model_directory
+
+        path = model_directory(name, weights=False) / "config.json"
+    try:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ConfigError(f"{path} is no configuration of a model: it has no model_type.")
+    label = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+    return config, label
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    return _number(text, int, "a positive integer", 1, math.inf)
+
+
+def tokens(text: str) -> int:
+    """A number of tokens such as 32768, 32K (of 1,024) or 1M (of 1,024 x 1,024)."""
+    return _with_unit(text, {"K": 1024, "M": 1024**2}, "a number of tokens such as 32768, 32K or 1M")
+
+
+def many_tokens(text: str) -> int:
+    """A number of tokens such as 300M, 15B or 2T: powers of 1,000."""
+    units = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    return _with_unit(text, units, "a number of tokens such as 500M, 15B or 2T")
+
+
+def rank(text: str) -> int:
+    """A number that is not negative."""
+    return _number(text, int, "0 or a positive integer", 0, math.inf)
+
+
+def positive(text: str) -> float:
+    """A positive number."""
+    return _number(text, float, "a positive number", math.ulp(0.0), math.inf)
+
+
+def share(text: str) -> float:
+    """From 0 to less than 1."""
+    return _number(text, float, "a number from 0 to less than 1, such as 0.06", 0, 1 - 1e-9)
+
+
+def stage(text: str) -> int:
+    """A ZeRO stage."""
+    return _number(text, int, "0, 1, 2 or 3", 0, 3)
+
+
+def _number(text: str, kind: Any, wanted: str, least: float, most: float) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not (least <= value <= most and value < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
+
+
+def _with_unit(text: str, units: Mapping[str, int], wanted: str) -> int:
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(units)}]?)", text.replace(",", "").replace("_", "").upper())
+    value = 0 if found is None else int(float(found[1]) * units.get(found[2], 1))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    more = {} if options.device_file is None else read_devices(options.device_file)
+    nodes = options.nodes or 1
+    if options.this_machine:
+        given = [name for name in ("device", "devices_per_node") if getattr(options, name) is not None]
+        if given:
+            option = given[0].replace("_", "-")
+            raise ConfigError(f"--this-machine and --{option} both describe the devices. Leave one out.")
+        cluster = Cluster.of_this_machine(nodes, more)
+    else:
+        cluster = Cluster.of(options.device or DEVICE, nodes, options.devices_per_node or DEVICES_PER_NODE, more)
+    if options.host_memory is not None:
+        cluster = replace(cluster, host_memory=options.host_memory)
+    if options.network is not None:
+        cluster = replace(cluster, board=replace(cluster.board, network=options.network))
+    return cluster
+
+
+def _fixed(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    for argument, (name, _) in SIZES.items():
+        value = getattr(options, argument.replace("-", "_"))
+        if value is not None:
+            yield name, value
+    if options.offload is not None:
+        yield "offload_optimizer", options.offload != "none"
+        yield "offload_param", options.offload == "all"
+    if options.activation_checkpointing is not None:
+        yield "checkpointing", options.activation_checkpointing == "on"
+
+
+def _refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
+    if options.solve != "devices":
+        ParallelLayout(cluster.world_size, fixed.get("tp", 1), fixed.get("cp", 1), fixed.get("sp", 1))
+        if fixed.get("tp", 1) > cluster.devices_per_node:
+            raise ConfigError(
+                f"--tensor-parallel-size {fixed['tp']} is more than the {cluster.devices_per_node} devices of a "
+                "machine. Tensor parallelism over the network is too slow: use --context-parallel-size or "
+                "--sequence-parallel-size for the rest."
+            )
+    zero = fixed.get("stage")
+    if zero is not None and options.offload == "all" and zero != 3:
+        raise ConfigError(f"--offload all needs --zero-stage 3, but it is {zero}.")
+    if zero == 0 and options.offload == "optimizer":
+        raise ConfigError("--offload optimizer needs --zero-stage 1 or higher, but it is 0.")
+    precision = options.precision or ("bf16" if cluster.peaks.bf16 else "fp16")
+    if not cluster.peaks.peak("tf32" if precision == "fp32" and cluster.peaks.tf32 else precision):
+        raise ConfigError(f"--precision {precision}: {cluster.device} has no fast units for it. Choose another one.")
+    if zero == 0 and (precision == "fp16" or (precision == "bf16" and fixed.get("tp", 1) > 1)):
+        what = "fp16" if precision == "fp16" else "bf16 and tensor parallelism"
+        raise ConfigError(f"--zero-stage 0 does not work with {what} in DeepSpeed. Use --zero-stage 1.")
+
+
+def _config_of_recipe(recipe: Recipe) -> tuple[dict[str, Any], str]:
+    if recipe.model.path is not None:
+        return read_config(str(recipe.model.path))
+    return dict(recipe.model.architecture or {}), Path(recipe.path).stem
+
+
+def _adapters(recipe: Recipe, notes: list[str]) -> int:
+    """The rank of the recipe's adapters."""
+    peft = recipe.model.peft
+    if peft is None:
+        return 0
+    if str(peft["peft_type"]).upper() != "LORA":
+        raise ConfigError(
+            f"{recipe.where('model.peft')}: adapters of type {peft['peft_type']} are unknown to plan. Pass --lora-rank."
+        )
+    found = int(peft.get("r", 8))
+    notes.append(f"From {recipe.path}: LoRA of rank {found}, counted on all linear layers of attention and MLP.")
+    return found
+
+
+def _batch(recipe: Recipe, cluster: Cluster) -> BatchPlan:
+    """The recipe's own batch on the devices of the cluster."""
+    args = recipe.training_arguments()
+    layout = ParallelLayout.of(args, cluster.world_size)
+    return BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+
+
+def _precision(recipe: Recipe) -> str | None:
+    given = recipe.arguments
+    if given.get("bf16") or given.get("fp16"):
+        return "bf16" if given.get("bf16") else "fp16"
+    return "fp32" if given.get("bf16") is False and not given.get("fp16") else None
