@@ -57,7 +57,10 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     args, model = inputs.args, estimator.read(inputs.model)
     devices = JobDevices.of_job(args, args.world_size)
     if devices is None:
-        raise ConfigError(f"{_where(args)} needs to know the GPUs of the job, but this machine has none: name them.")
+        raise ConfigError(
+            f"{_where(args)} needs to know the GPUs of the job, but this machine has none. Name them: ds-trainer plan "
+            "RECIPE --dry-run N --device H100-80GB."
+        )
     length = sequence_length(args, inputs.train_dataset, main_input_name(inputs.model), model.max_length)
     goal = Goal(length.tokens, _global_batch(args), _precision(args), fixed=tuple(_fixed(inputs, devices).items()))
     cluster = devices.cluster

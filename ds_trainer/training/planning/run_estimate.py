@@ -50,7 +50,8 @@ class RunEstimate:
     def memory(self) -> MemoryEstimate:
         """Memory of a rank: the least that it can be, if activations are not known."""
         run = self.candidate if self.has_activations else replace(self.candidate, length=1)
-        found, factor = estimate_memory(self.model, run), self.calibration and self.calibration.memory
+        found = estimate_memory(self.model, run)
+        factor = None if self.calibration is None else self.calibration.memory
         if factor is None:
             return found
         scaled = (

@@ -39,7 +39,8 @@ def run(model: nn.Module, rows: Any, folder: Path, **given: Any) -> tuple[Traine
 
 
 def tokens(*lengths: int) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": torch.ones(length, dtype=torch.int64)} for length in lengths]
+    ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in ones]
 
 
 def test_the_length_of_samples_comes_before_limits() -> None:
