@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     else:
         print("\n".join(_text(options, request, result)))
     if best is not None and options.config is not None:
-        Path(options.config).write_text(plan_outputs.compiled_config(request, best).to_json() + "\n", encoding="utf-8")
+        plan_outputs.write_config(request, best, Path(options.config))
     if options.plot is not None and (shown := best or next(iter(result.rejected), None)) is not None:
         plan_outputs.draw(shown, options.plot)
     return DONE if best is not None else NOTHING_FITS

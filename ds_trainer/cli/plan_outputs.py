@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.arguments.compat.renamed_arguments import name_as_given
+from ds_trainer.arguments.compat.renamed_arguments import OLDER_NAMES, name_as_given
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.cli.plan_request import PlanRequest
-from ds_trainer.config.compiler import CompiledConfig, compile_config
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.plan_report import as_json
@@ -19,6 +19,7 @@ from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Plan, SearchResult
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import write_text_atomic
 
 _SCRIPT = "train.py"
 _HOSTFILE = "hosts"
@@ -28,6 +29,7 @@ _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
     **dict.fromkeys(("bf16", "fp16"), False),
 }
+_OLDER = {new: old for old, new in OLDER_NAMES}  # if a recipe has the one, it cannot have the other
 
 
 def launch_command(request: PlanRequest, plan: Plan) -> str:
@@ -36,13 +38,13 @@ def launch_command(request: PlanRequest, plan: Plan) -> str:
     hostfile = [f"--hostfile {_HOSTFILE}"] if plan.cluster.nodes > 1 else []
     target = _SCRIPT if request.recipe is None else request.recipe.path
     parts = ["ds-trainer launch", *nodes, f"--nproc-per-node {plan.cluster.devices_per_node}", *hostfile]
-    return " ".join([*parts, shlex.quote(target), shlex.join((*request.overrides, *_flags(request, plan)))])
+    return " ".join([*parts, shlex.quote(target), shlex.join(_flags(request, plan))])
 
 
 def training_arguments(request: PlanRequest, plan: Plan) -> TrainingArguments:
     """The arguments of the run that :func:`launch_command` starts."""
     if request.recipe is not None:
-        return load_recipe(request.recipe.path, [*request.overrides, *_flags(request, plan)]).training_arguments()
+        return load_recipe(request.recipe.path, _flags(request, plan)).training_arguments()
     return TrainingArguments("runs/plan", **plan.candidate.arguments())
 
 
@@ -56,6 +58,18 @@ def compiled_config(request: PlanRequest, plan: Plan) -> CompiledConfig:
     layout = ParallelLayout.of(args, plan.cluster.world_size)
     shape = ModelShape.from_config(request.config, source=plan.model.name)
     return compile_config(args, layout, shape, "cuda")
+
+
+def write_config(request: PlanRequest, plan: Plan, path: Path) -> None:
+    """Write :func:`compiled_config` to a file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        write_text_atomic(path, compiled_config(request, plan).to_json() + "\n")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
 
 
 def cost(plan: Plan, tokens: int, price: float | None) -> dict[str, float]:
@@ -152,12 +166,21 @@ def _plan(request: PlanRequest, plan: Plan, costs: dict[str, Any]) -> dict[str, 
     }
 
 
-def _flags(request: PlanRequest, plan: Plan) -> Iterator[str]:
+def _flags(request: PlanRequest, plan: Plan) -> list[str]:
+    """Arguments for a command line: those of the plan, and overrides of the recipe that they do not replace."""
     wanted = plan.candidate.arguments()
-    prefix = "--"
-    if request.recipe is not None:
-        prefix, given = "--arguments.", request.recipe.arguments
-        wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
-        wanted = {name_as_given(name, given) or name: value for name, value in wanted.items()}
+    if request.recipe is None:
+        return [part for name, value in wanted.items() for part in (f"--{name}", str(value))]
+    given = request.recipe.arguments
+    wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
+    flags = {}
     for name, value in wanted.items():
-        yield from (f"{prefix}{name}", str(value))
+        known = name_as_given(name, given) or name_as_given(_OLDER.get(name, name), given) or name
+        flags[f"--arguments.{known}"] = str(value)
+    kept, is_replaced = [], False
+    for part in request.overrides:
+        if part.startswith("--"):
+            is_replaced = part.partition("=")[0] in flags
+        if not is_replaced:
+            kept.append(part)
+    return [*kept, *(part for flag in flags.items() for part in flag)]

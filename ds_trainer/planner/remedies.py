@@ -69,7 +69,7 @@ def describe_change(before: Plan, after: Plan) -> str:
 def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
     by_number: dict[int, list[tuple[frozenset[str], Candidate]]] = {}
     for candidate in _variants(plan, cluster):
-        changes = _changes(plan.candidate, candidate)
+        changes = _changes(plan, candidate)
         if changes is not None:
             by_number.setdefault(len(changes), []).append((changes, candidate))
     elements: dict[int, Elements] = {}
@@ -102,14 +102,15 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
             yield replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
 
 
-def _changes(before: Candidate, after: Candidate) -> frozenset[str] | None:
-    """Names of what differs; None if something is reversed that saves memory."""
-    found = set()
+def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
+    """Names of what differs; None if something is reversed that saves the memory that is missing."""
+    before, found = plan.candidate, set()
     for name in ("checkpointing", "stage", "offload", "micro_batch", "eval_micro_batch", "tp", "cp", "sp"):
         old, new = _value(before, name), _value(after, name)
         if old == new:
             continue
-        if (new < old) != name.endswith("micro_batch") or (name in ("tp", "cp", "sp") and new % old):
+        is_reversed = (new < old) != name.endswith("micro_batch") or (name in ("tp", "cp", "sp") and new % old)
+        if is_reversed and not (name == "offload" and plan.host_share > 1):
             return None
         found.add(name)
     return frozenset(found)

@@ -78,14 +78,28 @@ class Plan:
         return self.cluster.board.memory * 1e9 * (1 - self.margin)
 
     @property
+    def host_share(self) -> float:
+        """Memory that the plan needs of a machine, as a share of what it may use; 0 if that is unknown."""
+        room = self.cluster.host_memory
+        return 0.0 if room is None else self._of_a_machine / (room * 1e9 * (1 - self.margin))
+
+    @property
+    def excess(self) -> float:
+        """The larger share of what it may use, of a device or of a machine; up to 1 if the plan fits."""
+        return max(self.memory.device / self.limit, self.host_share)
+
+    @property
     def problem(self) -> str:
         """Why it does not fit; empty if it does."""
         if self.memory.device > self.limit:
             return f"needs {self.memory.device / 1e9:.1f} GB of a device: {self.memory.peak.name}"
-        room = self.cluster.host_memory
-        if room is not None and self.memory.host * self.cluster.devices_per_node > room * 1e9 * (1 - self.margin):
-            return f"needs {self.memory.host * self.cluster.devices_per_node / 1e9:.0f} GB of memory on each machine"
+        if self.host_share > 1:
+            return f"needs {self._of_a_machine / 1e9:,.0f} GB of memory on each machine"
         return ""
+
+    @property
+    def _of_a_machine(self) -> float:
+        return self.memory.host * self.cluster.devices_per_node
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,7 @@ class SearchResult:
         if self.best is None:
             return list(self.rejected[:count])
         faster = (plan for plan in self.rejected if plan.tokens_per_second > self.best.tokens_per_second)
-        return sorted(faster, key=lambda plan: plan.memory.device)[:count]
+        return sorted(faster, key=lambda plan: plan.excess)[:count]
 
 
 def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
@@ -134,7 +148,7 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
         if plan is not None:
             (rejected if plan.problem else fitting).append(plan)
     fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
-    rejected.sort(key=lambda plan: plan.memory.device)
+    rejected.sort(key=lambda plan: (round(plan.excess, 3), plan.seconds))
     return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
 
 

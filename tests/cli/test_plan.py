@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from ds_trainer.arguments.parser import HfArgumentParser
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.cli.main import main
+from ds_trainer.cli.plan_outputs import compiled_config, training_arguments
+from ds_trainer.cli.plan_request import PlanRequest, many_tokens, tokens
+from ds_trainer.cli.plan_solve import QUANTITIES, solve
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.search import Goal, fits, search
+from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, NOTHING_FITS
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
@@ -28,7 +43,8 @@ def test_the_best_plans_are_a_table(model: str, capsys: pytest.CaptureFixture[st
     assert lines[0] == "llama-8b: 8.03 B parameters, all trained; 32 layers"
     assert lines[1].startswith("1 x 8 H100-80GB, 8,192 tokens a sequence, global batch 64: ")
     assert [line.split()[0] for line in lines[4:7]] == ["1", "2", "3"]
-    assert "largest moment" in printed and "optimizer states" in printed and "Arguments: --zero_stage" in printed
+    assert "largest moment" in printed and "optimizer states" in printed
+    assert "  ds-trainer launch --nproc-per-node 8 train.py --zero_stage" in printed
 
 
 def test_json_and_fixed_values(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,35 +67,276 @@ def test_the_exit_code_is_3_if_nothing_fits(tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", str(path), "--devices-per-node", "1", "--offload", "none"]) == NOTHING_FITS
     printed = capsys.readouterr().out
     assert "Nothing fits. Nearest:" in printed and "GB of a device" in printed
+    changes = printed.split("would fit with\n")[1].split("\n\n")[0].splitlines()
+    assert changes[0].startswith("  offload_optimizer='cpu', offload_param='cpu': ") and len(changes) == 3
+    assert main(["plan", str(path), "--devices-per-node", "1", "--offload", "none", "--json"]) == NOTHING_FITS
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"] == [] and all(plan["problem"] for plan in found["rejected"])
+    assert [change["fits"] for change in found["changes"]] == [True] * 3
+    assert found["changes"][0]["arguments"]["offload_param"] == "cpu"
+    assert "bars" not in found and max(len(line) for line in printed.splitlines() if "█" in line) < 80
 
 
-@pytest.mark.parametrize("quantity", ["seq-len", "params", "devices", "micro-batch"])
-def test_inverse_questions(quantity: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def solved(*more: str) -> int:
-        fixed = ["--zero-stage", "3", "--activation-checkpointing", "on", "--offload", "none"]
-        main(["plan", model, "--seq-len", "8K", *fixed, "--tensor-parallel-size", "1", "--solve", quantity, *more])
-        line = capsys.readouterr().out.splitlines()[0]
-        assert line.startswith(f"{quantity}: ")
-        return int(line.split()[1].replace(",", ""))
+def with_values(line: str) -> list[str]:
+    return line.split("train.py ")[1].split()
 
-    large, small = solved("--device", "H200"), solved("--device", "H100-80GB")
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_the_command_and_the_configuration_are_those_of_the_plan(
+    nodes: int, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", model, "--nodes", str(nodes), "--seq-len", "32K", "--global-batch", "256", "--zero-stage", "3"]
+    argv += ["--offload", "optimizer", "--sequence-parallel-size", "2"]
+    assert main([*argv, "--json", "--config", str(tmp_path / "ds.json")]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    best = found["plans"][0]
+    machines = f"--nodes {nodes} --nproc-per-node 8 --hostfile hosts" if nodes > 1 else "--nproc-per-node 8"
+    assert best["command"].startswith(f"ds-trainer launch {machines} train.py --")
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(with_values(best["command"]))
+    for name, value in best["arguments"].items():
+        assert getattr(args, name) == value, name
+    layout = ParallelLayout.of(args, 8 * nodes)
+    batch = BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    assert batch.global_batch_size == 256
+    config = json.loads((tmp_path / "ds.json").read_text())
+    assert config == found["deepspeed_config"]
+    assert config["zero_optimization"]["stage"] == 3 and config["bf16"]["enabled"]
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config["train_micro_batch_size_per_gpu"] == best["arguments"]["per_device_train_batch_size"]
+    assert main([*argv, "--config", "-"]) == DONE
+    assert json.loads(capsys.readouterr().out) == config
+
+
+def test_the_launcher_takes_the_command(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("hosts").write_text("a slots=8\nb slots=8\n")
+    for nodes in ("1", "2"):
+        assert main(["plan", model, "--nodes", nodes, "--global-batch", "64", "--json"]) == DONE
+        command = json.loads(capsys.readouterr().out)["plans"][0]["command"].split()
+        assert command[:2] == ["ds-trainer", "launch"]
+        assert main(["launch", "--dry-run", *command[2:]]) == DONE
+        assert "--zero_stage" in capsys.readouterr().out
+
+
+def test_every_plan_is_a_valid_configuration() -> None:
+    request = PlanRequest(
+        PlannedModel.from_config(LLAMA_8B), LLAMA_8B, Cluster.of("H100", 1, 8), Goal(8192, 64, margin=0.01)
+    )
+    result = search(request.model, request.cluster, request.goal)
+    kinds = {}
+    for plan in (*result.fitting, *result.rejected):
+        one = plan.candidate
+        kinds[one.stage, one.offload_optimizer, one.offload_param, one.tp, one.cp, one.sp] = plan
+    assert len(kinds) > 50
+    for plan in kinds.values():
+        one = plan.candidate
+        args = training_arguments(request, plan)
+        assert args.activation_checkpointing == one.checkpointing
+        layout = ParallelLayout.of(args, 8)
+        batch = BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+        assert batch.global_batch_size == one.global_batch == 64
+        zero = compiled_config(request, plan).to_dict()["zero_optimization"]
+        assert zero["stage"] == one.stage
+        for state, is_offloaded in (("optimizer", one.offload_optimizer), ("param", one.offload_param)):
+            assert (zero.get(f"offload_{state}", {}).get("device") == "cpu") == is_offloaded
+
+
+def test_hours_and_cost(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--global-batch", "64", "--tokens", "15B", "--price", "2.5"]
+    assert main(["plan", model, *more]) == DONE
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("15,000,000,000 tokens: ") and line.endswith(" at 2.5 an hour")
+    assert main(["plan", model, *more, "--json"]) == DONE
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    hours = 15e9 / best["tokens_per_second"] / 3600
+    assert best["training"] == pytest.approx(
+        {"tokens": 15e9, "hours": hours, "device_hours": 8 * hours, "cost": 20 * hours}
+    )
+
+
+def test_the_memory_is_drawn(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "memory.png"
+    assert main(["plan", model, "--plot", str(path)]) == DONE
+    assert path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+    assert main(["plan", model, "--devices-per-node", "1", "--offload", "none", "--plot", str(path)]) == NOTHING_FITS
+    assert path.read_bytes().startswith(b"\x89PNG")  # of the nearest plan
+
+
+RECIPE = {
+    "model": {"architecture": {**LLAMA_8B, "max_position_embeddings": 8192}},
+    "data": {"train": ["python-stdlib"], "tokenizer": "bytes", "sequence_length": 2048},
+    "arguments": {
+        "output_dir": "runs/x",
+        "fp16": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "tensor_parallel_size": 2,
+        "offload_optimizer": "cpu",
+        "learning_rate": 1e-3,
+    },
+}
+
+
+def recipe(path: Path, **model: object) -> str:
+    path.write_text(yaml.safe_dump({**RECIPE, "model": {**RECIPE["model"], **model}}))
+    return str(path)
+
+
+def test_a_recipe_has_its_own_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    assert main(["plan", path, "--tensor-parallel-size", "1", "--offload", "none"]) == DONE
+    printed = capsys.readouterr().out
+    assert "8 H100-80GB, 2,048 tokens a sequence, global batch 32: " in printed
+    assert (
+        f"From {path}: 2,048 tokens (data.sequence_length), a global batch of 32 = 4 per device x 2 accumulation x 4 "
+        "data parallel, fp16."
+    ) in printed
+    command = shlex.split(printed.split("Start the first plan with\n")[1])
+    assert command[:5] == ["ds-trainer", "launch", "--nproc-per-node", "8", path]
+    started = load_recipe(path, command[5:]).training_arguments()
+    # What the plan does not have must not come from the file.
+    assert (started.tensor_parallel_size, started.offload_optimizer, started.fp16) == (1, "none", True)
+    assert started.learning_rate == 1e-3
+    assert not started.problems()
+
+
+def test_options_and_overrides_win_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    overrides = ["--arguments.gradient_accumulation_steps", "4", "--arguments.seed=7", "--arguments.bf16", "false"]
+    assert main(["plan", path, "--seq-len", "1K", "--precision", "bf16", "--json", *overrides]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["goal"]["length"] == 1024 and found["goal"]["global_batch"] == 64
+    assert found["deepspeed_config"]["bf16"]["enabled"] and not found["deepspeed_config"]["fp16"]["enabled"]
+    command = shlex.split(found["plans"][0]["command"])
+    assert command.count("--arguments.gradient_accumulation_steps") == command.count("--arguments.bf16") == 1
+    started = load_recipe(path, command[5:]).training_arguments()
+    assert (started.seed, started.bf16, started.fp16) == (7, True, False)
+    wanted = found["plans"][0]["arguments"]["gradient_accumulation_steps"]
+    assert started.gradient_accumulation_steps == wanted
+    assert main(["plan", path, "--arguments.lerning_rate", "1"]) == CANNOT_WORK
+    assert "lerning_rate" in capsys.readouterr().err
+
+
+def test_adapters_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml", peft={"peft_type": "LORA", "r": 16})
+    assert main(["plan", path]) == DONE
+    printed = capsys.readouterr().out
+    assert "42 M trained" in printed and "LoRA of rank 16" in printed
+    assert main(["plan", path, "--lora-rank", "8"]) == DONE
+    assert "21 M trained" in capsys.readouterr().out
+    path = recipe(tmp_path / "job.yaml", peft={"peft_type": "IA3"})
+    assert main(["plan", path]) == CANNOT_WORK
+    assert "IA3 are unknown to plan" in capsys.readouterr().err
+
+
+FIXED = {"stage": 3, "checkpointing": True, "offload_optimizer": False, "tp": 1, "sp": 1}
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_inverse_questions(quantity: str) -> None:
+    model, goal = PlannedModel.from_config(LLAMA_8B), Goal(8192, fixed=tuple(FIXED.items()))
+    if quantity == "devices":
+        goal = replace(goal, length=32768)
+
+    def solved(device: str) -> int:
+        cluster = Cluster.of(device, 1, 8)
+        found = solve(quantity, model, cluster, goal)
+        assert found is not None and found.result.fitting
+        more = {
+            "seq-len": lambda: (model, cluster, replace(goal, length=found.value + 4096)),
+            "params": lambda: (model.with_layers(found.model.stack.layers + 1), cluster, goal),
+            "devices": lambda: (model, replace(cluster, devices_per_node=found.value // 2), goal),
+            "micro-batch": lambda: (
+                model,
+                cluster,
+                replace(goal, fixed=(*goal.fixed, ("micro_batch", found.value + 1))),
+            ),
+        }[quantity]()
+        assert not fits(*more)
+        return found.value
+
+    large, small = solved("H200"), solved("H100-80GB")
     if quantity == "devices":
         assert 1 < large <= small
     else:
         assert large > small > 0
 
 
+def test_an_inverse_question_on_the_command_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA_8B, "max_position_embeddings": 131072}
+    (Path(model) / "config.json").write_text(json.dumps(config))
+    assert main(["plan", model, "--solve", "seq-len"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    value = int(lines[0].removeprefix("seq-len: ").split()[0].replace(",", ""))
+    assert value > 131072 and "tokens a sequence (in steps of 4,096)" in lines[0]
+    assert "more than the 131,072 positions of the model" in lines[1]
+    assert main(["plan", model, "--seq-len", "16K", "--solve", "micro-batch", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["value"] == found["plans"][0]["arguments"]["per_device_train_batch_size"]
+    (Path(model) / "config.json").write_text(json.dumps(LLAMA_70B))
+    small = ["--devices-per-node", "1", "--offload", "none"]
+    assert main(["plan", model, *small, "--solve", "seq-len"]) == NOTHING_FITS
+    assert "nothing fits" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["MODEL", "--device", "X9"], "--device X9: not in the table"),
+        (["MODEL", "--device", "X9"], "device 'X9' is not in the table"),
+        (["MODEL", "--device", "H10"], "Did you mean 'h100'?"),
         (["MODEL", "--zero_stage", "2"], "plan takes no --zero_stage"),
         (["missing.json"], "missing.json cannot be read"),
+        (["missing.yaml"], "missing.yaml"),
+        (["MODEL", "--global-batch", "7", "--tensor-parallel-size", "1", "--sequence-parallel-size", "1",
+          "--context-parallel-size", "1"], "--global-batch 7 cannot be divided among 8 devices"),
+        (["MODEL", "--global-batch", "64", "--micro-batch", "3"], "Use 63 or 66."),
+        (["MODEL", "--tensor-parallel-size", "3"], "8 ranks cannot be divided by tensor 3"),
+        (["MODEL", "--nodes", "2", "--tensor-parallel-size", "16"], "more than the 8 devices of a machine"),
+        (["MODEL", "--seq-len", "4100", "--sequence-parallel-size", "8"], "4100 tokens are no multiple of 16"),
+        (["MODEL", "--zero-stage", "2", "--offload", "all"], "--offload all needs --zero-stage 3, but it is 2"),
+        (["MODEL", "--zero-stage", "0", "--offload", "optimizer"], "needs --zero-stage 1 or higher"),
+        (["MODEL", "--zero-stage", "0", "--precision", "fp16"], "--zero-stage 0 does not work with fp16"),
+        (["MODEL", "--device", "T4", "--precision", "bf16"], "T4 has no fast units"),
+        (["MODEL", "--price", "2"], "--price needs --tokens"),
+        (["MODEL", "--this-machine", "--device", "H100"], "--this-machine and --device both"),
+        (["MODEL", "--config", "MODEL"], "--config "),
+        (["MODEL", "--plot", "MODEL"], "--plot "),
     ],
-)
+)  # fmt: skip
 def test_mistakes(argv: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *(model if part == "MODEL" else part for part in argv)]) == CANNOT_WORK
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--seq-len", "3x"), ("--seq-len", "-4"), ("--seq-len", "0"), ("--nodes", "0"), ("--nodes", "two"),
+        ("--devices-per-node", "-8"), ("--global-batch", "1.5"), ("--margin", "2"), ("--margin", "-0.1"),
+        ("--margin", "nan"), ("--lora-rank", "-1"), ("--zero-stage", "4"), ("--host-memory", "0"),
+        ("--network", "inf"), ("--tokens", "15X"), ("--price", "-1"), ("--micro-batch", "0"),
+    ],
+)  # fmt: skip
+def test_values_out_of_range(option: str, value: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", model, f"{option}={value}"])
+    assert f"argument {option}: {value!r} is not " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (tokens, "32K", 32768), (tokens, "1m", 1024**2), (tokens, "8,192", 8192), (tokens, "0.5K", 512),
+        (many_tokens, "15B", 15 * 10**9), (many_tokens, "1.5T", 15 * 10**11), (many_tokens, "100M", 10**8),
+    ],
+)  # fmt: skip
+def test_numbers_with_units(read: Callable[[str], int], text: str, value: int) -> None:
+    assert read(text) == value
 
 
 def test_unknown_families_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
