@@ -140,6 +140,10 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     neftune_noise_alpha: float | None = _memory("NEFTune: scale of the noise added to embeddings.")
     torch_empty_cache_steps: int | None = _memory("Steps between calls that empty the GPU's allocator cache.")
     auto_find_batch_size: bool = _memory("Halve the micro-batch if memory runs out.", False)
+    calibrate_planner: bool = _memory(
+        "(own) After training, keep the ratios of measured to predicted step time and memory for later predictions.",
+        False,
+    )
     memory_check: bool = _memory("(own) Refuse to start a run whose predicted memory a GPU does not have.", True)
 
     zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several and in fp16.")

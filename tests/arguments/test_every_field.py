@@ -271,6 +271,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "verify_weights": Shown(
         "tests.training.loading.test_weight_check::test_the_weight_check_raises_only_if_users_cannot_have_changed_the_weights"
     ),
+    "calibrate_planner": Shown("tests.training.planning.test_run_estimates::test_a_calibrated_prediction_is_nearer"),
     "memory_check": Shown("tests.training.planning.test_memory_check::test_other_runs_start"),
     "parallelism": Shown(
         "tests.training.planning.test_automatic_parallelism::test_ranks_choose_alike_and_train_as_without_it"

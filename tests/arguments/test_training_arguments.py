@@ -24,6 +24,7 @@ OWN = {
     "zero_stage",
     "parallelism",
     "memory_check",
+    "calibrate_planner",
     "offload_optimizer",
     "offload_param",
     "nvme_path",

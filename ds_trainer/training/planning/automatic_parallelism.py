@@ -15,6 +15,7 @@ from ds_trainer.arguments.accelerator_config import accelerator_config
 from ds_trainer.arguments.overrides import PLANNED
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.planner.calibration import read_calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
@@ -56,10 +57,18 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     args, model = inputs.args, estimator.read(inputs.model)
     devices = JobDevices.of_job(args, args.world_size)
     if devices is None:
-        raise ConfigError(f"{_where(args)} needs to know the GPUs of the job, but this machine has none: name them.")
+        raise ConfigError(
+            f"{_where(args)} needs to know the GPUs of the job, but this machine has none. Name them: ds-trainer plan "
+            "RECIPE --dry-run N --device H100-80GB."
+        )
     length = sequence_length(args, inputs.train_dataset, main_input_name(inputs.model), model.max_length)
     goal = Goal(length.tokens, _global_batch(args), _precision(args), fixed=tuple(_fixed(inputs, devices).items()))
-    found = search(model, devices.cluster, goal)
+    cluster = devices.cluster
+    if cluster.nodes == 1:  # other machines may have other corrections, and all ranks must choose alike
+        calibration = read_calibration(cluster.device, model.family)
+        if calibration is not None:
+            cluster, goal = calibration.applied(cluster, goal)
+    found = search(model, cluster, goal)
     if found.best is None:
         raise ConfigError(_nothing_fits(args, found, model, devices, goal, length))
     return _first_that_runs(inputs, trainer, found)

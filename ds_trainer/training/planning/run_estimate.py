@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_trainer.monitor.units import human_bytes
+from ds_trainer.planner.calibration import Calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
+from ds_trainer.planner.memory.moments import Moment
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
@@ -28,12 +30,14 @@ class RunEstimate:
         candidate: how.
         devices: on what; None if the job is planned for unknown GPUs.
         length: tokens of a sequence.
+        calibration: corrections from earlier runs; None without any.
     """
 
     model: PlannedModel
     candidate: Candidate
     devices: JobDevices | None
     length: SequenceLength
+    calibration: Calibration | None = None
 
     @property
     def has_activations(self) -> bool:
@@ -46,14 +50,24 @@ class RunEstimate:
     def memory(self) -> MemoryEstimate:
         """Memory of a rank: the least that it can be, if activations are not known."""
         run = self.candidate if self.has_activations else replace(self.candidate, length=1)
-        return estimate_memory(self.model, run)
+        found = estimate_memory(self.model, run)
+        factor = None if self.calibration is None else self.calibration.memory
+        if factor is None:
+            return found
+        scaled = (
+            Moment(moment.name, {name: size * factor for name, size in moment.items.items()})
+            for moment in found.moments
+        )
+        return replace(found, moments=tuple(scaled))
 
     @property
     def time(self) -> StepTime | None:
         """Time of a step; None if activations or the speed of the devices are not known."""
         if self.devices is None or not self.has_activations or (self.devices.is_gpu and not self.devices.is_known):
             return None
-        return step_time(self.model, self.candidate, self.devices.cluster)
+        time = step_time(self.model, self.candidate, self.devices.cluster)
+        factor = 1.0 if self.calibration is None else self.calibration.step_seconds
+        return replace(time, low=time.low * factor, seconds=time.seconds * factor, high=time.high * factor)
 
     def lines(self) -> str:
         """For the header of a run, in one line."""
@@ -75,7 +89,8 @@ class RunEstimate:
             return f"{text}; no step time, because {reason}"
         rough = "" if self.devices is not None and self.devices.is_known else ", rough on a CPU"
         interval = f"{seconds(time.low)} to {seconds(time.high)}"
-        return f"{text}; {seconds(time.seconds)} a step ({interval}{rough})"
+        corrected = "" if self.calibration is None else f"; {self.calibration.describe()}"
+        return f"{text}; {seconds(time.seconds)} a step ({interval}{rough}){corrected}"
 
     def problems(self) -> list[str]:
         """Why the run cannot start: its memory, even if it is less than predicted by :data:`MEMORY_ERROR`.

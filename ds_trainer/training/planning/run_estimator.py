@@ -10,6 +10,7 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.monitor.units import human_bytes
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.calibration import Calibration, read_calibration, record_run
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.planning.candidates import candidate_of
@@ -18,6 +19,7 @@ from ds_trainer.training.planning.run_estimate import RunEstimate
 from ds_trainer.training.planning.sequence_length import main_input_name, sequence_length
 from ds_trainer.training.startup.configuration import TrainerInputs
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -51,6 +53,7 @@ class RunEstimator:
         self.reason = "nothing was trained yet"
         self._read: tuple[nn.Module, PlannedModel] | None = None
         self._metrics: dict[str, float] = {}
+        self._records = False
 
     def predict(self, inputs: TrainerInputs, config: CompiledConfig, layout: ParallelLayout) -> RunEstimate | None:
         """Predict a run. A model that cannot be read is no problem of the run: the header shows :attr:`reason`.
@@ -61,12 +64,14 @@ class RunEstimator:
             layout: the layout of the job.
         """
         model = inputs.model
-        self.estimate, self._metrics = None, {}
+        self.estimate, self._metrics, self._records = None, {}, inputs.args.calibrate_planner
         try:
             planned = self.read(model)
             length = sequence_length(inputs.args, inputs.train_dataset, main_input_name(model), planned.max_length)
             run = candidate_of(inputs, config, layout, length.tokens)
-            estimate = RunEstimate(planned, run, JobDevices.of_job(inputs.args, layout.world_size), length)
+            devices = JobDevices.of_job(inputs.args, layout.world_size)
+            calibration = None if devices is None else read_calibration(devices.cluster.device, planned.family)
+            estimate = RunEstimate(planned, run, devices, length, calibration)
             estimate.lines()  # computes everything that a run will ask for
         except Exception as error:  # whatever a model of a user looks like, it trains without a prediction
             logger.debug("The run cannot be predicted.", exc_info=True)
@@ -117,7 +122,23 @@ class RunEstimator:
                 found["predicted_peak_memory_bytes"] = predicted
                 found["peak_memory_error"] = round(peak / predicted - 1, 4)
         self._metrics = found
+        if self._records and distributed.rank() == 0:
+            self._record(self.estimate, found)
         return found
+
+    def _record(self, estimate: RunEstimate, found: dict[str, float]) -> None:
+        """Keep the ratios of the run, uncorrected, for later predictions."""
+        if "step_seconds_error" not in found or estimate.devices is None:
+            logger.warning("calibrate_planner=True, but the time of this run could not be predicted and measured.")
+            return
+        before = estimate.calibration or Calibration(1.0)
+        time = before.step_seconds * found["measured_step_seconds"] / found["predicted_step_seconds"]
+        memory = found.get("peak_memory_error")
+        memory = None if memory is None else (before.memory or 1.0) * (1 + memory)
+        try:
+            record_run(estimate.devices.cluster.device, estimate.model.family, time, memory)
+        except (ConfigError, OSError) as error:  # the training is done, whatever happens to this file
+            logger.warning("calibrate_planner=True: nothing was kept. %s", error)
 
     def comparison(self) -> str | None:
         """The measured values beside the predicted ones, in one line; None if nothing can be compared."""

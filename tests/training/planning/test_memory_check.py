@@ -34,10 +34,10 @@ def rehearsed(arguments: dict[str, Any], device: str | None, ranks: int = 8) -> 
 
 
 def test_a_run_that_is_too_large_is_refused_with_what_makes_it_fit() -> None:
-    problems = in_a_fork(rehearsed, BASE, "H100-16GB")
+    problems = in_a_fork(rehearsed, BASE, "H100-8GB")
     assert isinstance(problems, list), problems
     (problem,) = problems
-    assert re.search(r"needs [\d.]+ GB on a device, which has 16 GB \(H100-16GB\)", problem)
+    assert re.search(r"needs [\d.]+ GB on a device, which has 8 GB \(H100-8GB\)", problem)
     assert "Its largest moment: " in problem and "activations" in problem
     assert problem.endswith("To start it nevertheless: memory_check=False.")
     advice = re.search(r"fastest first: (.*?)\. To start", problem)
@@ -46,7 +46,7 @@ def test_a_run_that_is_too_large_is_refused_with_what_makes_it_fit() -> None:
     assert len(changes) == 3
     # The first advice is true: with these arguments the same start succeeds.
     given = eval(f"dict({changes[0]})")
-    assert isinstance(in_a_fork(rehearsed, {**BASE, **given}, "H100-16GB"), DryRun)
+    assert isinstance(in_a_fork(rehearsed, {**BASE, **given}, "H100-8GB"), DryRun)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_run_that_is_too_large_is_refused_with_what_makes_it_fit() -> None:
     [
         ({}, "H100-80GB"),  # it fits
         ({}, None),  # nothing is known about the devices
-        ({"memory_check": False}, "H100-16GB"),
+        ({"memory_check": False}, "H100-8GB"),
         ({"use_cpu": True, "bf16": False}, None),  # CPU ranks share the memory of their machine
     ],
 )
@@ -65,10 +65,10 @@ def test_other_runs_start(arguments: dict[str, Any], device: str | None) -> None
 
 def test_the_plan_of_a_job_fits_and_keeps_the_global_batch() -> None:
     auto = {"bf16": True, "per_device_train_batch_size": 8, "parallelism": "auto"}
-    found = in_a_fork(rehearsed, auto, "H100-16GB")
+    found = in_a_fork(rehearsed, auto, "H100-3GB")
     assert isinstance(found, DryRun), found
     assert found.global_batch_size == 8 * 8
-    given = in_a_fork(rehearsed, {**auto, "tensor_parallel_size": 2, "zero_stage": 3}, "H100-16GB")
+    given = in_a_fork(rehearsed, {**auto, "tensor_parallel_size": 2, "zero_stage": 3}, "H100-3GB")
     assert isinstance(given, DryRun), given
     assert given.global_batch_size == 8 * 8
     assert "tp 2" in given.layout and given.engine.startswith("ZeRO 3")
