@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU benchmarks: correctness and speed of training on the NVIDIA GPUs of this machine. Four stages, each with a time
+# The GPU benchmarks: correctness and speed of training on the NVIDIA GPUs of this machine. Five stages, each with a time
 # limit. A stage that is stopped keeps its results so far.
 #
 #   benchmarks/gpu.sh [--cpu] [--out DIR] [--minutes N] [STAGE ...]
@@ -9,6 +9,7 @@
 #               fp16, fused and offloaded Adam, resume, background save, rollback); with two GPUs every two-rank layout
 #   kernels     ring attention's kernels against torch's attention
 #   throughput  tokens/s, MFU and peak memory of full fine-tuning and LoRA, compared with a bare loop and transformers.Trainer
+#   memory      memory and time of a step of twelve runs, compared with what the planner predicts
 #   stalls      how often the host waits for the GPU in a step; how long a checkpoint interrupts training
 #
 #   --cpu             the same code, small, on the CPU: does it run?
@@ -23,7 +24,7 @@ set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 ROOT="$(dirname "$HERE")"
 PYTHON="${PYTHON:-python3}"
-STAGES=(oracle kernels throughput stalls)
+STAGES=(oracle kernels throughput memory stalls)
 
 say() { printf '[gpu] %s\n' "$*"; }
 
@@ -133,6 +134,7 @@ run_stage() {
         ;;
     kernels) step "$PYTHON" "$HERE/ring_kernels.py" "${within[@]}" "${small[@]}" --out "$out/kernels.json" ;;
     throughput) step "$PYTHON" "$HERE/gpu_throughput.py" "${within[@]}" --out "$out/throughput.json" ;;
+    memory) step "$PYTHON" "$HERE/gpu_memory.py" "${within[@]}" --out "$out/memory.json" ;;
     stalls)
         step "$PYTHON" "$HERE/gpu_syncs.py" "${within[@]}" --stages "${stages[@]}" --out "$out/syncs.json"
         step "$PYTHON" "$HERE/checkpoint.py" "${within[@]}" "${small[@]}" --directory "$out" --out "$out/saves.json"

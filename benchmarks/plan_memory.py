@@ -5,8 +5,9 @@
     python benchmarks/plan_memory.py --only stage3      cases whose name contains this
 
 Each case trains a small model for three steps with the Trainer. ``benchmarks/live_tensors.py`` counts the tensors of
-rank 0: after the engine is made, at most in each phase of a step, and between two steps. On the CPU offloaded states
-are in the same memory, so the predictions for device and host are added. Dropout is that of GPUs.
+each rank, of which the table has the largest number: after the engine is made, at most in each phase of a step, and
+between two steps. On the CPU offloaded states are in the same memory, so the predictions for device and host are added.
+Dropout is that of GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from live_tensors import LiveTensors
+from plan_cases import Case, candidate, cases
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.planner.activations.probe import gpu_dropout
@@ -41,47 +42,10 @@ from tests.support.pool import close_pools, pool
 PHASES = ("engine", "forward", "loss", "head", "layers", "end_of_backward", "step", "between", "save", "evaluation")
 MOMENTS = PHASES[1:7]
 OF_PHASE = (  # of each moment of the planner
-    *("forward", "loss", "head", "layers", "layers"),
-    *("end_of_backward", "end_of_backward", "step", "evaluation"),
+    *("forward", "loss", "head", "head", "layers", "layers"),
+    *("end_of_backward", "end_of_backward", "step", "step", "evaluation"),
 )
 LATE = ("optimizer states", "accumulated gradients")  # made in the first step
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
-
-GPT2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 256, "n_layer": 3, "n_head": 4, "n_positions": 1024}
-QWEN = {
-    **LLAMA,
-    "model_type": "qwen3",
-    "vocab_size": 5000,
-    "hidden_size": 320,
-    "intermediate_size": 512,
-    "num_key_value_heads": 2,
-    "head_dim": 40,
-    "tie_word_embeddings": True,
-}
-WIDE = {**LLAMA, "vocab_size": 20000, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 128}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run: ``arguments`` of TrainingArguments, ``model`` as a configuration."""
-
-    name: str
-    ranks: int = 1
-    batch: int = 2
-    length: int = 256
-    arguments: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
-    lora: int = 0
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -176,7 +140,7 @@ def model_of(case: Case) -> nn.Module:
 
 
 def measure(case: Case, folder: str) -> dict[str, int]:
-    """Bytes of one rank in each phase of the third step."""
+    """Bytes of this rank in each phase of the third step."""
     torch.manual_seed(0)
     rows = Rows(64, case.length, case.model["vocab_size"])
     with LiveTensors() as live:
@@ -213,75 +177,8 @@ def measure(case: Case, folder: str) -> dict[str, int]:
 
 def _run(case: Case) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, int] = pool(case.ranks).run(measure, case, folder)[0]
-    return found
-
-
-def cases() -> Iterator[Case]:
-    """Stages, precisions, ranks, offload, tensor parallelism, adapters; then shapes of batches and models."""
-    for stage in (0, 1, 2, 3):
-        for precision in ("fp32", "bf16"):
-            for ranks in (1, 2, 4, 8):
-                yield _case(stage, precision, ranks)
-        yield _case(stage, "bf16", 1, "accumulation 2", gradient_accumulation_steps=2)
-        yield _case(stage, "bf16", 2, "accumulation 2", gradient_accumulation_steps=2)
-        for ranks in (1, 2):
-            yield _case(stage, "bf16", ranks, "checkpointing", gradient_checkpointing=True)
-            yield _case(stage, "bf16", ranks, "LoRA", lora=8)
-        for length in (128, 512):
-            yield _case(stage, "bf16", 2, f"length {length}", length=length)
-        yield _case(stage, "fp32", 1, "batch 4", batch=4)
-        yield _case(stage, "bf16", 1, "GPT-2", model=GPT2)
-        yield _case(stage, "fp32", 2, "Qwen", model=QWEN)
-        yield _case(stage, "fp32", 1, "large vocabulary", model=WIDE, length=32, batch=1)
-    for stage in (1, 2, 3):
-        for ranks in (1, 2):
-            yield _case(stage, "bf16", ranks, "offload optimizer", offload_optimizer="cpu")
-            yield _case(stage, "bf16", 2 * ranks, "tp 2", tensor_parallel_size=2)
-        yield _case(stage, "bf16", 2, "offload, accumulation 2", offload_optimizer="cpu", gradient_accumulation_steps=2)
-        yield _case(stage, "bf16", 2, "sp 2", sequence_parallel_size=2)
-        yield _case(stage, "bf16", 2, "cp 2", context_parallel_size=2)
-    for precision in ("fp32", "bf16"):
-        for ranks in (1, 2):
-            yield _case(3, precision, ranks, "offload all", offload_optimizer="cpu", offload_param="cpu")
-    for ranks in (2, 4):
-        yield _case(0, "fp32", ranks, "tp 2", tensor_parallel_size=2)
-
-
-def _case(
-    stage: int,
-    precision: str,
-    ranks: int,
-    note: str = "",
-    *,
-    lora: int = 0,
-    length: int = 256,
-    batch: int = 2,
-    model: dict[str, Any] | None = None,
-    **arguments: Any,
-) -> Case:
-    found = {"zero_stage": stage, **({} if precision == "fp32" else {precision: True}), **arguments}
-    name = f"ZeRO {stage} {precision} ranks {ranks} {note}".strip()
-    return Case(name, ranks, batch, length, found, LLAMA if model is None else model, lora)
-
-
-def candidate(case: Case) -> Candidate:
-    """The case as the planner describes it."""
-    given = case.arguments
-    return Candidate(
-        case.ranks,
-        case.length,
-        stage=given["zero_stage"],
-        micro_batch=case.batch,
-        accumulation=given.get("gradient_accumulation_steps", 1),
-        tp=given.get("tensor_parallel_size", 1),
-        cp=given.get("context_parallel_size", 1),
-        sp=given.get("sequence_parallel_size", 1),
-        offload_optimizer="offload_optimizer" in given,
-        offload_param="offload_param" in given,
-        checkpointing=given.get("gradient_checkpointing", False),
-        precision=next((name for name in ("bf16", "fp16") if given.get(name)), "fp32"),
-    )
+        of_ranks: list[dict[str, int]] = pool(case.ranks).run(measure, case, folder)
+    return {phase: max(found[phase] for found in of_ranks) for phase in of_ranks[0]}
 
 
 def planned(case: Case) -> tuple[PlannedModel, Candidate]:
@@ -339,24 +236,65 @@ def deepspeed_estimate(case: Case) -> float | None:
     return float(device + (host / case.ranks if run.offload_optimizer else 0))
 
 
-def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Ratios of predicted and measured bytes, and what is smallest, in the middle and largest."""
-    phases = ("engine", "between", "peak", *MOMENTS, "save", "evaluation")
-    yield f"{'predicted / measured':44}" + "".join(f"{phase:>16}" for phase in (*phases, "DeepSpeed's"))
-    columns: dict[str, list[float]] = {phase: [] for phase in phases}
-    theirs: list[float] = []
+LABELS = {
+    "between": "model states, between two steps",
+    "engine": "when training begins",
+    "peak": "**largest moment of a step**",
+    "forward": "forward pass",
+    "loss": "logits and loss",
+    "head": "backward pass of the LM head",
+    "layers": "backward pass of the layers",
+    "end_of_backward": "end of the backward pass",
+    "step": "optimizer step",
+    "save": "after a save",
+    "evaluation": "evaluation",
+}
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Predicted / measured by phase; for ``deepspeed``, model states of DeepSpeed's estimators, without stage 0."""
+    found: dict[str, list[float]] = {}
     for row in results:
-        cells = []
-        for phase in phases:
-            ratio = row["predicted"][phase] / row["measured"][phase] if row["measured"][phase] else 1.0
-            columns[phase].append(ratio)
-            cells.append(f"{ratio:16.3f}")
+        for phase in LABELS:
+            if row["measured"][phase]:  # with adapters and ZeRO 3 the gradient of the logits is not seen
+                found.setdefault(phase, []).append(row["predicted"][phase] / row["measured"][phase])
         if row["deepspeed"] is not None:
-            theirs.append(row["deepspeed"] / row["measured"]["between"])
-            cells.append(f"{theirs[-1]:16.3f}")
-        yield f"{row['case']:44}" + "".join(cells)
-    for name, function in (("min", min), ("median", statistics.median), ("max", max)):
-        yield f"{name:44}" + "".join(f"{function(values):16.3f}" for values in (*columns.values(), theirs or [1.0]))
+            found.setdefault("deepspeed", []).append(row["deepspeed"] / row["measured"]["between"])
+    return found
+
+
+def table(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Each case and its ratios."""
+    yield f"{'predicted / measured':52}" + "".join(f"{phase:>16}" for phase in LABELS)
+    for row in results:
+        found = ratios([row])
+        cells = (f"{found[phase][0]:16.3f}" if phase in found else f"{'':16}" for phase in LABELS)
+        yield f"{row['case']:52}" + "".join(cells)
+
+
+def summary(results: list[dict[str, Any]]) -> Iterator[str]:
+    """The smallest, the median and the largest ratio of each phase, as a table of the documentation."""
+    yield "| predicted / measured | runs | smallest | median | largest |"
+    yield "|---|---|---|---|---|"
+    labels = {**LABELS, "deepspeed": "DeepSpeed's estimators of model states"}
+    for phase, values in ratios(results).items():
+        numbers = f"{min(values):.3f} | {statistics.median(values):.3f} | {max(values):.3f}"
+        yield f"| {labels[phase]} | {len(values)} | {numbers} |"
+
+
+def with_peak(found: dict[str, Any]) -> dict[str, Any]:
+    """Add the largest moment of a step."""
+    return {**found, "peak": max(found[name] for name in MOMENTS)}
+
+
+def compare(case: Case, measured: dict[str, int]) -> dict[str, Any]:
+    """A case with what was measured, predicted and estimated by DeepSpeed."""
+    return {
+        "case": case.name,
+        "measured": with_peak(measured),
+        "predicted": with_peak(predicted(case)),
+        "deepspeed": deepspeed_estimate(case),
+    }
 
 
 def main() -> None:
@@ -371,19 +309,14 @@ def main() -> None:
     for case in cases():
         if options.only not in case.name:
             continue
-        found = known.get(case.name) or _run(case)
-        expected = predicted(case)
-        for row in (found, expected):
-            row["peak"] = max(row[name] for name in MOMENTS)
-        results.append(
-            {"case": case.name, "measured": found, "predicted": expected, "deepspeed": deepspeed_estimate(case)}
-        )
+        results.append(compare(case, known.get(case.name) or _run(case)))
         if not known:
-            print(f"{case.name}: {found['peak'] / 1e6:.2f} MB", flush=True)
+            print(f"{case.name}: {results[-1]['measured']['peak'] / 1e6:.2f} MB", flush=True)
     close_pools()
-    print("\n".join(table(results)))
+    print("\n".join([*table(results), "", *summary(results)]))
     if options.json:
-        options.json.write_text(json.dumps({row["case"]: row["measured"] for row in results}, indent=1))
+        text = json.dumps({row["case"]: row["measured"] for row in results}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

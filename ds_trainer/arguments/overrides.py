@@ -24,6 +24,7 @@ from ds_trainer.utils.replaced_transformers import arguments_are_no_start
 from ds_trainer.utils.secrets import is_secret, masked
 
 ORIGIN = "ds-trainer run --set"
+PLANNED = "parallelism='auto'"  # origin of values that the planner has chosen
 
 _values: dict[str, Any] = {}
 _applied: set[str] = set()
@@ -87,11 +88,11 @@ def unused() -> list[str]:
     return [name for name in _values if name not in _applied]
 
 
-def overridden_text(args: Any) -> str | None:
-    """The overridden values of ``args`` and their origin, for the header of a run; None if there are none."""
-    names = [name for name, origin in args.origins.items() if origin == ORIGIN]
+def overridden_text(args: Any, of: str = ORIGIN) -> str | None:
+    """The values of ``args`` of one origin, by default the overridden ones, for the header of a run; None without."""
+    names = [name for name, origin in args.origins.items() if origin == of]
     values = [f"{name}={masked(name) if is_secret(name) else getattr(args, name)}" for name in names]
-    return f"{', '.join(values)} ({ORIGIN})" if values else None
+    return f"{', '.join(values)} ({of})" if values else None
 
 
 def _read(text: str, hint: Any) -> Any:

@@ -140,6 +140,11 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     neftune_noise_alpha: float | None = _memory("NEFTune: scale of the noise added to embeddings.")
     torch_empty_cache_steps: int | None = _memory("Steps between calls that empty the GPU's allocator cache.")
     auto_find_batch_size: bool = _memory("Halve the micro-batch if memory runs out.", False)
+    calibrate_planner: bool = _memory(
+        "(own) After training, keep the ratios of measured to predicted step time and memory for later predictions.",
+        False,
+    )
+    memory_check: bool = _memory("(own) Refuse to start a run whose predicted memory a GPU does not have.", True)
 
     zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several and in fp16.")
     offload_optimizer: OffloadDevice | str = _engine("(own) Device for optimizer states: none, cpu or nvme.", "none")
@@ -161,6 +166,10 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     tensor_parallel_size: int = _parallel("(own) Number of ranks that partition every layer.", 1)
     context_parallel_size: int = _parallel("(own) Number of ranks that shard a sequence by ring attention.", 1)
     sequence_parallel_size: int = _parallel("(own) Number of ranks that shard a sequence by Ulysses all-to-all.", 1)
+    parallelism: Literal["auto"] | None = _parallel(
+        "(own) auto: choose ZeRO stage, offload, parallel sizes and activation checkpointing, except those that are "
+        "given, and split the global batch, so that the run fits and is fast."
+    )
     parallelism_config: Any = _parallel("accelerate's ParallelismConfig, or its fields as a mapping.")
 
     nonfinite_policy: DivergencePolicy | str = _divergence(

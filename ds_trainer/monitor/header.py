@@ -68,6 +68,10 @@ class RunSummary:
     """Result of the comparison of the weights with the model's files; None if there are no files."""
     number_format: str = ""
     """Number format of the peak."""
+    estimate: str | None = None
+    """Predicted memory and step time, or why there is no prediction."""
+    planned: str | None = None
+    """Values that ``parallelism="auto"`` has chosen; None if it was not asked to."""
     load: LoadReport | None = None
     """Time and memory of the load from files; None if the model already had its weights."""
 
@@ -90,6 +94,10 @@ def header_lines(summary: RunSummary) -> list[str]:
         rows.insert(1, ("weights", "; ".join(weights)))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
+    if summary.estimate is not None:
+        rows.insert(-1, ("estimate", summary.estimate))
+    if summary.planned is not None:
+        rows.append(("planned", summary.planned))
     if summary.replaces_transformers:
         rows.append(("replaces", "transformers' Trainer, TrainingArguments and related classes in this process"))
     if summary.overrides is not None:

@@ -31,6 +31,9 @@ class Candidate:
         state_bytes: bytes of optimizer states of an element: 8 for Adam.
         eval_micro_batch: sequences of a replica in a batch of evaluation; None is ``micro_batch``.
         float32_sums: gradients of micro-batches are added in float32; None follows the compiled configuration.
+        chunked_loss: logits never exist for more than a few tokens at a time.
+        tiled_mlp: nor does the inner width of an MLP.
+        offload_activations: with ``checkpointing``, the inputs of layers are kept in host memory.
     """
 
     world_size: int
@@ -49,6 +52,9 @@ class Candidate:
     state_bytes: float = 8
     eval_micro_batch: int | None = None
     float32_sums: bool | None = None
+    chunked_loss: bool = False
+    tiled_mlp: bool = False
+    offload_activations: bool = False
 
     @property
     def replicas(self) -> int:

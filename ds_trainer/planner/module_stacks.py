@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.planner.parameters.groups import ParameterGroup
-from ds_trainer.planner.parameters.modules import layer_lists
+from ds_trainer.planner.parameters.modules import layer_lists, whole_shape
 from ds_trainer.planner.transformer_shape import Stack, Transformer, first_count, read_transformer, window_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _head_shape(model: nn.Module) -> tuple[int, int]:
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     weight = getattr(head, "weight", None)
-    return (0, 0) if weight is None else (int(weight.shape[0]), int(weight.shape[1]))
+    return (0, 0) if weight is None else (whole_shape(weight)[0], whole_shape(weight)[1])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Time of an optimizer step, from FLOPs, bytes and bandwidths. An interval: kernels and overlap differ.
 
 Matrix products run at a fraction of the peak, everything else at the bandwidth of the memory, collectives at that of
-the slowest link that they cross. ZeRO's collectives overlap with the computation, those inside of a layer do not.
+the slowest link that they cross. ZeRO 3's collectives overlap with the computation, others do not.
 The fractions (:data:`EFFICIENCY`) are those of published runs, listed in ``tests/planner/test_anchors.py``.
 """
 
@@ -93,14 +93,12 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     weights, gradients = (seconds / reached["links"] for seconds in _zero(model, run, cluster))
     transfers = _offload_transfers(model, run, cluster) / reached["links"]
     busy = sum(compute.values())
-    per_micro_batch = weights if run.stage == 3 else 0.0
     found = {name: seconds * run.accumulation for name, seconds in compute.items()}
     found["tensor and sequence parallelism"] = inside * run.accumulation
-    # What overlaps cannot hide more than the computation lasts.
-    often = per_micro_batch + (gradients if run.stage >= 2 else 0.0)
-    found["ZeRO communication"] = _exposed(often, busy, reached["overlap"]) * run.accumulation
-    if run.stage < 2:
-        found["ZeRO communication"] += _exposed(gradients, busy, reached["overlap"])
+    if run.stage == 3:  # what overlaps cannot hide more than the computation lasts
+        found["ZeRO communication"] = _exposed(weights + gradients, busy, reached["overlap"]) * run.accumulation
+    else:  # DeepSpeed's default of overlap_comm is false there
+        found["ZeRO communication"] = gradients * (run.accumulation if run.stage == 2 else 1)
     if run.stage in (1, 2):
         found["ZeRO communication"] += weights  # the updated weights, after the step
     found["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)

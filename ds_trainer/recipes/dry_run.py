@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def dry_run_of_recipe(
-    path: str, overrides: Sequence[str], ranks: int, local_ranks: int = 8, device_type: str | None = None
+    path: str,
+    overrides: Sequence[str],
+    ranks: int,
+    local_ranks: int = 8,
+    device_type: str | None = None,
+    device: str | None = None,
 ) -> DryRun:
     """Rehearse ``ds-trainer train PATH`` with ``overrides``, as rank 0 of ``ranks``; see :func:`dry_run`.
 
@@ -32,7 +37,7 @@ def dry_run_of_recipe(
     def make(adapt: Adapt) -> Trainer:
         return make_trainer(recipe, prepare(recipe), adapt(args))
 
-    return dry_run(make, ranks, local_ranks, device_type, args.resume_from_checkpoint)
+    return dry_run(make, ranks, local_ranks, device_type, args.resume_from_checkpoint, device)
 
 
 def dry_run_of_model(
@@ -42,6 +47,7 @@ def dry_run_of_model(
     ranks: int,
     local_ranks: int = 8,
     device_type: str | None = None,
+    device: str | None = None,
 ) -> DryRun:
     """Rehearse a training of a new model, on as many made-up samples as two steps take; see :func:`dry_run`.
 
@@ -49,7 +55,7 @@ def dry_run_of_model(
         config: the content of a ``config.json`` of transformers.
         arguments: those of ``TrainingArguments``, such as a plan's.
         length: tokens of a sequence.
-        ranks, local_ranks, device_type: see :func:`dry_run`.
+        ranks, local_ranks, device_type, device: see :func:`dry_run`.
 
     Raises:
         ConfigError: the layout, the arguments or the model cannot work.
@@ -72,18 +78,22 @@ def dry_run_of_model(
         samples = MadeUpSamples(2 * ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps, length)
         return Trainer(model, adapted, train_dataset=samples)
 
-    return dry_run(make, ranks, local_ranks, device_type)
+    return dry_run(make, ranks, local_ranks, device_type, device=device)
 
 
 class MadeUpSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """``samples`` times ``length`` tokens of id 0, which take no memory until they are asked for."""
+    """``samples`` times ``length`` tokens of id 0, which take no memory until they are asked for.
+
+    Attributes:
+        sequence_length: ``length``.
+    """
 
     def __init__(self, samples: int, length: int) -> None:
-        self._samples, self._length = samples, length
+        self._samples, self.sequence_length = samples, length
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.zeros(self._length, dtype=torch.int64)
+        tokens = torch.zeros(self.sequence_length, dtype=torch.int64)
         return {"input_ids": tokens, "labels": tokens}

@@ -37,6 +37,9 @@ from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
 from ds_trainer.training.overrides.optimization import Optimization, check_optimizer
 from ds_trainer.training.overrides.saving import Saving
 from ds_trainer.training.overrides.search_methods import SearchMethods
+from ds_trainer.training.planning.automatic_parallelism import planned_arguments
+from ds_trainer.training.planning.run_estimate import RunEstimate
+from ds_trainer.training.planning.run_estimator import RunEstimator
 from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.resume.compatibility import compatibility_of
 from ds_trainer.training.resume.output_directory import OutputDirectory
@@ -74,6 +77,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         """Create the components that live as long as the Trainer."""
         self.events = TrainingEvents(args, TrainerState(), CallbackHandler([], None, processing_class, None, None))
         self.telemetry = Telemetry(self.events)
+        self.estimator = RunEstimator()
         # Lambdas, because a method may be replaced on this object later.
         self.publisher = HubPublisher(
             self.events,
@@ -105,6 +109,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         Raises:
             ConfigError: the run cannot work; lists all problems.
         """
+        if self.args.parallelism is not None:
+            self.events.args = planned_arguments(self.inputs(), type(self), self.estimator)
         derived = configure(self.inputs())
         self.layout, self.compiled, self.unsharded = derived.layout, derived.config, derived.unsharded
         self.label_names, self.label_smoother = derived.label_names, derived.smoother
@@ -203,6 +209,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         """Drop all references to engine, model and process groups. Call :meth:`use_new_model` next."""
         self.engines.close()
         self.telemetry.release()
+        self.estimator.release()
         handler = self.events.handler
         handler.model = handler.optimizer = handler.lr_scheduler = None
         handler.train_dataloader = handler.eval_dataloader = None
@@ -280,7 +287,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
 
         def final_metrics() -> dict[str, Any]:
             report = self.engines.load_report
-            return {**({} if report is None else report.metrics()), **self.stage.end()}
+            compared = self.estimator.metrics(self.telemetry.step_seconds(), self.device)
+            return {**({} if report is None else report.metrics()), **compared, **self.stage.end()}
 
         return TrainingRun(
             self.events,
@@ -298,6 +306,12 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
             self.log,
             final_metrics,
         )
+
+    def estimate_run(self) -> RunEstimate | None:
+        """What the planner predicts for a training with the current arguments; None if it cannot."""
+        if self.engines.current is None:
+            self.estimator.release()  # parameters may have been frozen since the last time
+        return self.estimator.predict(self.inputs(), self.compiled, self.layout)
 
     def train_loop(
         self, run: TrainingRun, checkpointer: Checkpointer, stop: StopController, ignore_keys: list[str] | None

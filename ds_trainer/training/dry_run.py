@@ -136,6 +136,7 @@ def dry_run(
     local_ranks: int = 8,
     device_type: str | None = None,
     resume_from_checkpoint: str | bool | None = None,
+    device: str | None = None,
 ) -> DryRun:
     """Run the start-up of rank 0. Call it once, in a process of its own: DeepSpeed cannot leave a fake process group.
 
@@ -146,13 +147,14 @@ def dry_run(
         device_type: ``"cuda"`` or ``"cpu"``, of the machines of the job; default: that of this one. ``use_cpu`` has
             precedence.
         resume_from_checkpoint: as for ``Trainer.train``.
+        device: name of the GPUs of the job, such as ``H100-80GB``; without it, their memory is not checked.
 
     Raises:
         ConfigError: the real start would raise it too.
         ValueError: ``make_trainer`` did not use the function that it was given.
     """
     began = time.perf_counter()
-    with _Rehearsal(ranks, local_ranks, device_type) as rehearsal:
+    with _Rehearsal(ranks, local_ranks, device_type, device) as rehearsal:
         try:
             trainer = make_trainer(rehearsal.adapt)
             run = rehearsal.start(trainer, resume_from_checkpoint)
@@ -190,6 +192,7 @@ class _Rehearsal:
     ranks: int
     local_ranks: int
     device_type: str | None
+    device: str | None
     groups: MadeGroups = field(default_factory=MadeGroups)
     operators: list[str] = field(default_factory=list)
     not_rehearsed: list[str] = field(default_factory=list)
@@ -199,7 +202,7 @@ class _Rehearsal:
             self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dry_run_")))
             self._real = ""
             if self.device_type is not None:
-                stack.enter_context(planned_device_type(self.device_type))
+                stack.enter_context(planned_device_type(self.device_type, self.device))
             stack.enter_context(_quiet())
             self.groups = stack.enter_context(fake_process_group(self.ranks, min(self.ranks, self.local_ranks)))
             self._undo = stack.pop_all()

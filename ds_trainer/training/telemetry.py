@@ -107,6 +107,10 @@ class Telemetry:
         self.health = RunHealth(watch, output_dir, self._events.state.global_step, on_abort)
         return self.health
 
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step of the training; None before its second step."""
+        return None if self.health is None else self.health.median_step_seconds()
+
     def beat(self) -> None:
         """Record progress of an evaluation. Called for every batch."""
         if self.health is not None:

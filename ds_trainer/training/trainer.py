@@ -226,9 +226,12 @@ class Trainer(Assembly):
             checkpointer.start(resumption, changes, self.engines.weight_check)
             self._load_optimizer_and_scheduler(None if checkpoint is None else str(checkpoint))
             directory.drop_imported()
-            print_header(run, self.engines, self.telemetry, self.train_dataset, self.eval_dataset, checkpoint)
+            self.estimate_run()
+            estimate = self.estimator.text()
+            print_header(run, self.engines, self.telemetry, self.train_dataset, self.eval_dataset, checkpoint, estimate)
             with prepared_for_training(self.model, self.args, self.layout):
                 output = self.train_loop(run, checkpointer, stop, ignore_keys_for_eval).run()
+            self.estimator.print_comparison(self.is_world_process_zero())
         self.save_state()
         self.publisher.finish()
         return output
@@ -263,6 +266,8 @@ class Trainer(Assembly):
         problems = Problems()
         problems.extend(self.unsharded)
         problems.extend(replica_problems(type(self), self.layout))
+        if self.args.memory_check and not self.args.auto_find_batch_size and (estimate := self.estimate_run()):
+            problems.extend(estimate.problems())
         if "get_train_dataloader" not in self.overridden:  # else the dataset may be of any kind
             if self.train_dataset is not None:
                 with problems.collecting():

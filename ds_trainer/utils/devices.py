@@ -32,20 +32,35 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 _BOUND = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _PREFIX = "ds_trainer/devices"
 _planned: str | None = None
+_planned_name: str | None = None
 
 
 @contextmanager
-def planned_device_type(device_type: str) -> Iterator[None]:
+def planned_device_type(device_type: str, name: str | None = None) -> Iterator[None]:
     """Inside, jobs are checked and configured for ``device_type``, which this machine may lack.
 
     The device of this process is then the CPU (:mod:`ds_trainer.training.dry_run`).
+
+    Args:
+        device_type: ``"cuda"`` or ``"cpu"``.
+        name: name of the GPU, such as ``H100-80GB``; None if it is not known.
     """
-    global _planned
-    before, _planned = _planned, device_type
+    global _planned, _planned_name
+    before, (_planned, _planned_name) = (_planned, _planned_name), (device_type, name)
     try:
         yield
     finally:
-        _planned = before
+        _planned, _planned_name = before
+
+
+def is_planned() -> bool:
+    """Whether the job is planned for other devices than those of this machine."""
+    return _planned is not None
+
+
+def planned_name() -> str | None:
+    """Name of the planned GPU; None if it is not known, or nothing is planned."""
+    return _planned_name
 
 
 def device_type_of_job() -> str:

@@ -271,6 +271,11 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "verify_weights": Shown(
         "tests.training.loading.test_weight_check::test_the_weight_check_raises_only_if_users_cannot_have_changed_the_weights"
     ),
+    "calibrate_planner": Shown("tests.training.planning.test_run_estimates::test_a_calibrated_prediction_is_nearer"),
+    "memory_check": Shown("tests.training.planning.test_memory_check::test_other_runs_start"),
+    "parallelism": Shown(
+        "tests.training.planning.test_automatic_parallelism::test_ranks_choose_alike_and_train_as_without_it"
+    ),
     "self_test": Shown("tests.training.startup.test_preflight::test_a_wrong_gradient_stops_startup"),
     "save_async": Shown("tests.training.resume.test_background_saves::test_without_memory_for_a_copy_training_waits"),
     "save_model_in_checkpoints": Shown(

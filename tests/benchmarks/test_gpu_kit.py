@@ -40,12 +40,12 @@ def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     completed = kit("--cpu", "--out", str(tmp_path))
     assert completed.returncode == 0, completed.stdout[-6000:] + completed.stderr[-4000:]
-    for stage in ("oracle", "kernels", "throughput", "stalls"):
+    for stage in ("oracle", "kernels", "throughput", "memory", "stalls"):
         assert f"[gpu] {stage}: passed after" in completed.stdout
         assert (tmp_path / f"{stage}.log").stat().st_size > 0
     found: dict[str, list[dict[str, Any]]] = {
         name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["cases"]
-        for name in ("oracle", "kernels", "throughput", "syncs", "saves")
+        for name in ("oracle", "kernels", "throughput", "memory", "syncs", "saves")
     }
     quick = [case.name for case in gpu_oracle.cases() if case.quick]
     assert [case["name"] for case in found["oracle"]] == quick
@@ -53,6 +53,8 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert {"dp2 zero3 fp32", "tp2 zero1 fp32", "cp2 zero2 fp32", "sp2 zero3 fp32"} <= set(quick)
     for case in found["throughput"]:
         assert all(loop["tokens_per_second"] > 0 for loop in case["loops"].values())
+    assert len(found["memory"]) == 11
+    assert all(case["predicted"]["tensors"] > 0 and case["measured"]["seconds"] > 0 for case in found["memory"])
     assert [case["variant"] for case in found["syncs"]] == list(gpu_syncs.VARIANTS)
     assert found["saves"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
 
@@ -60,7 +62,7 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
 def test_unknown_commands_are_rejected() -> None:
     unknown = kit("--cpu", "kernel")
     assert unknown.returncode == 2
-    assert "unknown stage or option 'kernel'. Stages: oracle kernels throughput stalls" in unknown.stderr
+    assert "unknown stage or option 'kernel'. Stages: oracle kernels throughput memory stalls" in unknown.stderr
     assert kit("--minutes", "0").returncode == 2
     if not torch.cuda.is_available():
         assert "--cpu runs the same code" in kit("kernels").stderr

@@ -68,6 +68,8 @@ def test_the_complete_header() -> None:
             {"resumed_from": "runs/first/checkpoint-400", "resumed_step": 400},
             "from runs/first/checkpoint-400, step 400",
         ),
+        ({"estimate": "11.2 GB of 80 GB on a device"}, "11.2 GB of 80 GB on a device"),
+        ({"planned": "zero_stage=3 (parallelism='auto')"}, "zero_stage=3 (parallelism='auto')"),
         ({"overrides": "zero_stage=3 (ds-trainer run --set)"}, "zero_stage=3 (ds-trainer run --set)"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,26 @@ def fits(
 ) -> bool:
     model = PlannedModel.from_config(config, lora_rank=rank)
     return search(model, Cluster.of(device, 1, devices), goal).best is not None
+
+
+# Bekman et al. 2025, "Arctic Long Sequence Training", Llama 8B: the longest sequences that fitted.
+@pytest.mark.parametrize(("devices", "length"), [(1, 500_000), (8, 3_700_000), (32, 15_000_000)])
+def test_the_longest_published_sequences_fill_a_device(devices: int, length: int) -> None:
+    model = PlannedModel.from_config(LLAMA_8B)
+    run = Candidate(
+        devices,
+        length,
+        sp=devices,
+        checkpointing=True,
+        offload_optimizer=True,
+        offload_param=devices == 1,
+        chunked_loss=True,
+        tiled_mlp=True,
+        offload_activations=True,
+    )
+    assert estimate_memory(model, run).device / (80 * 2**30) == pytest.approx(1, abs=0.04)
+    for needed in ("chunked_loss", "tiled_mlp", "offload_activations", "checkpointing"):
+        assert estimate_memory(model, replace(run, **{needed: False})).device > 1.2 * 80 * 2**30
 
 
 def test_13b_fits_a_v100_with_zero_offload() -> None:

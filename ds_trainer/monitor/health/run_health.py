@@ -123,6 +123,10 @@ class RunHealth:
         # found by the garbage collector instead, torch would wait 5 seconds for each worker.
         self._data = None
 
+    def median_step_seconds(self) -> float | None:
+        """Median seconds of a step, without evaluations and saves; None before the second step."""
+        return self._heartbeat.median()
+
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
         """A phase outside the steps, which may take long: it counts neither as a hang nor as part of a step."""

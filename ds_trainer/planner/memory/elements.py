@@ -25,6 +25,9 @@ class Elements:
         head: of the LM head, tied or not; 0 if it is frozen.
         largest: of the largest parameter that is trained.
         largest_in_layer: of the largest that is trained inside of a layer.
+        widest: of the largest parameter, trained or not.
+        widest_in_layer: of the largest inside of a layer, trained or not.
+        layers: of all layers.
         bucket: ``reduce_bucket_size`` of the compiled configuration.
     """
 
@@ -37,6 +40,9 @@ class Elements:
     head: int
     largest: int
     largest_in_layer: int
+    widest: int
+    widest_in_layer: int
+    layers: int
     bucket: int
 
 
@@ -45,13 +51,16 @@ def elements_of(model: PlannedModel, tp: int) -> Elements:
     groups = (*model.parameters, *model.adapters)
     trained_groups = set(model.trained_parameters)
     hidden, last = model.stack.hidden_size, len(model.transformer.stacks) - 1
-    total = trainable = persistent = inside = largest = largest_in_layer = 0
+    total = trainable = persistent = inside = largest = largest_in_layer = widest = widest_in_layer = 0
     quantized = 0.0
     for group, (size, copies) in zip(groups, elements_of_rank(groups, model.stack, tp), strict=True):
         total += size * copies
         if group.element_bytes is not None:
             quantized += size * copies * group.element_bytes
             total -= size * copies
+        widest = max(widest, size)
+        if group.stack is not None:
+            widest_in_layer = max(widest_in_layer, size)
         if group.stack == last:
             inside += size * copies
         if group in trained_groups:
@@ -72,5 +81,8 @@ def elements_of(model: PlannedModel, tp: int) -> Elements:
         head=-(-model.rows // tp) * hidden if any(group.kind in _OF_HEAD for group in trained_groups) else 0,
         largest=largest,
         largest_in_layer=largest_in_layer,
+        widest=widest,
+        widest_in_layer=widest_in_layer,
+        layers=inside,
         bucket=max(hidden * hidden, _SMALLEST_BUCKET),
     )

@@ -76,7 +76,8 @@ def estimate_memory(model: PlannedModel, run: Candidate, elements: Elements | No
     """
     elements = elements_of(model, run.tp) if elements is None else elements
     states, host = model_states(elements, run)
-    moments = moments_of_a_run(states, micro_batch(model, run), elements, run, model.stack.layers)
+    batch = micro_batch(model, run)
+    moments = moments_of_a_run(states, batch, elements, run, model.stack.layers)
     peak = max(moment.total for moment in moments)
     groups = 1 + (run.tp > 1) + (run.cp > 1) + (run.sp > 1)
     overhead = {
@@ -88,4 +89,6 @@ def estimate_memory(model: PlannedModel, run: Candidate, elements: Elements | No
     if run.weight_bytes == 2:
         checkpoint += 4.0 * model.trainable  # the masters; float32 weights are their own
     host_items = {**host, "process": _HOST_BASE, "snapshot of a save": 12 * elements.trainable / run.shards}
+    if batch.offloaded:
+        host_items["activations"] = batch.offloaded
     return MemoryEstimate(moments, overhead, host_items, checkpoint)

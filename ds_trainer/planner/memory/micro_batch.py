@@ -9,6 +9,8 @@ from ds_trainer.planner.layer_sizes import layer_sizes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.transformer_shape import Stack
 
+_IN_TRANSFER = 2  # inputs of layers that are on their way to or from host memory
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -25,6 +27,7 @@ class MicroBatch:
         evaluation: what exists at most in a forward pass without gradients: a layer, or logits and loss in float32.
         output: the last layer's output.
         logits: the logits, or their gradient, in the dtype of the model.
+        offloaded: what is kept in host memory instead.
     """
 
     kept: float
@@ -36,6 +39,7 @@ class MicroBatch:
     logits: float
     output: float
     evaluation: float
+    offloaded: float
 
 
 def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
@@ -44,6 +48,10 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     stack = model.stack
     formulas, _ = model.activations(run.attention, run.number_format)
     sizes = layer_sizes(stack, model.rows, run.length, tp=run.tp, cp=run.cp)
+    if run.chunked_loss:
+        sizes["vocabulary"] = 0
+    if run.tiled_mlp:
+        sizes["inner"] = 0
     tokens = _tokens(run, stack)
     everything = tokens * formulas.layer.bytes_per_token(sizes)
     forward, backward, loss = (
@@ -54,8 +62,11 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     logits = tokens * sizes["vocabulary"]
     boundary = tokens * run.weight_bytes * sizes["hidden"]
     layer = boundary if run.checkpointing else everything
+    offloads = run.checkpointing and run.offload_activations
+    on_device = min(stack.layers, _IN_TRANSFER) if offloads else stack.layers
     return MicroBatch(
-        kept=layer * stack.layers + before,
+        kept=layer * on_device + before,
+        offloaded=layer * (stack.layers - on_device),
         layer=layer,
         recomputed=everything if run.checkpointing else 0.0,
         forward=forward - (0.0 if run.checkpointing else everything),

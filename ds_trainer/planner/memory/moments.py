@@ -2,16 +2,18 @@
 
     forward             a layer of the forward pass, when all others have kept their activations
     loss                logits, loss and their gradients
-    head                the gradient of the LM head
+    head                the gradient of the LM head, and its reduction
     backward, first     the backward pass of the last layer: everything is still kept
     backward, middle    that of the layer after the first reduction of gradients
     backward, last      that of the first layer: all other gradients exist
     reduction           of the last gradients: the activations are gone
+    gradient norm       it is computed in float64, one gradient at a time
     optimizer step      gradients are converted for the optimizer
     evaluation          a forward pass without gradients
 
 Sources: DeepSpeed 0.19.8, ``stage_1_and_2.py`` (``setup_buckets``, ``copy_grads_in_partition``, ``allreduce_bucket``,
-``step``), ``stage3.py`` (``_prepare_fp32_grad_for_sub_group``), ``partitioned_param_coordinator.py``
+``step``), ``stage3.py`` (``_prepare_fp32_grad_for_sub_group``), ``utils.py`` (``get_norm_dtype``),
+``partition_parameters.py`` (``AllGatherCoalescedHandle``), ``partitioned_param_coordinator.py``
 (``__params_to_release``), ``unfused_optimizer.py`` (``step``); allocations counted in ``benchmarks/plan_memory.py``.
 """
 
@@ -64,48 +66,92 @@ def moments_of_a_run(
         run: how it is trained.
         layers: number of layers.
     """
-    gathered = gathered_weights(elements, run)
+    gathered = GatheredWeights(elements, run)
     before = _accumulated(elements, run)
-    turn = {"gathered weights": gathered["at the turn"], **before}
-    later = {"weights of a layer": gathered["a layer"], **before}
-    of_layer = {"recomputed layer": batch.recomputed, "a layer": batch.backward}
+    turn = {"gathered weights": gathered.at_the_turn, **before}
     gradients = _Gradients(elements, run, layers)
+    backward = {"recomputed layer": batch.recomputed, "a layer": batch.backward, **before}
     share = 1 - gradients.layers_until_reduction / layers
+    output = {"activations": batch.kept + batch.output}
     found = [
-        ("a layer's forward pass", {"activations": batch.kept, "a layer": batch.forward, **turn}),
-        ("logits and loss", {"activations": batch.kept + batch.output, "logits and loss": batch.loss, **turn}),
         (
-            "gradient of the LM head",
-            {"activations": batch.kept + batch.output, "gradient of logits": batch.logits, **turn, **gradients.head},
+            "a layer's forward pass",
+            {"activations": batch.kept, "a layer": batch.forward, **turn, "gather buffer": gathered.buffer},
         ),
-        ("backward pass of the last layer", {"activations": batch.kept, **of_layer, **turn, **gradients.first}),
+        ("logits and loss", {**output, "logits and loss": batch.loss, **turn}),
+        ("gradient of the LM head", {**output, "gradient of logits": batch.logits, **turn, **gradients.head}),
+        (
+            "reduction of the LM head's gradient",
+            {**output, "gathered weights": gathered.without_head, **before, **gradients.head_reduction},
+        ),
+        (
+            "backward pass of the last layer",
+            {"activations": batch.kept, **backward, "gathered weights": gathered.without_head, **gradients.first},
+        ),
         (
             "backward pass after the first reduction",
-            {"activations": batch.layer + share * (batch.kept - batch.layer), **of_layer, **later, **gradients.middle},
+            {
+                "activations": batch.layer + share * (batch.kept - batch.layer),
+                **backward,
+                "gathered weights": gathered.a_layer,
+                **gradients.middle,
+            },
         ),
-        ("backward pass of the first layer", {"activations": batch.layer, **of_layer, **later, **gradients.last}),
-        ("reduction of the last gradients", {**later, **gradients.end}),
+        (
+            "backward pass of the first layer",
+            {"activations": batch.layer, **backward, "gathered weights": gathered.at_the_end, **gradients.last},
+        ),
+        ("reduction of the last gradients", {"gathered weights": gathered.at_the_end, **before, **gradients.end}),
+        ("gradient norm", _norm(elements, run)),
         ("optimizer step", {} if run.offload_optimizer else _update(elements, run)),
-        ("evaluation", {"evaluation": batch.evaluation, "weights of a layer": gathered["a layer"]}),
+        (
+            "evaluation",
+            {
+                "evaluation": batch.evaluation,
+                "gathered weights": gathered.in_evaluation,
+                "gather buffer": gathered.buffer,
+            },
+        ),
     ]
     return tuple(
         Moment(name, {**states, **{item: size for item, size in items.items() if size > 0}}) for name, items in found
     )
 
 
-def gathered_weights(elements: Elements, run: Candidate) -> dict[str, float]:
-    """Bytes of weights that ZeRO 3 has gathered: at the turn from forward to backward pass, and far from it.
+class GatheredWeights:
+    """Bytes of weights that ZeRO 3 has gathered, at the moments of a step.
 
     A weight stays if the passes use it again before they have used :data:`REUSE_DISTANCE` elements. The layer at a
     distance of ``x`` elements from the end is used again after ``2 x`` elements, with recomputation after ``3 x``.
-    Elsewhere a layer and what is prefetched (0.9 x the bucket) are gathered.
+    Elsewhere a layer and what is prefetched (0.9 x the bucket, and the parameter that exceeds it) are gathered. What
+    is prefetched together is gathered into one buffer first and copied from there.
+
+    Attributes:
+        at_the_turn: from the forward to the backward pass.
+        without_head: after the backward pass of the LM head.
+        a_layer: far from the turn.
+        at_the_end: when the backward pass is at the first layer.
+        in_evaluation: at most in a forward pass that keeps nothing.
+        buffer: of a gather.
     """
-    if run.stage != 3 or run.shards == 1:
-        return {"at the turn": 0.0, "a layer": 0.0}
-    width, sharded = run.weight_bytes, elements.total - elements.persistent
-    near = min(sharded, REUSE_DISTANCE / (3 if run.checkpointing else 2) + elements.layer)
-    layer = min(sharded, elements.layer + 0.9 * elements.bucket)
-    return {"at the turn": width * max(near, layer), "a layer": width * layer}
+
+    def __init__(self, elements: Elements, run: Candidate) -> None:
+        self.at_the_turn = self.without_head = self.a_layer = self.at_the_end = self.in_evaluation = self.buffer = 0.0
+        if run.stage != 3 or run.shards == 1:
+            return
+        width, sharded = run.weight_bytes, elements.total - elements.persistent
+        uses = 3 if run.checkpointing else 2
+        prefetched = 0.9 * elements.bucket
+        layer = min(sharded, elements.layer + prefetched)
+        near = max(layer, min(sharded, REUSE_DISTANCE / uses + elements.layer))
+        all_stay = near >= sharded
+        embedding = max(0, elements.outside - elements.head)
+        self.a_layer = width * layer
+        self.at_the_turn = width * near
+        self.without_head = width * max(layer, near - elements.head)
+        self.at_the_end = width * (max(layer, embedding + elements.layer) if all_stay else layer)
+        self.in_evaluation = width * max(layer, elements.widest)
+        self.buffer = width * min(sharded, max(prefetched + elements.widest_in_layer / 2, elements.widest))
 
 
 def _accumulated(elements: Elements, run: Candidate) -> dict[str, float]:
@@ -121,42 +167,135 @@ def _accumulated(elements: Elements, run: Candidate) -> dict[str, float]:
 class _Gradients:
     """Gradients and the buffers of their reduction, in bytes by name, at the moments of a backward pass.
 
-    With ZeRO, a gradient is copied to a bucket, which is reduced when the next gradient has no room in it. From the
-    first reduction on, ZeRO 1 and 2 have a buffer for the gradients of this rank's partition.
+    Without ZeRO and with ZeRO 1, gradients stay until the backward pass has ended. ZeRO 1 then reduces them one by one.
+    With ZeRO 2 and 3, a gradient is copied to a bucket, which is reduced when the next gradient has no room in it; a
+    gradient that is larger than the bucket is reduced alone. From the first reduction on, ZeRO 1 and 2 have a buffer
+    for all parameters of which this rank updates a part.
     """
 
     def __init__(self, elements: Elements, run: Candidate, layers: int) -> None:
-        width, trained = run.weight_bytes, elements.trainable
-        head: dict[str, float] = {"gradient of the LM head": width * min(elements.head, trained)}
-        inside: dict[str, float] = {"gradient": width * elements.largest_in_layer}
-        largest: dict[str, float] = {"gradient": width * elements.largest}
         self.layers_until_reduction = 0
-        if run.stage == 0:
-            everything = 0.0 if run.accumulation > 1 else width * trained
-            outside = min(everything, width * (elements.layer + elements.head))
-            summed = width * min(ALL_REDUCE_BUCKET, trained) if run.shards > 1 else 0.0
-            self.head, self.first, self.middle = head, {"gradients": outside}, {"gradients": outside}
-            self.last, self.end = {"gradients": everything}, {"gradients": everything, "all-reduce": summed}
-            return
-        bucket = width * elements.bucket
-        copy = width * min(elements.bucket, trained) if run.shards > 1 else 0.0  # collectives work on a copy
-        copies: dict[str, float] = {"copies for the reduction": copy}
+        width, trained = run.weight_bytes, elements.trainable
+        self.head: dict[str, float] = {"gradient of the LM head": width * min(elements.head, trained)}
+        self.head_reduction: dict[str, float] = dict(self.head)
+        self.first: dict[str, float] = {}
         if run.stage == 3:
-            self.head, self.end = {**head, **copies}, {**largest, **copies}
-            self.first = self.middle = self.last = {**inside, **copies}
+            self._with_sharded_weights(elements, run)
+        elif run.stage == 2:
+            self._with_sharded_gradients(elements, run, layers)
+        else:
+            self._with_whole_gradients(elements, run)
+
+    def _with_whole_gradients(self, elements: Elements, run: Candidate) -> None:
+        width, trained = run.weight_bytes, elements.trainable
+        again = run.accumulation > 1  # then they exist already, and so does the bucket
+        everything = 0.0 if again else width * trained
+        buffers = {"reduction bucket": 0.0 if run.stage == 0 or again else width * elements.bucket}
+        embedding = max(0, elements.outside - elements.head)  # the last gradient of a backward pass
+        outside = {"gradients": min(everything, width * (elements.layer + elements.head)), **buffers}
+        inside = {"gradients": max(0.0, everything - width * (embedding + elements.layer)), **buffers}
+        self.head_reduction = {**self.head, **buffers}
+        self.first = self.middle = outside
+        self.last = inside
+        if run.stage == 0:  # gradients are flattened on a single rank too
+            self.end = {"gradients": everything, "all-reduce": width * min(ALL_REDUCE_BUCKET, trained)}
             return
-        if run.stage == 2 or run.accumulation == 1:
-            copies["reduction bucket"] = bucket
-        owned = 0.0 if run.offload_optimizer else width * trained / run.shards
+        # The first bucket has the gradients of the first parameters, or waits while a larger one is reduced.
+        first = width * (0 if embedding > elements.bucket else elements.bucket)
+        whole = everything or run.gradient_bytes * trained
+        self.end = {
+            "gradients": max(0.0, whole - first) - (whole - everything),
+            **buffers,
+            **_reduction(elements, run, elements.largest),
+            "reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run),
+        }
+
+    def _with_sharded_gradients(self, elements: Elements, run: Candidate, layers: int) -> None:
+        width = run.weight_bytes
+        bucket = {"reduction bucket": width * elements.bucket}
+        owned = {"reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run)}
+        inside = {
+            "gradient": width * elements.largest_in_layer,
+            **bucket,
+            "copies for the reduction": _copy(elements, run, elements.layers),
+        }
+        self.head_reduction = {**self.head, **bucket}
         at_once = elements.head > elements.bucket
-        if not at_once:
+        if at_once:
+            reduction = _reduction(elements, run, elements.head)
+            self.head_reduction |= reduction if sum(reduction.values()) > sum(owned.values()) else owned
+        else:
             room = max(0, elements.bucket - elements.head)
             self.layers_until_reduction = min(layers - 1, room // max(1, elements.layer) + 1)
-        reduced = {**copies, "reduced gradients": owned}
-        self.head = {**head, "reduction bucket": copies.get("reduction bucket", 0.0)}
-        self.first = {**inside, **(reduced if at_once else copies)}
-        self.middle = self.last = {**inside, **reduced}
-        self.end = {**largest, **reduced}
+        self.first = {**inside, **(owned if at_once else {})}
+        self.middle = self.last = {**inside, **owned}
+        self.end = {
+            "gradient": width * elements.largest,
+            **bucket,
+            **_reduction(elements, run, elements.largest),
+            **owned,
+        }
+
+    def _with_sharded_weights(self, elements: Elements, run: Candidate) -> None:
+        width = run.weight_bytes
+        copy = _copy(elements, run, elements.layers)
+        self.first = {"gradient": width * elements.largest_in_layer, "copies for the reduction": copy}
+        self.middle = self.last = self.first
+        if elements.head > elements.bucket:
+            self.head_reduction |= _reduction_of_sharded(elements, run, elements.head)
+        self.end = {
+            "gradient": width * elements.largest,
+            **_reduction_of_sharded(elements, run, elements.largest),
+        }
+
+
+def _reduction_of_sharded(elements: Elements, run: Candidate, size: int) -> dict[str, float]:
+    """Like :func:`_reduction`, with ZeRO 3: a larger gradient than the bucket is always copied."""
+    copy = run.weight_bytes * size if size > elements.bucket else _copy(elements, run, elements.layers)
+    norm = 8 * size / run.shards if run.offload_optimizer else 0.0
+    return {"float64 gradient": norm} if norm > copy else {"copies for the reduction": copy}
+
+
+def owned_elements(elements: Elements, run: Candidate) -> float:
+    """Elements of the parameters of which a rank updates a part, on the rank that has most."""
+    share = elements.trainable / run.shards
+    if run.shards == 1:
+        return share
+    return min(elements.trainable, max(share, elements.largest) + elements.largest_in_layer)
+
+
+def _copy(elements: Elements, run: Candidate, waiting: int) -> float:
+    """Bytes of the copy on which a collective works, if ``waiting`` elements are not reduced yet."""
+    if run.shards == 1:
+        return 0.0
+    return run.weight_bytes * min(waiting, elements.trainable, elements.bucket)
+
+
+def _reduction(elements: Elements, run: Candidate, size: int) -> dict[str, float]:
+    """What the reduction of a gradient of ``size`` elements needs with ZeRO 1 and 2.
+
+    Larger ones than the bucket are copied if several ranks update parts of them. With offloaded states, the norm is
+    computed then, in float64.
+    """
+    share = elements.trainable / run.shards
+    copy = _copy(elements, run, size)
+    if size > elements.bucket:
+        copy = run.weight_bytes * min(size, elements.bucket + share) if size > share else 0.0
+    norm = 8 * min(size, share) if run.offload_optimizer else 0.0
+    return {"float64 gradient": norm} if norm > copy else {"copies for the reduction": copy}
+
+
+def _norm(elements: Elements, run: Candidate) -> dict[str, float]:
+    """Gradients while the norm of the largest one is computed. Those that are offloaded have their norms already."""
+    if run.stage == 0 or run.offload_optimizer:
+        return {}
+    if run.stage == 3:
+        return {"float64 gradient": 8 * elements.largest / run.shards}
+    owned = owned_elements(elements, run)
+    return {
+        "gradients": run.gradient_bytes * owned,
+        "float64 gradient": 8 * min(elements.largest, elements.trainable / run.shards),
+    }
 
 
 def _update(elements: Elements, run: Candidate) -> dict[str, float]:
@@ -170,7 +309,7 @@ def _update(elements: Elements, run: Candidate) -> dict[str, float]:
         return {"flattened gradients": width * part, "float32 gradients": 4 * part if width == 2 else 0.0}
     flattened = width * trained if run.gradient_bytes == width else 0.0
     return {
-        "gradients": run.gradient_bytes * trained,
+        "gradients": run.gradient_bytes * owned_elements(elements, run),
         "flattened gradients": flattened,
         "float32 gradients": converted if flattened else 0.0,
     }

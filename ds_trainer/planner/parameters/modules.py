@@ -35,7 +35,7 @@ def module_parameters(model: nn.Module) -> list[ParameterGroup]:
     found: Counter[ParameterGroup] = Counter()
     for name, parameter in model.named_parameters():
         stack = next((index for index, prefix in enumerate(stacks) if name.startswith(f"{prefix}.")), None)
-        shape, width = quantized.get(name, (tuple(parameter.shape), None))
+        shape, width = quantized.get(name, (whole_shape(parameter), None))
         kind = _kind(name, shape, in_norm=name in norms, in_table=name in tables, inside=stack is not None)
         if adapter is not None and (adapter in name or ".modules_to_save." in name):
             kind = "adapter"
@@ -46,6 +46,11 @@ def module_parameters(model: nn.Module) -> list[ParameterGroup]:
             ParameterGroup(short, shape, kind, stack=stack, trained=bool(parameter.requires_grad), element_bytes=width)
         ] += 1
     return [replace(group, copies=copies) for group, copies in found.items()]
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Shape of a parameter, also of one that ZeRO 3 has partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def layer_lists(model: nn.Module) -> list[str]:

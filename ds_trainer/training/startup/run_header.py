@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.arguments.overrides import overridden_text
+from ds_trainer.arguments.overrides import PLANNED, overridden_text
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.header import RunSummary, header_text
 from ds_trainer.training.engines import Engines
@@ -22,10 +22,11 @@ def print_header(
     train_dataset: Any,
     eval_dataset: Any,
     resumed_from: Path | None,
+    estimate: str,
 ) -> None:
-    """Print the header on the main process."""
+    """Print the header on the main process; ``estimate`` is the prediction of the run."""
     if run.is_main_process:
-        summary = _summary(run, engines, telemetry, train_dataset, eval_dataset, resumed_from)
+        summary = _summary(run, engines, telemetry, train_dataset, eval_dataset, resumed_from, estimate)
         print(header_text(summary), flush=True)
 
 
@@ -36,6 +37,7 @@ def _summary(
     train_dataset: Any,
     eval_dataset: Any,
     resumed_from: Path | None,
+    estimate: str,
 ) -> RunSummary:
     args, batch, plan, config, engine = run.events.args, run.batch_plan, run.plan, run.config, run.engine
     layout, parameters = batch.layout, list(run.model.parameters())
@@ -72,6 +74,8 @@ def _summary(
         flops_source="" if rule is None else rule.source,
         peak_flops=peak_of(config, run.device),
         number_format=number_format(config, run.device),
+        estimate=estimate,
+        planned=overridden_text(args, PLANNED),
         load=engines.load_report,
         weights=engines.weight_check.summary,
     )

@@ -1,0 +1,127 @@
+"""``Calibration``: how much longer steps took, and how much more memory, than was predicted on a kind of device.
+
+``calibrate_planner=True`` measures it in a run. It is kept in a file of the user, by device and model family, and
+applies to later predictions there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.search import Goal
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json, write_json
+
+VERSION = 1
+_LEAST, _MOST = 0.1, 100.0  # a ratio beyond is a defect, not a calibration
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Means over runs.
+
+    Attributes:
+        step_seconds: measured / predicted seconds of a step.
+        memory: measured / predicted bytes of tensors; None if it was not measured.
+        runs: number of runs.
+    """
+
+    step_seconds: float
+    memory: float | None = None
+    runs: int = 1
+
+    def describe(self) -> str:
+        """In a few words, for reports."""
+        memory = "" if self.memory is None else f", memory x {self.memory:.2f}"
+        return f"corrected by {self.runs} run{'s' if self.runs > 1 else ''}: time x {self.step_seconds:.2f}{memory}"
+
+    def with_run(self, step_seconds: float, memory: float | None) -> Calibration:
+        """The means with another run."""
+        runs = self.runs
+        if memory is None or self.memory is None:
+            memory = self.memory if memory is None else memory
+        else:
+            memory = (self.memory * runs + memory) / (runs + 1)
+        return Calibration((self.step_seconds * runs + step_seconds) / (runs + 1), memory, runs + 1)
+
+    def applied(self, cluster: Cluster, goal: Goal) -> tuple[Cluster, Goal]:
+        """``cluster`` with speeds, and ``goal`` with a margin, so that a search takes the corrections into account."""
+        peaks, board, slower = cluster.peaks, cluster.board, self.step_seconds
+        formats = {name: getattr(peaks, name) for name in ("bf16", "fp16", "tf32", "fp32")}
+        peaks = replace(peaks, **{name: value and value / slower for name, value in formats.items()})
+        rates = {name: getattr(board, name) / slower for name in ("bandwidth", "link", "host", "network")}
+        margin = 1 - (1 - goal.margin) / (self.memory or 1.0)
+        return replace(cluster, peaks=peaks, board=replace(board, **rates)), replace(goal, margin=margin)
+
+
+def calibration_file(environment: Mapping[str, str] | None = None) -> Path:
+    """``$XDG_CACHE_HOME/ds_trainer/calibration.json``, by default in ``~/.cache``."""
+    environment = os.environ if environment is None else environment
+    root = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "ds_trainer" / "calibration.json"
+
+
+def read_calibration(device: str, family: str, path: Path | None = None) -> Calibration | None:
+    """The calibration of a device for a model family; None if there is none.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    return _read(path or calibration_file()).get(_key(device, family))
+
+
+def record_run(
+    device: str, family: str, step_seconds: float, memory: float | None, path: Path | None = None
+) -> Calibration:
+    """Add a run to the file. Its ratios are those of uncorrected predictions.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version; a ratio is impossible.
+    """
+    path = path or calibration_file()
+    for ratio in (step_seconds, memory):
+        if ratio is not None and not _LEAST <= ratio <= _MOST:
+            raise ConfigError(f"The run is no calibration: it took {ratio:.3g} times what was predicted.")
+    found = _read(path)
+    before = found.get(_key(device, family))
+    new = Calibration(step_seconds, memory) if before is None else before.with_run(step_seconds, memory)
+    found[_key(device, family)] = new
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"version": VERSION, "calibrations": {key: asdict(one) for key, one in found.items()}})
+    return new
+
+
+def _key(device: str, family: str) -> str:
+    return f"{device} / {family}"
+
+
+def _read(path: Path) -> dict[str, Calibration]:
+    if not path.exists():
+        return {}
+    try:
+        content = read_json(path)
+        version = content["version"]
+        if version == VERSION:
+            return {key: _checked(entry) for key, entry in content["calibrations"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"The calibrations of the planner in {path} cannot be read: {type(error).__name__} {error}. Delete "
+            "the file."
+        ) from error
+    raise ConfigError(
+        f"The calibrations of the planner in {path} have version {version!r}, but this version of ds_trainer reads "
+        f"{VERSION}. Delete the file, or use the version that wrote it."
+    )
+
+
+def _checked(entry: Any) -> Calibration:
+    found = Calibration(**entry)
+    for ratio in (found.step_seconds, 1.0 if found.memory is None else found.memory):
+        if not _LEAST <= ratio <= _MOST:
+            raise ValueError(f"{ratio} is no ratio of measured to predicted values")
+    return found

@@ -1,0 +1,197 @@
+"""``parallelism="auto"``: the fastest way to run that fits, with the global batch of the arguments.
+
+The planner (:mod:`ds_trainer.planner.search`) evaluates all ways to run on the devices of the job. The fastest one that
+fits and that the Trainer can run is taken. Nothing depends on the rank, so all ranks choose the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ds_trainer.arguments.accelerator_config import accelerator_config
+from ds_trainer.arguments.overrides import PLANNED
+from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.planner.calibration import read_calibration
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.remedies import cheapest_changes, describe_change
+from ds_trainer.planner.search import Goal, Plan, SearchResult, search
+from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
+from ds_trainer.training.planning.job_devices import JobDevices
+from ds_trainer.training.planning.run_estimator import RunEstimator
+from ds_trainer.training.planning.sequence_length import SequenceLength, main_input_name, sequence_length
+from ds_trainer.training.startup.configuration import TrainerInputs, configure
+from ds_trainer.training.startup.constructor_checks import replica_problems
+from ds_trainer.utils.errors import ConfigError
+
+_ATTEMPTS = 32
+"""Plans that are configured until one can run. Those of a layout that cannot are skipped."""
+
+_FIELDS = {
+    "stage": "zero_stage",
+    "offload_optimizer": "offload_optimizer",
+    "offload_param": "offload_param",
+    "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "sp": "sequence_parallel_size",
+    "checkpointing": "activation_checkpointing",
+}
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstimator) -> TrainingArguments:
+    """A copy of the arguments with the chosen values, and ``parallelism=None``.
+
+    Args:
+        inputs: those of the Trainer.
+        trainer: its class.
+        estimator: reads the model.
+
+    Raises:
+        ConfigError: the model cannot be planned, nothing fits, or the Trainer cannot run what fits.
+    """
+    args, model = inputs.args, estimator.read(inputs.model)
+    devices = JobDevices.of_job(args, args.world_size)
+    if devices is None:
+        raise ConfigError(
+            f"{_where(args)} needs to know the GPUs of the job, but this machine has none. Name them: ds-trainer plan "
+            "RECIPE --dry-run N --device H100-80GB."
+        )
+    length = sequence_length(args, inputs.train_dataset, main_input_name(inputs.model), model.max_length)
+    goal = Goal(length.tokens, _global_batch(args), _precision(args), fixed=tuple(_fixed(inputs, devices).items()))
+    cluster = devices.cluster
+    if cluster.nodes == 1:  # other machines may have other corrections, and all ranks must choose alike
+        calibration = read_calibration(cluster.device, model.family)
+        if calibration is not None:
+            cluster, goal = calibration.applied(cluster, goal)
+    found = search(model, cluster, goal)
+    if found.best is None:
+        raise ConfigError(_nothing_fits(args, found, model, devices, goal, length))
+    return _first_that_runs(inputs, trainer, found)
+
+
+def _first_that_runs(inputs: TrainerInputs, trainer: type, found: SearchResult) -> TrainingArguments:
+    refused: set[Candidate] = set()
+    first: ConfigError | None = None
+    for plan in found.fitting:
+        way = replace(plan.candidate, micro_batch=1, accumulation=1)
+        if way in refused:
+            continue
+        args = _changed(inputs.args, plan.candidate)
+        try:
+            configured = configure(replace(inputs, args=args))
+            problems = [*configured.unsharded, *replica_problems(trainer, configured.layout)]
+            if problems and inputs.train_dataset is not None:
+                raise ConfigError(problems)
+        except ConfigError as error:
+            first = first or error
+            refused.add(way)
+            if len(refused) == _ATTEMPTS:
+                break
+            continue
+        return args
+    assert first is not None  # something fits
+    raise ConfigError(
+        [f"{_where(inputs.args)}: of what fits, the Trainer can run nothing. The first plan has:", *first.problems]
+    )
+
+
+def _changed(given: TrainingArguments, candidate: Candidate) -> TrainingArguments:
+    """A copy of ``given`` with the values of ``candidate``, except those that are given."""
+    values = {**dict.fromkeys(("offload_optimizer", "offload_param"), "none"), **dict.fromkeys(PARALLEL_SIZES, 1)}
+    values.update(
+        {name: value for name, value in candidate.arguments().items() if name in (*_FIELDS.values(), *_BATCH)}
+    )
+    values = {
+        name: value
+        for name, value in values.items()
+        if name in _BATCH or (not _is_given(given, name) and value != getattr(given, name))
+    }
+    if "activation_checkpointing" in values:
+        values["gradient_checkpointing"] = values["activation_checkpointing"]  # its other name
+    if accelerator_config(given).split_batches:
+        values["per_device_train_batch_size"] = candidate.micro_batch * candidate.replicas
+    args = copy.copy(given)
+    args.change(**values, parallelism=None)
+    values.pop("gradient_checkpointing", None)
+    origins = {**given.origins, **dict.fromkeys(values, PLANNED)}
+    args.origins = {name: origin for name, origin in origins.items() if name != "parallelism"}
+    return args
+
+
+def _is_given(args: TrainingArguments, name: str) -> bool:
+    if name in PARALLEL_SIZES:
+        return args.given(name) or getattr(args, name) > 1  # or in parallelism_config
+    if name == "activation_checkpointing":
+        return args.given(name) or args.given("gradient_checkpointing")
+    return args.given(name) and getattr(args, name) is not None
+
+
+def _fixed(inputs: TrainerInputs, devices: JobDevices) -> dict[str, object]:
+    """What the search must keep: given values, and what this model or these devices cannot have."""
+    args, found = inputs.args, {}
+    for name, field in _FIELDS.items():
+        if _is_given(args, field):
+            value = getattr(args, field)
+            found[name] = str(value) != "none" if name.startswith("offload") else value
+    if gradient_checkpointing_problems(inputs.model, None, reentrant=False):
+        found.setdefault("checkpointing", False)
+    if not devices.is_gpu:  # the memory of the host is that of the ranks
+        found.setdefault("offload_optimizer", False)
+        found.setdefault("offload_param", False)
+    return found
+
+
+def _global_batch(args: TrainingArguments) -> int:
+    """Sequences of a step, with the arguments as they are and every rank a replica."""
+    replicas = 1 if accelerator_config(args).split_batches else args.world_size
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
+
+
+def _precision(args: TrainingArguments) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _where(args: TrainingArguments) -> str:
+    source = args.where("parallelism")
+    return PLANNED if source == "argument" else f"{PLANNED} ({source})"
+
+
+def _nothing_fits(
+    args: TrainingArguments,
+    found: SearchResult,
+    model: PlannedModel,
+    devices: JobDevices,
+    goal: Goal,
+    length: SequenceLength,
+) -> list[str]:
+    """Reasons, and what to change."""
+    cluster = devices.cluster
+    fixed = [
+        f"{_FIELDS[name]}={getattr(args, _FIELDS[name])!r}" for name, _ in goal.fixed if _is_given(args, _FIELDS[name])
+    ]
+    kept = f" with {', '.join(fixed)}" if fixed else ""
+    problems = [
+        f"{_where(args)}: nothing{kept} fits on {cluster.world_size} x {cluster.device} of "
+        f"{cluster.board.memory:.0f} GB with a global batch of {goal.global_batch} sequences of {length.tokens} tokens "
+        f"({length.source})."
+    ]
+    problems += [f"{_sentence(reason)}" for reason in found.conflicts[:5]]
+    if found.rejected:
+        nearest = found.rejected[0]
+        problems.append(f"The nearest is {nearest.candidate.describe()}: it {nearest.problem}.")
+        problems += [f"It fits with {text}." for text in _changes(nearest, model)]
+    return problems
+
+
+def _changes(plan: Plan, model: PlannedModel) -> Iterator[str]:
+    return (describe_change(plan, other) for other in cheapest_changes(plan))
+
+
+def _sentence(reason: Any) -> str:
+    text = str(reason)
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."

@@ -1,0 +1,55 @@
+"""A run as the planner's ``Candidate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
+from ds_trainer.training.startup.configuration import TrainerInputs
+
+_STATE_BYTES = (("8bit", 2.0), ("adafactor", 0.0), ("lion", 4.0), ("adagrad", 4.0), ("rmsprop", 4.0), ("sgd", 0.0))
+_ADAM = 8.0
+
+
+def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: ParallelLayout, length: int) -> Candidate:
+    """The run that ``config`` describes, on sequences of ``length`` tokens."""
+    args, batch, precision = inputs.args, batch_plan_of(inputs.args, layout), config.precision.dtype
+    return Candidate(
+        layout.world_size,
+        length,
+        stage=config.zero_stage,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        tp=layout.tp,
+        cp=layout.cp,
+        sp=layout.sp,
+        offload_optimizer=config.offload("optimizer") is not None,
+        offload_param=config.offload("param") is not None,
+        checkpointing=bool(args.activation_checkpointing) or config.activation_checkpointing is not None,
+        precision=precision,
+        attention=attention_of(inputs.model),
+        state_bytes=state_bytes(optimizer_name(inputs) or config.optimizer_type or str(args.optim)),
+        eval_micro_batch=None if inputs.eval_dataset is None else evaluation_plan_of(args, layout).micro_batch,
+        float32_sums=config.accumulation_dtype == "fp32",
+    )
+
+
+def optimizer_name(inputs: TrainerInputs) -> str | None:
+    """Name of the class of the user's optimizer; None if the arguments describe it."""
+    if inputs.optimizer is not None:
+        return type(inputs.optimizer).__name__
+    return None if inputs.optimizer_class is None else inputs.optimizer_class[0].__name__
+
+
+def state_bytes(optimizer: str) -> float:
+    """Bytes of optimizer states of an element, by the name of the optimizer: Adam's for one that is not known."""
+    name = optimizer.lower().replace("_", "")
+    return next((size for part, size in _STATE_BYTES if part in name), _ADAM)
+
+
+def attention_of(model: Any) -> str:
+    """The planner's name of the attention of a model: ``eager`` or ``sdpa``."""
+    return "eager" if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager" else "sdpa"

@@ -1,0 +1,122 @@
+"""``RunEstimate``: predicted memory and step time of a run, and their comparison with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ds_trainer.monitor.units import human_bytes
+from ds_trainer.planner.calibration import Calibration
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
+from ds_trainer.planner.memory.moments import Moment
+from ds_trainer.planner.plan_report import seconds
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.remedies import cheapest_changes, describe_change
+from ds_trainer.planner.search import MARGIN, Plan
+from ds_trainer.planner.step_time import StepTime, step_time
+from ds_trainer.training.planning.job_devices import JobDevices
+from ds_trainer.training.planning.sequence_length import SequenceLength
+
+MEMORY_ERROR = 0.10
+"""Share by which the predicted memory may be too high: only a run beyond it is refused."""
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What the planner predicts for a run.
+
+    Attributes:
+        model: what is trained.
+        candidate: how.
+        devices: on what; None if the job is planned for unknown GPUs.
+        length: tokens of a sequence.
+        calibration: corrections from earlier runs; None without any.
+    """
+
+    model: PlannedModel
+    candidate: Candidate
+    devices: JobDevices | None
+    length: SequenceLength
+    calibration: Calibration | None = None
+
+    @property
+    def has_activations(self) -> bool:
+        """Whether the layers of the model and the length of its samples are known. If not, only model states are."""
+        stack = self.model.stack
+        has_layers = bool(stack.head_dim or stack.intermediate_size)
+        return (has_layers and self.length.of_data) or stack.positions is not None
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """Memory of a rank: the least that it can be, if activations are not known."""
+        run = self.candidate if self.has_activations else replace(self.candidate, length=1)
+        found = estimate_memory(self.model, run)
+        factor = None if self.calibration is None else self.calibration.memory
+        if factor is None:
+            return found
+        scaled = (
+            Moment(moment.name, {name: size * factor for name, size in moment.items.items()})
+            for moment in found.moments
+        )
+        return replace(found, moments=tuple(scaled))
+
+    @property
+    def time(self) -> StepTime | None:
+        """Time of a step; None if activations or the speed of the devices are not known."""
+        if self.devices is None or not self.has_activations or (self.devices.is_gpu and not self.devices.is_known):
+            return None
+        time = step_time(self.model, self.candidate, self.devices.cluster)
+        factor = 1.0 if self.calibration is None else self.calibration.step_seconds
+        return replace(time, low=time.low * factor, seconds=time.seconds * factor, high=time.high * factor)
+
+    def lines(self) -> str:
+        """For the header of a run, in one line."""
+        memory, time = self.memory, self.time
+        least = "" if self.has_activations else "at least "
+        if self.devices is None or not self.devices.is_gpu:
+            text = f"{least}{human_bytes(memory.tensors)} of tensors on a rank"
+        else:
+            room = human_bytes(self.devices.cluster.board.memory * 1e9)
+            text = f"{least}{human_bytes(memory.device)} of {room} on a device"
+        if not self.has_activations:
+            stack = self.model.stack
+            known = stack.head_dim or stack.intermediate_size
+            reason = "the length of the samples is" if known else f"the layers of {self.model.name} are"
+            return f"{text}, without activations, because {reason} not known"
+        text += f" (largest: {memory.peak.name})"
+        if time is None:
+            reason = "the device is not known" if self.devices is None else "there are no figures of the device"
+            return f"{text}; no step time, because {reason}"
+        rough = "" if self.devices is not None and self.devices.is_known else ", rough on a CPU"
+        interval = f"{seconds(time.low)} to {seconds(time.high)}"
+        corrected = "" if self.calibration is None else f"; {self.calibration.describe()}"
+        return f"{text}; {seconds(time.seconds)} a step ({interval}{rough}){corrected}"
+
+    def problems(self) -> list[str]:
+        """Why the run cannot start: its memory, even if it is less than predicted by :data:`MEMORY_ERROR`.
+
+        Only for GPUs: the memory of a CPU's ranks is shared by all processes of the machine, and can be swapped.
+        """
+        if self.devices is None or not self.devices.is_gpu:
+            return []
+        memory, room = self.memory, self.devices.cluster.board.memory * 1e9
+        if memory.device <= room * (1 + MEMORY_ERROR):
+            return []
+        plan = Plan(self.model, self.candidate, self.devices.cluster, memory, MARGIN)
+        changes = [describe_change(plan, other) for other in cheapest_changes(plan)] if self.has_activations else []
+        return [
+            f"The run needs {'' if self.has_activations else 'at least '}{human_bytes(memory.device)} on a device, "
+            f"which has {human_bytes(room)} ({self.devices.cluster.device}). Its largest moment: {memory.peak.name} "
+            f"({_largest_items(memory)}). {_advice(changes)} To start it nevertheless: memory_check=False."
+        ]
+
+
+def _largest_items(memory: MemoryEstimate) -> str:
+    items = sorted(memory.peak.items.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in items)
+
+
+def _advice(changes: list[str]) -> str:
+    if not changes:
+        return "Use a higher zero_stage, offload_optimizer='cpu', or more devices."
+    return "What makes it fit, fastest first: " + "; or ".join(changes) + "."

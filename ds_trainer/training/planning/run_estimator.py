@@ -1,0 +1,158 @@
+"""``RunEstimator``: predicts memory and step time of the trainings of a Trainer, and compares them at their ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.monitor.units import human_bytes
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.calibration import Calibration, read_calibration, record_run
+from ds_trainer.planner.plan_report import seconds
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.training.planning.candidates import candidate_of
+from ds_trainer.training.planning.job_devices import JobDevices
+from ds_trainer.training.planning.run_estimate import RunEstimate
+from ds_trainer.training.planning.sequence_length import main_input_name, sequence_length
+from ds_trainer.training.startup.configuration import TrainerInputs
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+_PARTITIONED = ("attention", "mlp", "head")  # kinds of weights
+
+
+def with_partition(model: PlannedModel) -> PlannedModel:
+    """``model``, of a module, with what tensor parallelism partitions: all linear layers of its layers, and the head.
+
+    Which dimension it is makes no difference to sizes.
+    """
+    groups = tuple(
+        replace(group, split=0) if len(group.shape) == 2 and group.kind in _PARTITIONED else group
+        for group in model.parameters
+    )
+    return replace(model, parameters=groups)
+
+
+class RunEstimator:
+    """Predicts runs, and compares the last one with what was measured.
+
+    Attributes:
+        estimate: of the last run; None if it cannot be predicted.
+        reason: why not.
+    """
+
+    def __init__(self) -> None:
+        self.estimate: RunEstimate | None = None
+        self.reason = "nothing was trained yet"
+        self._read: tuple[nn.Module, PlannedModel] | None = None
+        self._metrics: dict[str, float] = {}
+        self._records = False
+
+    def predict(self, inputs: TrainerInputs, config: CompiledConfig, layout: ParallelLayout) -> RunEstimate | None:
+        """Predict a run. A model that cannot be read is no problem of the run: the header shows :attr:`reason`.
+
+        Args:
+            inputs: those of the Trainer.
+            config: the compiled configuration.
+            layout: the layout of the job.
+        """
+        model = inputs.model
+        self.estimate, self._metrics, self._records = None, {}, inputs.args.calibrate_planner
+        try:
+            planned = self.read(model)
+            length = sequence_length(inputs.args, inputs.train_dataset, main_input_name(model), planned.max_length)
+            run = candidate_of(inputs, config, layout, length.tokens)
+            devices = JobDevices.of_job(inputs.args, layout.world_size)
+            calibration = None if devices is None else read_calibration(devices.cluster.device, planned.family)
+            estimate = RunEstimate(planned, run, devices, length, calibration)
+            estimate.lines()  # computes everything that a run will ask for
+        except Exception as error:  # whatever a model of a user looks like, it trains without a prediction
+            logger.debug("The run cannot be predicted.", exc_info=True)
+            self.reason = f"{type(model).__name__} cannot be planned: {type(error).__name__} {error}".strip()
+            return None
+        self.estimate = estimate
+        return estimate
+
+    def read(self, model: nn.Module) -> PlannedModel:
+        """The model as the planner needs it. It is read once: the engine partitions its parameters later."""
+        if self._read is None or self._read[0] is not model:
+            self._read = (model, with_partition(PlannedModel.from_module(model)))
+        return self._read[1]
+
+    def text(self) -> str:
+        """For the header of the run."""
+        return f"none, because {self.reason}" if self.estimate is None else self.estimate.lines()
+
+    def release(self) -> None:
+        """Drop the reference to the model."""
+        self._read = None
+
+    # -- the end of a run ---------------------------------------------------------------------------------------------
+
+    def metrics(self, step_seconds: float | None, device: torch.device) -> dict[str, float]:
+        """Predicted and measured values, with errors: measured / predicted - 1. Collective.
+
+        The memory is that of the rank that had most, and only of a GPU: the memory of a CPU's process cannot be divided
+        into tensors and the rest.
+
+        Args:
+            step_seconds: median of the measured seconds of a step; None if there were not enough steps.
+            device: of this rank.
+        """
+        if self.estimate is None:
+            return {}
+        time, found = self.estimate.time, {}
+        if time is not None:
+            found["predicted_step_seconds"] = round(time.seconds, 6)
+            if step_seconds is not None:
+                found["measured_step_seconds"] = round(step_seconds, 6)
+                found["step_seconds_error"] = round(step_seconds / time.seconds - 1, 4)
+        if device.type == "cuda":
+            own = torch.tensor(float(torch.cuda.max_memory_allocated(device)), dtype=torch.float64)
+            peak, predicted = float(distributed.largest(own)), self.estimate.memory.tensors
+            found["measured_peak_memory_bytes"] = peak
+            if self.estimate.has_activations:
+                found["predicted_peak_memory_bytes"] = predicted
+                found["peak_memory_error"] = round(peak / predicted - 1, 4)
+        self._metrics = found
+        if self._records and distributed.rank() == 0:
+            self._record(self.estimate, found)
+        return found
+
+    def _record(self, estimate: RunEstimate, found: dict[str, float]) -> None:
+        """Keep the ratios of the run, uncorrected, for later predictions."""
+        if "step_seconds_error" not in found or estimate.devices is None:
+            logger.warning("calibrate_planner=True, but the time of this run could not be predicted and measured.")
+            return
+        before = estimate.calibration or Calibration(1.0)
+        time = before.step_seconds * found["measured_step_seconds"] / found["predicted_step_seconds"]
+        memory = found.get("peak_memory_error")
+        memory = None if memory is None else (before.memory or 1.0) * (1 + memory)
+        try:
+            record_run(estimate.devices.cluster.device, estimate.model.family, time, memory)
+        except (ConfigError, OSError) as error:  # the training is done, whatever happens to this file
+            logger.warning("calibrate_planner=True: nothing was kept. %s", error)
+
+    def comparison(self) -> str | None:
+        """The measured values beside the predicted ones, in one line; None if nothing can be compared."""
+        found, parts = self._metrics, []
+        if "step_seconds_error" in found:
+            step, predicted = (seconds(found[f"{name}_step_seconds"]) for name in ("measured", "predicted"))
+            parts.append(f"a step took {step} (predicted: {predicted}, error {found['step_seconds_error']:+.0%})")
+        if "peak_memory_error" in found:
+            peak, predicted = (human_bytes(found[f"{name}_peak_memory_bytes"]) for name in ("measured", "predicted"))
+            parts.append(f"tensors took {peak} (predicted: {predicted}, error {found['peak_memory_error']:+.0%})")
+        return "; ".join(parts) or None
+
+    def print_comparison(self, is_main_process: bool) -> None:
+        """Print :meth:`comparison` on the main process."""
+        text = self.comparison()
+        if is_main_process and text is not None:
+            print(f"ds_trainer: {text}", flush=True)

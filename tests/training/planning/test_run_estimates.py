@@ -1,0 +1,176 @@
+"""The prediction of a run: its inputs, what it says if something is unknown, and its comparison at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.planner.calibration import calibration_file, read_calibration
+from ds_trainer.planner.memory.elements import elements_of
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.recipes.text_dataset import TokenBlocks
+from ds_trainer.training.planning.candidates import state_bytes
+from ds_trainer.training.planning.job_devices import cpu_cluster, gpu_cluster
+from ds_trainer.training.planning.run_estimator import with_partition
+from ds_trainer.training.planning.sequence_length import SequenceLength, sequence_length
+from tests.support.models import Regression, regression_rows
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **changes}))
+
+
+def run(model: nn.Module, rows: Any, folder: Path, **given: Any) -> tuple[Trainer, dict[str, float]]:
+    values: dict[str, Any] = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = TrainingArguments(str(folder), **{"max_steps": 3, **values, **given})
+    trainer = Trainer(model, args, train_dataset=rows)
+    return trainer, trainer.train().metrics
+
+
+def tokens(*lengths: int) -> list[dict[str, torch.Tensor]]:
+    ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in ones]
+
+
+def test_the_length_of_samples_comes_before_limits() -> None:
+    import numpy as np
+    from datasets import Dataset
+
+    args, bare = SimpleNamespace(max_length=512), SimpleNamespace()
+    blocks = TokenBlocks(np.zeros(100, dtype=np.uint8), 33)
+    assert sequence_length(args, blocks, "input_ids", 64) == SequenceLength(33, "the training data", True)
+    found = sequence_length(args, tokens(3, 9, 5), "input_ids", 64)
+    assert (found.tokens, found.of_data) == (9, True)
+    table = Dataset.from_dict({"input_ids": [[1] * 4, [1] * 7]})
+    assert sequence_length(args, table, "input_ids", 64).tokens == 7
+    assert sequence_length(args, iter(tokens(9)), "input_ids", 64) == SequenceLength(512, "max_length", False)
+    assert sequence_length(bare, tokens(9), "pixel_values", 64).tokens == 64
+    assert sequence_length(bare, None, "input_ids", 131072).tokens == 8192
+
+
+def test_samples_whose_reading_runs_code_of_the_user_are_not_read() -> None:
+    from datasets import Dataset
+
+    def transform(rows: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("was read")
+
+    table = Dataset.from_dict({"input_ids": [[1, 2]]}).with_transform(transform)
+    assert sequence_length(SimpleNamespace(), table, "input_ids", 64) == SequenceLength(
+        64, "the positions of the model", False
+    )
+
+
+def test_figures_of_devices() -> None:
+    cluster, is_gpu, is_known = gpu_cluster("NVIDIA H100 80GB HBM3", 85_017_493_504, 2, 8)
+    assert (cluster.board.memory, cluster.world_size, is_gpu, is_known) == (85, 16, True, True)
+    other, _, is_known = gpu_cluster("Somebody's GPU", 10_000_000_001, 1, 2)
+    assert (other.device, other.board.memory, is_known) == ("Somebody's GPU", 10, False)
+    assert cpu_cluster(1, 2, 8.0, 4).peaks.fp32 == pytest.approx(0.2)
+
+
+def test_optimizers_have_states_of_different_sizes() -> None:
+    names = ("AdamW", "adamw_torch_fused", "Lion", "adamw_bnb_8bit", "SGD", "Somebody's")
+    assert [state_bytes(name) for name in names] == [8, 8, 4, 2, 0, 8]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_module_has_the_elements_of_its_configuration(tp: int) -> None:
+    model = llama(tie_word_embeddings=False)
+    of_module = elements_of(with_partition(PlannedModel.from_module(model)), tp)
+    assert of_module == elements_of(PlannedModel.from_config(model.config.to_dict()), tp)
+
+
+def test_a_run_is_predicted_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, metrics = run(llama(), tokens(*[16] * 40), tmp_path, max_steps=4)
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("  estimate ")]
+    assert " of tensors on a rank (largest: " in line and "rough on a CPU" in line
+    predicted, measured = metrics["predicted_step_seconds"], metrics["measured_step_seconds"]
+    assert metrics["step_seconds_error"] == pytest.approx(measured / predicted - 1, rel=0.01)
+    assert 0 < measured < metrics["train_runtime"]
+    assert not [name for name in metrics if "peak_memory" in name]  # not measured on a CPU
+    assert out.rstrip().splitlines()[-1].startswith("ds_trainer: a step took ")
+    estimate = trainer.estimator.estimate
+    assert estimate is not None and estimate.candidate.global_batch == trainer.get_total_train_batch_size()
+
+
+def test_without_a_second_step_there_is_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, metrics = run(llama(), tokens(*[16] * 40), tmp_path, max_steps=1)
+    assert "measured_step_seconds" not in metrics and "predicted_step_seconds" in metrics
+    assert "a step took" not in capsys.readouterr().out
+
+
+def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, metrics = run(Regression(), regression_rows(40), tmp_path)
+    assert "because the layers of Regression are not known" in capsys.readouterr().out
+    assert not [name for name in metrics if name.startswith("predicted_")]
+    run(llama(), Stream(), tmp_path)
+    assert "because the length of the samples is not known" in capsys.readouterr().out
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([{"input_ids": torch.ones(8, dtype=torch.int64), "labels": torch.ones(8, dtype=torch.int64)}] * 40)
+
+
+class Unreadable(Regression):
+    """Its configuration is an object of the user that raises."""
+
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("no such thing")
+
+
+def test_a_model_that_cannot_be_read_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, _ = run(Regression(), regression_rows(40), tmp_path)
+    assert trainer.estimator.read(trainer.model) is trainer.estimator.read(trainer.model)
+    estimator = trainer.estimator
+    estimator.release()
+    trainer.model = Unreadable()
+    assert estimator.predict(trainer.inputs(), trainer.compiled, trainer.layout) is None
+    assert estimator.text() == "none, because Unreadable cannot be planned: RuntimeError no such thing"
+    assert estimator.metrics(1.0, torch.device("cpu")) == {} and estimator.comparison() is None
+
+
+def test_a_calibrated_prediction_is_nearer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, rows = calibration_file(), tokens(*[16] * 80)
+    _, first = run(llama(), rows, tmp_path, max_steps=6)
+    assert not file.exists()
+    run(llama(), rows, tmp_path, max_steps=6, calibrate_planner=True)
+    kept = read_calibration("cpu", "llama")
+    assert kept is not None and kept.runs == 1
+    capsys.readouterr()
+    _, later = run(llama(), rows, tmp_path, max_steps=6)
+    assert f"corrected by 1 run: time x {kept.step_seconds:.2f}" in capsys.readouterr().out
+    assert later["predicted_step_seconds"] == pytest.approx(
+        first["predicted_step_seconds"] * kept.step_seconds, rel=1e-3
+    )
+    # A second run adds its ratio to the uncorrected prediction, not to the corrected one.
+    _, again = run(llama(), rows, tmp_path, max_steps=6, calibrate_planner=True)
+    ratio = again["measured_step_seconds"] / first["predicted_step_seconds"]
+    found = read_calibration("cpu", "llama")
+    assert found is not None and found.step_seconds == pytest.approx((kept.step_seconds + ratio) / 2, rel=1e-2)
+
+
+def test_a_damaged_file_stops_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calibration_file().parent.mkdir(parents=True)
+    calibration_file().write_text("{", encoding="utf-8")
+    run(llama(), tokens(*[16] * 40), tmp_path)
+    assert "cannot be read: JSONDecodeError" in capsys.readouterr().out
