@@ -109,14 +109,17 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     yield ""
     yield "Start the first plan with"
     yield f"  {plan_outputs.launch_command(request, result.best)}"
+    for problem in plan_outputs.contradictions(request, result.best):
+        yield f"But {problem}"
     if options.tokens:
         yield plan_outputs.cost_line(plan_outputs.cost(result.best, options.tokens, options.price), options.price)
 
 
 def _heading(request: PlanRequest) -> Iterator[str]:
-    model, about = request.model, plan_outputs.about(request)
-    trained = "all trained" if not model.lora_rank else f"{about['trainable'] / 1e6:,.0f} M trained"
-    yield f"{model.name}: {about['parameters'] / 1e9:.2f} B parameters, {trained}; {model.stack.layers} layers"
+    model = request.model
+    trained = "all trained" if not model.lora_rank else f"{model.trainable / 1e6:,.0f} M trained"
+    number = f"{model.total / 1e9:.2f} B" if model.total >= 1e8 else f"{model.total / 1e6:.2f} M"
+    yield f"{model.name}: {number} parameters, {trained}; {model.stack.layers} layers"
     _, family = model.activations("sdpa", "bf16")
     if family != model.family:
         yield f"Activations of {model.family} are estimated with those of {family}."

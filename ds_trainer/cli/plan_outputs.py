@@ -60,6 +60,15 @@ def compiled_config(request: PlanRequest, plan: Plan) -> CompiledConfig:
     return compile_config(args, layout, shape, "cuda")
 
 
+def contradictions(request: PlanRequest, plan: Plan) -> list[str]:
+    """Why the plan cannot be started with the recipe's other arguments; empty if it can."""
+    try:
+        compiled_config(request, plan)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
 def write_config(request: PlanRequest, plan: Plan, path: Path) -> None:
     """Write :func:`compiled_config` to a file.
 
@@ -117,7 +126,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
     """
     cluster, goal, best = request.cluster, request.goal, result.best
     found: dict[str, Any] = {
-        "model": about(request),
+        "model": _about(request),
         "cluster": {
             "device": cluster.device,
             "nodes": cluster.nodes,
@@ -134,7 +143,9 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
         "conflicts": list(result.conflicts),
     }
     if best is not None:
-        found["deepspeed_config"] = json.loads(compiled_config(request, best).to_json())  # without secrets
+        found["contradictions"] = contradictions(request, best)
+        if not found["contradictions"]:
+            found["deepspeed_config"] = json.loads(compiled_config(request, best).to_json())  # without secrets
     elif result.rejected:
         nearest = result.rejected[0]
         found["changes"] = [
@@ -144,8 +155,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
     return found
 
 
-def about(request: PlanRequest) -> dict[str, Any]:
-    """The model in numbers."""
+def _about(request: PlanRequest) -> dict[str, Any]:
     from ds_trainer.planner.parameters.groups import total_by_kind
 
     model = request.model

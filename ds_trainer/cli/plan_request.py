@@ -76,6 +76,7 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
         rank = _adapters(recipe, notes)
     model = PlannedModel.from_config(config, name, rank or 0)
     length, batch, precision = options.seq_len, options.global_batch, options.precision
+    evaluation = None if recipe is None else _evaluation(recipe)
     if recipe is not None:
         taken = []
         if length is None:
@@ -88,10 +89,12 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
         if precision is None:
             precision = _precision(recipe)
             taken += [precision] if precision else []
+        if evaluation is not None:
+            taken.append(f"batches of evaluation of {evaluation} per device")
         if taken:
             notes.insert(0, f"From {recipe.path}: {', '.join(taken)}.")
     length = length or min(model.max_length or _DEFAULT_LENGTH, _LONGEST_DEFAULT)
-    goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()))
+    goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()), evaluation)
     if note := beyond_positions(model, length):
         notes.append(note)
     return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes))
@@ -259,6 +262,13 @@ def _batch(recipe: Recipe, cluster: Cluster) -> BatchPlan:
     args = recipe.training_arguments()
     layout = ParallelLayout.of(args, cluster.world_size)
     return BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+
+
+def _evaluation(recipe: Recipe) -> int | None:
+    """The recipe's batch of evaluation; None if it has no data for one."""
+    if not recipe.data.eval and recipe.data.held_out_every is None:
+        return None
+    return recipe.training_arguments().per_device_eval_batch_size
 
 
 def _precision(recipe: Recipe) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,7 +53,9 @@ def memory_bars(plan: Plan) -> Iterator[str]:
         yield f"  {name:{width}}  {size / 1e9:7.2f} GB  {bar}".rstrip()
     others = [moment for moment in plan.memory.moments if moment is not plan.memory.peak]
     listed = ", ".join(f"{moment.name} {moment.total / 1e9:.1f}" for moment in others)
-    yield f"  Other moments, tensors in GB: {listed}"
+    yield from textwrap.wrap(
+        f"Other moments, tensors in GB: {listed}", 110, initial_indent="  ", subsequent_indent="    "
+    )
     host, checkpoint = plan.memory.host / 1e9, plan.memory.checkpoint / 1e9
     yield f"  Host memory of a rank: {host:.1f} GB. A checkpoint: {checkpoint:.1f} GB."
 

@@ -109,7 +109,7 @@ def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
         old, new = _value(before, name), _value(after, name)
         if old == new:
             continue
-        is_reversed = (new < old) != name.endswith("micro_batch") or (name in ("tp", "cp", "sp") and new % old)
+        is_reversed = (new < old) != name.endswith("micro_batch")
         if is_reversed and not (name == "offload" and plan.host_share > 1):
             return None
         found.add(name)

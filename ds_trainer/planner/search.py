@@ -33,6 +33,7 @@ class Goal:
         precision: ``bf16``, ``fp16`` or ``fp32``; None takes bf16 where the device has it, else fp16.
         margin: share of the device's memory that is left free.
         fixed: values of :class:`Candidate` that are given, such as ``{"stage": 3}``.
+        eval_micro_batch: sequences of a replica in a batch of evaluation; None is the micro-batch.
     """
 
     length: int
@@ -40,6 +41,7 @@ class Goal:
     precision: str | None = None
     margin: float = MARGIN
     fixed: tuple[tuple[str, object], ...] = ()
+    eval_micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
                         "offload_param": param,
                         "checkpointing": checkpointing,
                         "precision": precision,
+                        "eval_micro_batch": goal.eval_micro_batch,
                     }
                     if all(values.get(name, wanted) == wanted for name, wanted in fixed.items()):
                         yield Candidate(cluster.world_size, goal.length, **values)  # type: ignore[arg-type]

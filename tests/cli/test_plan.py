@@ -166,6 +166,21 @@ def test_the_memory_is_drawn(model: str, tmp_path: Path, capsys: pytest.CaptureF
     assert path.read_bytes().startswith(b"\x89PNG")  # of the nearest plan
 
 
+def test_a_figure_needs_matplotlib(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", model, "--plot", str(tmp_path / "memory.png")]) == CANNOT_WORK
+    assert "--plot needs matplotlib: pip install 'ds-trainer[plot]'" in capsys.readouterr().err
+
+
+def test_sequences_beyond_the_positions_of_a_model_are_noted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(model) / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 16384}))
+    for length, is_beyond in (("16K", False), ("32K", True)):
+        assert main(["plan", model, "--seq-len", length]) == DONE
+        assert ("more than the 16,384 positions of the model" in capsys.readouterr().out) == is_beyond
+
+
 RECIPE = {
     "model": {"architecture": {**LLAMA_8B, "max_position_embeddings": 8192}},
     "data": {"train": ["python-stdlib"], "tokenizer": "bytes", "sequence_length": 2048},
@@ -220,6 +235,32 @@ def test_options_and_overrides_win_over_a_recipe(tmp_path: Path, capsys: pytest.
     assert started.gradient_accumulation_steps == wanted
     assert main(["plan", path, "--arguments.lerning_rate", "1"]) == CANNOT_WORK
     assert "lerning_rate" in capsys.readouterr().err
+
+
+def test_a_recipe_that_contradicts_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = recipe(tmp_path / "job.yaml"), ["--zero-stage", "3"]
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    config = ["--arguments.deepspeed", str(tmp_path / "ds.json")]
+    assert main(["plan", path, *other]) == DONE
+    assert "But " not in capsys.readouterr().out
+    assert main(["plan", path, *other, *config]) == DONE
+    assert "zero_optimization.stage" in capsys.readouterr().out.split("But ")[1]
+    assert main(["plan", path, *other, *config, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert "zero_optimization.stage" in found["contradictions"][0] and "deepspeed_config" not in found
+    assert main(["plan", path, *other, *config, "--config", "-"]) == CANNOT_WORK
+
+
+def test_the_evaluation_of_a_recipe_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    held_out = ["--data.held_out_every", "10", "--arguments.per_device_eval_batch_size"]
+    assert main(["plan", path, *held_out, "16", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert "batches of evaluation of 16 per device" in found["notes"][0]
+    assert {plan["arguments"]["per_device_eval_batch_size"] for plan in found["plans"]} == {16}
+    assert main(["plan", path, *held_out, "4096"]) == NOTHING_FITS
+    assert "needs" in (printed := capsys.readouterr().out) and ": evaluation" in printed
+    assert "per_device_eval_batch_size=1" in printed
 
 
 def test_adapters_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

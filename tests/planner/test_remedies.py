@@ -102,7 +102,7 @@ def test_more_devices_of_a_machine_before_more_machines() -> None:
 
 def test_offload_is_reversed_if_the_host_is_too_small() -> None:
     run = Candidate(8, 8192, stage=3, micro_batch=1, accumulation=8, checkpointing=True, offload_optimizer=True)
-    before = plan(run, cluster=replace(NODE, host_memory=100.0))
+    before = plan(run, cluster=replace(NODE, host_memory=200.0))
     assert before.host_share > 1 and before.problem.endswith("GB of memory on each machine")
     first = cheapest_changes(before)[0]
     assert changed_arguments(run, first.candidate) == {"offload_optimizer": "none"}

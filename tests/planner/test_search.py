@@ -87,11 +87,18 @@ def test_thousands_of_candidates_take_a_moment() -> None:
     assert time.process_time() - began < 10  # about 1 s; a loop that allocates would take minutes
 
 
-@pytest.mark.parametrize("global_batch", [64, 512])  # with 512, gradients are added in float32 in some candidates
-def test_what_is_not_evaluated_does_not_fit(global_batch: int) -> None:
-    goal = Goal(8192, global_batch)
-    result = search(MODEL, NODE, goal)
-    every = [Plan(MODEL, one, NODE, estimate_memory(MODEL, one)) for one in candidates(MODEL, NODE, goal, [])]
+@pytest.mark.parametrize(
+    ("length", "global_batch", "memory"),
+    [
+        (8192, 64, 80.0),
+        (1024, 512, 56.0),  # gradients are added in float32 if the micro-batch is small enough
+    ],
+)
+def test_what_is_not_evaluated_does_not_fit(length: int, global_batch: int, memory: float) -> None:
+    cluster = replace(NODE, board=replace(NODE.board, memory=memory))
+    goal = Goal(length, global_batch)
+    result = search(MODEL, cluster, goal)
+    every = [Plan(MODEL, one, cluster, estimate_memory(MODEL, one)) for one in candidates(MODEL, cluster, goal, [])]
     assert len(every) == result.tried > len(result.fitting) + len(result.rejected)
     assert {plan.candidate for plan in result.fitting} == {plan.candidate for plan in every if not plan.problem}
 
