@@ -55,8 +55,12 @@ class Calibration:
         formats = {name: getattr(peaks, name) for name in ("bf16", "fp16", "tf32", "fp32")}
         peaks = replace(peaks, **{name: value and value / slower for name, value in formats.items()})
         rates = {name: getattr(board, name) / slower for name in ("bandwidth", "link", "host", "network")}
-        margin = 1 - (1 - goal.margin) / (self.memory or 1.0)
-        return replace(cluster, peaks=peaks, board=replace(board, **rates)), replace(goal, margin=margin)
+        goal = replace(goal, margin=self.margin(goal.margin))
+        return replace(cluster, peaks=peaks, board=replace(board, **rates)), goal
+
+    def margin(self, margin: float) -> float:
+        """``margin`` of a device's memory, and what uncorrected predictions lack."""
+        return 1 - (1 - margin) / (self.memory or 1.0)
 
 
 def calibration_file(environment: Mapping[str, str] | None = None) -> Path:

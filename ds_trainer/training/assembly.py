@@ -195,6 +195,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
 
     def use_model(self, model: nn.Module) -> None:
         """Use ``model``, which has no engine yet."""
+        self.estimator.release()
         self.model = self.model_wrapped = model
 
     def start_fresh(self) -> None:

@@ -77,6 +77,7 @@ class DryRun:
         samples_per_rank: samples of an epoch that the rank reads; None if unknown.
         steps_per_epoch: optimizer steps of an epoch; None if the length of the data is unknown.
         max_steps: optimizer steps of the run.
+        estimate: predicted memory and step time.
         operators: operators of DeepSpeed that the real start loads or compiles.
         not_rehearsed: what the real start does besides.
         seconds: duration of the dry run.
@@ -99,6 +100,7 @@ class DryRun:
     samples_per_rank: int | None
     steps_per_epoch: int | None
     max_steps: int
+    estimate: str
     operators: tuple[str, ...]
     not_rehearsed: tuple[str, ...]
     seconds: float
@@ -120,6 +122,7 @@ class DryRun:
             yield f"data     {self.samples:,} samples; this rank reads {self.samples_per_rank:,} in an epoch"
         epoch = "" if self.steps_per_epoch is None else f", {self.steps_per_epoch:,} in an epoch"
         yield f"steps    {self.max_steps:,} optimizer steps{epoch}"
+        yield f"estimate {self.estimate}"
         if self.operators:
             yield f"later    operators of DeepSpeed, loaded or compiled at the real start: {', '.join(self.operators)}"
         for text in self.not_rehearsed:
@@ -321,6 +324,7 @@ class _Rehearsal:
             samples_per_rank=per_rank,
             steps_per_epoch=None if steps is None else plan.steps_per_epoch,
             max_steps=plan.max_steps,
+            estimate=trainer.estimator.text(),
             operators=tuple(self.operators),
             not_rehearsed=tuple(self.not_rehearsed),
             seconds=seconds,

@@ -7,7 +7,7 @@ fits and that the Trainer can run is taken. Nothing depends on the rank, so all 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from ds_trainer.arguments.accelerator_config import accelerator_config
 from ds_trainer.arguments.overrides import PLANNED
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.planned_model import PlannedModel
@@ -24,7 +26,7 @@ from ds_trainer.training.model.gradient_checkpointing import gradient_checkpoint
 from ds_trainer.training.planning.job_devices import JobDevices
 from ds_trainer.training.planning.run_estimator import RunEstimator
 from ds_trainer.training.planning.sequence_length import SequenceLength, main_input_name, sequence_length
-from ds_trainer.training.startup.configuration import TrainerInputs, configure
+from ds_trainer.training.startup.configuration import TrainerInputs, compile_run, configure
 from ds_trainer.training.startup.constructor_checks import replica_problems
 from ds_trainer.utils.errors import ConfigError
 
@@ -62,7 +64,10 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
             "RECIPE --dry-run N --device H100-80GB."
         )
     length = sequence_length(args, inputs.train_dataset, main_input_name(inputs.model), model.max_length)
-    goal = Goal(length.tokens, _global_batch(args), _precision(args), fixed=tuple(_fixed(inputs, devices).items()))
+    config = None if args.deepspeed is None else compile_run(inputs, ParallelLayout.of(args, args.world_size))
+    precision = ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32") if config is None else config.precision.dtype
+    fixed = {**_of_file(config), **_fixed(inputs, devices)}
+    goal = Goal(length.tokens, _global_batch(args), precision, fixed=tuple(fixed.items()))
     cluster = devices.cluster
     if cluster.nodes == 1:  # other machines may have other corrections, and all ranks must choose alike
         calibration = read_calibration(cluster.device, model.family)
@@ -71,17 +76,19 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     found = search(model, cluster, goal)
     if found.best is None:
         raise ConfigError(_nothing_fits(args, found, model, devices, goal, length))
-    return _first_that_runs(inputs, trainer, found)
+    return _first_that_runs(inputs, trainer, found, {_FIELDS[name] for name in fixed})
 
 
-def _first_that_runs(inputs: TrainerInputs, trainer: type, found: SearchResult) -> TrainingArguments:
+def _first_that_runs(
+    inputs: TrainerInputs, trainer: type, found: SearchResult, fixed: Collection[str]
+) -> TrainingArguments:
     refused: set[Candidate] = set()
     first: ConfigError | None = None
     for plan in found.fitting:
         way = replace(plan.candidate, micro_batch=1, accumulation=1)
         if way in refused:
             continue
-        args = _changed(inputs.args, plan.candidate)
+        args = _changed(inputs.args, plan.candidate, fixed)
         try:
             configured = configure(replace(inputs, args=args))
             problems = [*configured.unsharded, *replica_problems(trainer, configured.layout)]
@@ -100,8 +107,8 @@ def _first_that_runs(inputs: TrainerInputs, trainer: type, found: SearchResult) 
     )
 
 
-def _changed(given: TrainingArguments, candidate: Candidate) -> TrainingArguments:
-    """A copy of ``given`` with the values of ``candidate``, except those that are given."""
+def _changed(given: TrainingArguments, candidate: Candidate, fixed: Collection[str]) -> TrainingArguments:
+    """A copy of ``given`` with the values of ``candidate``, except the fields that are fixed."""
     values = {**dict.fromkeys(("offload_optimizer", "offload_param"), "none"), **dict.fromkeys(PARALLEL_SIZES, 1)}
     values.update(
         {name: value for name, value in candidate.arguments().items() if name in (*_FIELDS.values(), *_BATCH)}
@@ -109,7 +116,7 @@ def _changed(given: TrainingArguments, candidate: Candidate) -> TrainingArgument
     values = {
         name: value
         for name, value in values.items()
-        if name in _BATCH or (not _is_given(given, name) and value != getattr(given, name))
+        if name in _BATCH or (name not in fixed and value != getattr(given, name))
     }
     if "activation_checkpointing" in values:
         values["gradient_checkpointing"] = values["activation_checkpointing"]  # its other name
@@ -131,6 +138,18 @@ def _is_given(args: TrainingArguments, name: str) -> bool:
     return args.given(name) and getattr(args, name) is not None
 
 
+def _of_file(config: CompiledConfig | None) -> dict[str, object]:
+    """What the user's DeepSpeed configuration fixes."""
+    user = {} if config is None else config.user_values()
+    found: dict[str, object] = {}
+    if config is not None and "zero_optimization.stage" in user:
+        found["stage"] = config.zero_stage
+    for name in ("optimizer", "param"):
+        if config is not None and f"zero_optimization.offload_{name}.device" in user:
+            found[f"offload_{name}"] = config.offload(name) is not None
+    return found
+
+
 def _fixed(inputs: TrainerInputs, devices: JobDevices) -> dict[str, object]:
     """What the search must keep: given values, and what this model or these devices cannot have."""
     args, found = inputs.args, {}
@@ -150,10 +169,6 @@ def _global_batch(args: TrainingArguments) -> int:
     """Sequences of a step, with the arguments as they are and every rank a replica."""
     replicas = 1 if accelerator_config(args).split_batches else args.world_size
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
-
-
-def _precision(args: TrainingArguments) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def _where(args: TrainingArguments) -> str:

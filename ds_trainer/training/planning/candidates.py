@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
+from ds_trainer.training.planning.sequence_length import SequenceLength
 from ds_trainer.training.startup.configuration import TrainerInputs
 
 _STATE_BYTES = (("8bit", 2.0), ("adafactor", 0.0), ("lion", 4.0), ("adagrad", 4.0), ("rmsprop", 4.0), ("sgd", 0.0))
@@ -35,6 +38,27 @@ def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: Parallel
         eval_micro_batch=None if inputs.eval_dataset is None else evaluation_plan_of(args, layout).micro_batch,
         float32_sums=config.accumulation_dtype == "fp32",
     )
+
+
+def unknown_activations(
+    inputs: TrainerInputs, config: CompiledConfig, model: PlannedModel, length: SequenceLength
+) -> str:
+    """Why the activations of a run are not known; empty if they are those of the planner's formulas."""
+    args, stack, block = inputs.args, model.stack, config.activation_checkpointing
+    if not (stack.head_dim or stack.intermediate_size):
+        return f"the layers of {model.name} are not known"
+    if not length.of_data and stack.positions is None:
+        return "the length of the samples is not known"
+    if args.use_liger_kernel:
+        return "Liger kernels do not keep all of them"
+    if args.torch_compile or config.uses_deepspeed_compiler:
+        return "a compiler decides which are kept"
+    if config.precision.autocast is not None:
+        return "with autocast they have several dtypes"
+    moved = block is not None and (block.cpu_checkpointing or block.partition_activations)
+    if moved or (as_mapping(args.activation_checkpointing_kwargs) or {}).get("offload"):
+        return "the arguments of activation checkpointing move them"
+    return ""
 
 
 def optimizer_name(inputs: TrainerInputs) -> str | None:

@@ -15,7 +15,6 @@ from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import MARGIN, Plan
 from ds_trainer.planner.step_time import StepTime, step_time
 from ds_trainer.training.planning.job_devices import JobDevices
-from ds_trainer.training.planning.sequence_length import SequenceLength
 
 MEMORY_ERROR = 0.10
 """Share by which the predicted memory may be too high: only a run beyond it is refused."""
@@ -29,30 +28,23 @@ class RunEstimate:
         model: what is trained.
         candidate: how.
         devices: on what; None if the job is planned for unknown GPUs.
-        length: tokens of a sequence.
+        unknown: why activations are not known; empty if they are. Without them there are only model states.
         calibration: corrections from earlier runs; None without any.
     """
 
     model: PlannedModel
     candidate: Candidate
     devices: JobDevices | None
-    length: SequenceLength
+    unknown: str = ""
     calibration: Calibration | None = None
-
-    @property
-    def has_activations(self) -> bool:
-        """Whether the layers of the model and the length of its samples are known. If not, only model states are."""
-        stack = self.model.stack
-        has_layers = bool(stack.head_dim or stack.intermediate_size)
-        return (has_layers and self.length.of_data) or stack.positions is not None
 
     @property
     def memory(self) -> MemoryEstimate:
         """Memory of a rank: the least that it can be, if activations are not known."""
-        run = self.candidate if self.has_activations else replace(self.candidate, length=1)
+        run = replace(self.candidate, length=1) if self.unknown else self.candidate
         found = estimate_memory(self.model, run)
         factor = None if self.calibration is None else self.calibration.memory
-        if factor is None:
+        if factor is None or self.unknown:
             return found
         scaled = (
             Moment(moment.name, {name: size * factor for name, size in moment.items.items()})
@@ -63,26 +55,23 @@ class RunEstimate:
     @property
     def time(self) -> StepTime | None:
         """Time of a step; None if activations or the speed of the devices are not known."""
-        if self.devices is None or not self.has_activations or (self.devices.is_gpu and not self.devices.is_known):
+        if self.devices is None or self.unknown or (self.devices.is_gpu and not self.devices.is_known):
             return None
         time = step_time(self.model, self.candidate, self.devices.cluster)
         factor = 1.0 if self.calibration is None else self.calibration.step_seconds
         return replace(time, low=time.low * factor, seconds=time.seconds * factor, high=time.high * factor)
 
-    def lines(self) -> str:
-        """For the header of a run, in one line."""
+    def line(self) -> str:
+        """For the header of a run."""
         memory, time = self.memory, self.time
-        least = "" if self.has_activations else "at least "
+        least = "at least " if self.unknown else ""
         if self.devices is None or not self.devices.is_gpu:
             text = f"{least}{human_bytes(memory.tensors)} of tensors on a rank"
         else:
             room = human_bytes(self.devices.cluster.board.memory * 1e9)
             text = f"{least}{human_bytes(memory.device)} of {room} on a device"
-        if not self.has_activations:
-            stack = self.model.stack
-            known = stack.head_dim or stack.intermediate_size
-            reason = "the length of the samples is" if known else f"the layers of {self.model.name} are"
-            return f"{text}, without activations, because {reason} not known"
+        if self.unknown:
+            return f"{text}, without activations, because {self.unknown}"
         text += f" (largest: {memory.peak.name})"
         if time is None:
             reason = "the device is not known" if self.devices is None else "there are no figures of the device"
@@ -102,10 +91,11 @@ class RunEstimate:
         memory, room = self.memory, self.devices.cluster.board.memory * 1e9
         if memory.device <= room * (1 + MEMORY_ERROR):
             return []
-        plan = Plan(self.model, self.candidate, self.devices.cluster, memory, MARGIN)
-        changes = [describe_change(plan, other) for other in cheapest_changes(plan)] if self.has_activations else []
+        margin = MARGIN if self.calibration is None else self.calibration.margin(MARGIN)
+        plan = Plan(self.model, self.candidate, self.devices.cluster, memory, margin)
+        changes = [describe_change(plan, other) for other in cheapest_changes(plan)] if not self.unknown else []
         return [
-            f"The run needs {'' if self.has_activations else 'at least '}{human_bytes(memory.device)} on a device, "
+            f"The run needs {'at least ' if self.unknown else ''}{human_bytes(memory.device)} on a device, "
             f"which has {human_bytes(room)} ({self.devices.cluster.device}). Its largest moment: {memory.peak.name} "
             f"({_largest_items(memory)}). {_advice(changes)} To start it nevertheless: memory_check=False."
         ]

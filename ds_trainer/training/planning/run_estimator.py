@@ -13,7 +13,7 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import Calibration, read_calibration, record_run
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.training.planning.candidates import candidate_of
+from ds_trainer.training.planning.candidates import candidate_of, unknown_activations
 from ds_trainer.training.planning.job_devices import JobDevices
 from ds_trainer.training.planning.run_estimate import RunEstimate
 from ds_trainer.training.planning.sequence_length import main_input_name, sequence_length
@@ -69,10 +69,11 @@ class RunEstimator:
             planned = self.read(model)
             length = sequence_length(inputs.args, inputs.train_dataset, main_input_name(model), planned.max_length)
             run = candidate_of(inputs, config, layout, length.tokens)
+            unknown = unknown_activations(inputs, config, planned, length)
             devices = JobDevices.of_job(inputs.args, layout.world_size)
             calibration = None if devices is None else read_calibration(devices.cluster.device, planned.family)
-            estimate = RunEstimate(planned, run, devices, length, calibration)
-            estimate.lines()  # computes everything that a run will ask for
+            estimate = RunEstimate(planned, run, devices, unknown, calibration)
+            estimate.line()  # computes everything that a run will ask for
         except Exception as error:  # whatever a model of a user looks like, it trains without a prediction
             logger.debug("The run cannot be predicted.", exc_info=True)
             self.reason = f"{type(model).__name__} cannot be planned: {type(error).__name__} {error}".strip()
@@ -88,7 +89,7 @@ class RunEstimator:
 
     def text(self) -> str:
         """For the header of the run."""
-        return f"none, because {self.reason}" if self.estimate is None else self.estimate.lines()
+        return f"none, because {self.reason}" if self.estimate is None else self.estimate.line()
 
     def release(self) -> None:
         """Drop the reference to the model."""
@@ -118,7 +119,7 @@ class RunEstimator:
             own = torch.tensor(float(torch.cuda.max_memory_allocated(device)), dtype=torch.float64)
             peak, predicted = float(distributed.largest(own)), self.estimate.memory.tensors
             found["measured_peak_memory_bytes"] = peak
-            if self.estimate.has_activations:
+            if not self.estimate.unknown:
                 found["predicted_peak_memory_bytes"] = predicted
                 found["peak_memory_error"] = round(peak / predicted - 1, 4)
         self._metrics = found

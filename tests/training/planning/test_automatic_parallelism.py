@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
@@ -49,6 +50,7 @@ def trained(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
         "total": trainer.get_total_train_batch_size(trainer.args),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "requested": (args.parallelism, args.per_device_train_batch_size, args.zero_stage),
+        "stage": trainer.compiled.zero_stage,
         "now": trainer.args.parallelism,
     }
 
@@ -75,6 +77,22 @@ def test_given_values_stay_and_the_global_batch_is_that_of_one_replica_per_rank(
     assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == 8
     assert found[0]["total"] == plain[0]["total"] == 8
     assert found[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-3)
+
+
+def test_a_deepspeed_file_keeps_its_stage(tmp_path: Path) -> None:
+    file = {"zero_optimization": {"stage": 2}}
+    found = pool(2).run(trained, tmp_path / "auto", {"parallelism": "auto", "deepspeed": file})
+    assert (found[0]["chosen"]["zero_stage"], found[0]["stage"], found[0]["total"]) == (None, 2, 8)
+
+
+def test_a_recipe_has_it_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    text = "model: {architecture: {model_type: llama}}\ndata: {train: [python-stdlib], sequence_length: 32}\n"
+    recipe.write_text(f"{text}arguments:\n  parallelism: auto\n", encoding="utf-8")
+    args = load_recipe(recipe).training_arguments()
+    assert (args.parallelism, args.where("parallelism")) == ("auto", f"{recipe}:4")
+    with pytest.raises(ConfigError, match="parallelism"):
+        load_recipe(recipe, ["--arguments.parallelism", "fast"])
 
 
 def refused(folder: Path, given: dict[str, Any]) -> list[str]:

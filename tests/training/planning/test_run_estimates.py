@@ -117,6 +117,8 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not [name for name in metrics if name.startswith("predicted_")]
     run(llama(), Stream(), tmp_path)
     assert "because the length of the samples is not known" in capsys.readouterr().out
+    run(llama(), tokens(*[16] * 40), tmp_path, torch_autocast="bf16")
+    assert "because with autocast they have several dtypes" in capsys.readouterr().out
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
