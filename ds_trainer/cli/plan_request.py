@@ -12,6 +12,7 @@ from typing import Any
 
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.calibration import read_calibration
 from ds_trainer.planner.cluster import Cluster, read_devices
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal
@@ -45,7 +46,8 @@ class PlanRequest:
         goal: batch, length and what is fixed.
         recipe: the recipe that was given, with overrides.
         overrides: the overrides.
-        notes: what a reader must know: values that are from the recipe, lengths that the model was not made for.
+        notes: what a reader must know: values that are from the recipe, lengths that the model was not made for,
+            corrections by earlier runs.
     """
 
     model: PlannedModel
@@ -61,7 +63,8 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     """The question of a command line.
 
     Raises:
-        ConfigError: the model, the recipe or the device is unknown, or options contradict each other.
+        ConfigError: the model, the recipe or the device is unknown, options contradict each other, or the file of
+            calibrations is damaged.
     """
     recipe = load_recipe(options.model, overrides) if Path(options.model).suffix in (".yaml", ".yml") else None
     if recipe is None and overrides:
@@ -97,6 +100,10 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()), evaluation)
     if note := beyond_positions(model, length):
         notes.append(note)
+    calibration = read_calibration(cluster.device, model.family)
+    if calibration is not None:
+        cluster, goal = calibration.applied(cluster, goal)
+        notes.append(f"For {model.family} on {cluster.device} the plans are {calibration.describe()}.")
     return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes))
 
 

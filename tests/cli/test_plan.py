@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from ds_trainer.cli.plan_request import PlanRequest, many_tokens, tokens
 from ds_trainer.cli.plan_solve import QUANTITIES, solve
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.calibration import record_run
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, fits, search
@@ -276,6 +278,25 @@ def test_adapters_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 FIXED = {"stage": 3, "checkpointing": True, "offload_optimizer": False, "tp": 1, "sp": 1}
+
+
+def test_measured_runs_correct_the_plans(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def best(*more: str) -> dict[str, Any]:
+        main(["plan", model, "--global-batch", "64", "--zero-stage", "3", "--json", *more])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    plain = best()
+    record_run("H100-80GB", "llama", 2.0, None)
+    corrected, other = best(), best("--device", "H200")
+    times = [one["plans"][0]["seconds"]["estimate"] for one in (plain, corrected)]
+    assert times[1] == pytest.approx(2 * times[0], rel=0.1)
+    note = "For llama on H100-80GB the plans are corrected by 1 run: time x 2.00."
+    assert note in corrected["notes"] and note not in plain["notes"] and note not in other["notes"]
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
