@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ds_trainer.arguments.parser import HfArgumentParser
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -26,7 +24,6 @@ from ds_trainer.planner.calibration import record_run
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, fits, search
-from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, NOTHING_FITS
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
@@ -181,100 +178,6 @@ def test_sequences_beyond_the_positions_of_a_model_are_noted(model: str, capsys:
     for length, is_beyond in (("16K", False), ("32K", True)):
         assert main(["plan", model, "--seq-len", length]) == DONE
         assert ("more than the 16,384 positions of the model" in capsys.readouterr().out) == is_beyond
-
-
-RECIPE = {
-    "model": {"architecture": {**LLAMA_8B, "max_position_embeddings": 8192}},
-    "data": {"train": ["python-stdlib"], "tokenizer": "bytes", "sequence_length": 2048},
-    "arguments": {
-        "output_dir": "runs/x",
-        "fp16": True,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-        "tensor_parallel_size": 2,
-        "offload_optimizer": "cpu",
-        "learning_rate": 1e-3,
-    },
-}
-
-
-def recipe(path: Path, **model: object) -> str:
-    path.write_text(yaml.safe_dump({**RECIPE, "model": {**RECIPE["model"], **model}}))
-    return str(path)
-
-
-def test_a_recipe_has_its_own_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(tmp_path / "job.yaml")
-    assert main(["plan", path, "--tensor-parallel-size", "1", "--offload", "none"]) == DONE
-    printed = capsys.readouterr().out
-    assert "8 H100-80GB, 2,048 tokens a sequence, global batch 32: " in printed
-    assert (
-        f"From {path}: 2,048 tokens (data.sequence_length), a global batch of 32 = 4 per device x 2 accumulation x 4 "
-        "data parallel, fp16."
-    ) in printed
-    command = shlex.split(printed.split("Start the first plan with\n")[1])
-    assert command[:5] == ["ds-trainer", "launch", "--nproc-per-node", "8", path]
-    started = load_recipe(path, command[5:]).training_arguments()
-    # What the plan does not have must not come from the file.
-    assert (started.tensor_parallel_size, started.offload_optimizer, started.fp16) == (1, "none", True)
-    assert started.learning_rate == 1e-3
-    assert not started.problems()
-
-
-def test_options_and_overrides_win_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(tmp_path / "job.yaml")
-    overrides = ["--arguments.gradient_accumulation_steps", "4", "--arguments.seed=7", "--arguments.bf16", "false"]
-    assert main(["plan", path, "--seq-len", "1K", "--precision", "bf16", "--json", *overrides]) == DONE
-    found = json.loads(capsys.readouterr().out)
-    assert found["goal"]["length"] == 1024 and found["goal"]["global_batch"] == 64
-    assert found["deepspeed_config"]["bf16"]["enabled"] and not found["deepspeed_config"]["fp16"]["enabled"]
-    command = shlex.split(found["plans"][0]["command"])
-    assert command.count("--arguments.gradient_accumulation_steps") == command.count("--arguments.bf16") == 1
-    started = load_recipe(path, command[5:]).training_arguments()
-    assert (started.seed, started.bf16, started.fp16) == (7, True, False)
-    wanted = found["plans"][0]["arguments"]["gradient_accumulation_steps"]
-    assert started.gradient_accumulation_steps == wanted
-    assert main(["plan", path, "--arguments.lerning_rate", "1"]) == CANNOT_WORK
-    assert "lerning_rate" in capsys.readouterr().err
-
-
-def test_a_recipe_that_contradicts_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other = recipe(tmp_path / "job.yaml"), ["--zero-stage", "3"]
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    config = ["--arguments.deepspeed", str(tmp_path / "ds.json")]
-    assert main(["plan", path, *other]) == DONE
-    assert "But " not in capsys.readouterr().out
-    assert main(["plan", path, *other, *config]) == DONE
-    assert "zero_optimization.stage" in capsys.readouterr().out.split("But ")[1]
-    assert main(["plan", path, *other, *config, "--json"]) == DONE
-    found = json.loads(capsys.readouterr().out)
-    assert "zero_optimization.stage" in found["contradictions"][0] and "deepspeed_config" not in found
-    assert main(["plan", path, *other, *config, "--config", "-"]) == CANNOT_WORK
-
-
-def test_the_evaluation_of_a_recipe_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(tmp_path / "job.yaml")
-    held_out = ["--data.held_out_every", "10", "--arguments.per_device_eval_batch_size"]
-    assert main(["plan", path, *held_out, "16", "--json"]) == DONE
-    found = json.loads(capsys.readouterr().out)
-    assert "batches of evaluation of 16 per device" in found["notes"][0]
-    assert {plan["arguments"]["per_device_eval_batch_size"] for plan in found["plans"]} == {16}
-    assert main(["plan", path, *held_out, "4096"]) == NOTHING_FITS
-    assert "needs" in (printed := capsys.readouterr().out) and ": evaluation" in printed
-    assert "per_device_eval_batch_size=1" in printed
-
-
-def test_adapters_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(tmp_path / "job.yaml", peft={"peft_type": "LORA", "r": 16})
-    assert main(["plan", path]) == DONE
-    printed = capsys.readouterr().out
-    assert "42 M trained" in printed and "LoRA of rank 16" in printed
-    assert main(["plan", path, "--lora-rank", "8"]) == DONE
-    assert "21 M trained" in capsys.readouterr().out
-    path = recipe(tmp_path / "job.yaml", peft={"peft_type": "IA3"})
-    assert main(["plan", path]) == CANNOT_WORK
-    assert "IA3 are unknown to plan" in capsys.readouterr().err
 
 
 FIXED = {"stage": 3, "checkpointing": True, "offload_optimizer": False, "tp": 1, "sp": 1}
