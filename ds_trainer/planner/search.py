@@ -13,6 +13,7 @@ from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.layouts import layout_conflicts
 from ds_trainer.planner.memory.elements import Elements, elements_of
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
+from ds_trainer.planner.memory.micro_batch import MicroBatch, micro_batch
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.step_time import StepTime, mfu, step_time, usual_seconds
@@ -174,6 +175,7 @@ def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[i
 def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Plan | None]:
     """A plan for each candidate; None if a smaller micro-batch of the same is already too large."""
     elements: dict[int, Elements] = {}
+    batches: dict[tuple[object, ...], MicroBatch] = {}
     too_large: set[tuple[object, ...]] = set()
     for candidate in candidates(model, cluster, goal, conflicts):
         others = _without_micro_batch(candidate)
@@ -182,7 +184,10 @@ def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[st
             continue
         if candidate.tp not in elements:
             elements[candidate.tp] = elements_of(model, candidate.tp)
-        memory = estimate_memory(model, candidate, elements[candidate.tp])
+        sizes = (candidate.micro_batch, candidate.tp, candidate.cp, candidate.sp, candidate.checkpointing)
+        if sizes not in batches:
+            batches[sizes] = micro_batch(model, candidate)
+        memory = estimate_memory(model, candidate, elements[candidate.tp], batches[sizes])
         plan = Plan(model, candidate, cluster, memory, goal.margin)
         if plan.problem:
             too_large.add(others)
@@ -210,12 +215,12 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
         if found:
             conflicts += found
             continue
-        for micro_batch, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
+        for sequences, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
             for stage, optimizer, param in _states(cluster, tp, precision):
                 for checkpointing in (False, True):
                     values = {
                         "stage": stage,
-                        "micro_batch": micro_batch,
+                        "micro_batch": sequences,
                         "accumulation": accumulation,
                         "tp": tp,
                         "cp": cp,

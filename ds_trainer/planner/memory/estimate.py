@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import Elements, elements_of
-from ds_trainer.planner.memory.micro_batch import micro_batch
+from ds_trainer.planner.memory.micro_batch import MicroBatch, micro_batch
 from ds_trainer.planner.memory.model_states import model_states
 from ds_trainer.planner.memory.moments import Moment, moments_of_a_run
 from ds_trainer.planner.planned_model import PlannedModel
@@ -66,17 +66,20 @@ class MemoryEstimate:
         return sum(self.host_items.values())
 
 
-def estimate_memory(model: PlannedModel, run: Candidate, elements: Elements | None = None) -> MemoryEstimate:
+def estimate_memory(
+    model: PlannedModel, run: Candidate, elements: Elements | None = None, batch: MicroBatch | None = None
+) -> MemoryEstimate:
     """Memory of the rank that needs most.
 
     Args:
         model: what is trained.
         run: how.
         elements: :func:`elements_of` the model and ``run.tp``, if they are known.
+        batch: :func:`micro_batch` of the model and ``run``, if it is known.
     """
     elements = elements_of(model, run.tp) if elements is None else elements
     states, host = model_states(elements, run)
-    batch = micro_batch(model, run)
+    batch = micro_batch(model, run) if batch is None else batch
     moments = moments_of_a_run(states, batch, elements, run, model.stack.layers)
     peak = max(moment.total for moment in moments)
     groups = 1 + (run.tp > 1) + (run.cp > 1) + (run.sp > 1)
