@@ -13,6 +13,7 @@ Dropout is that of GPUs.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -89,6 +90,7 @@ class _Phases(TrainerCallback):
         self.found["engine"] = self.live.now
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        gc.collect()  # tensors in cycles of earlier steps would be counted now and then
         for name in (*MOMENTS, "between"):
             self.found[name] = 0
         self.live.reset_peak()
