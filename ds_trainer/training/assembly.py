@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -288,7 +289,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
 
         def final_metrics() -> dict[str, Any]:
             report = self.engines.load_report
-            compared = self.estimator.metrics(self.telemetry.step_seconds(), self.device)
+            peak_memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+            compared = self.estimator.metrics(self.telemetry.step_seconds(), peak_memory)
             return {**({} if report is None else report.metrics()), **compared, **self.stage.end()}
 
         return TrainingRun(

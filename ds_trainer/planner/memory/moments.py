@@ -202,9 +202,8 @@ class _Gradients:
             return
         # The first bucket has the gradients of the first parameters, or waits while a larger one is reduced.
         first = width * (0 if embedding > elements.bucket else elements.bucket)
-        whole = everything or run.gradient_bytes * trained
         self.end = {
-            "gradients": max(0.0, whole - first) - (whole - everything),
+            "gradients": max(0.0, everything - first),
             **buffers,
             **_reduction(elements, run, elements.largest),
             "reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run),

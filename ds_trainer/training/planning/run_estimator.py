@@ -97,7 +97,7 @@ class RunEstimator:
 
     # -- the end of a run ---------------------------------------------------------------------------------------------
 
-    def metrics(self, step_seconds: float | None, device: torch.device) -> dict[str, float]:
+    def metrics(self, step_seconds: float | None, peak_memory: int | None) -> dict[str, float]:
         """Predicted and measured values, with errors: measured / predicted - 1. Collective.
 
         The memory is that of the rank that had most, and only of a GPU: the memory of a CPU's process cannot be divided
@@ -105,8 +105,11 @@ class RunEstimator:
 
         Args:
             step_seconds: median of the measured seconds of a step; None if there were not enough steps.
-            device: of this rank.
+            peak_memory: most bytes of tensors on the GPU of this rank; None on CPU ranks.
         """
+        peak = None
+        if peak_memory is not None:  # before anything that can differ between ranks: whether they have an estimate
+            peak = float(distributed.largest(torch.tensor(float(peak_memory), dtype=torch.float64)))
         if self.estimate is None:
             return {}
         time, found = self.estimate.time, {}
@@ -115,9 +118,8 @@ class RunEstimator:
             if step_seconds is not None:
                 found["measured_step_seconds"] = round(step_seconds, 6)
                 found["step_seconds_error"] = round(step_seconds / time.seconds - 1, 4)
-        if device.type == "cuda":
-            own = torch.tensor(float(torch.cuda.max_memory_allocated(device)), dtype=torch.float64)
-            peak, predicted = float(distributed.largest(own)), self.estimate.memory.tensors
+        if peak is not None:
+            predicted = self.estimate.memory.tensors
             found["measured_peak_memory_bytes"] = peak
             if not self.estimate.unknown:
                 found["predicted_peak_memory_bytes"] = predicted

@@ -20,6 +20,7 @@ from ds_trainer.training.planning.job_devices import cpu_cluster, gpu_cluster
 from ds_trainer.training.planning.run_estimator import with_partition
 from ds_trainer.training.planning.sequence_length import SequenceLength, sequence_length
 from tests.support.models import Regression, regression_rows
+from tests.support.pool import pool
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -142,7 +143,21 @@ def test_a_model_that_cannot_be_read_trains(tmp_path: Path, capsys: pytest.Captu
     trainer.model = Unreadable()
     assert estimator.predict(trainer.inputs(), trainer.compiled, trainer.layout) is None
     assert estimator.text() == "none, because Unreadable cannot be planned: RuntimeError no such thing"
-    assert estimator.metrics(1.0, torch.device("cpu")) == {} and estimator.comparison() is None
+    assert estimator.metrics(1.0, None) == {} and estimator.comparison() is None
+
+
+def peak_of_ranks(folder: str) -> dict[str, float]:
+    """What a rank reports whose GPU had 10 or 20 GB; the last rank has no estimate."""
+    trainer, _ = run(Regression(), regression_rows(40), Path(folder))
+    if trainer.args.process_index == 1:
+        trainer.estimator.estimate = None
+    return trainer.estimator.metrics(1.0, 10**10 * (1 + trainer.args.process_index))
+
+
+def test_a_rank_without_an_estimate_keeps_no_other_waiting(tmp_path: Path) -> None:
+    with_estimate, without = pool(2).run(peak_of_ranks, str(tmp_path))
+    assert with_estimate["measured_peak_memory_bytes"] == 2e10
+    assert without == {}
 
 
 def test_a_calibrated_prediction_is_nearer(
