@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -40,7 +39,7 @@ from ds_trainer.training.overrides.saving import Saving
 from ds_trainer.training.overrides.search_methods import SearchMethods
 from ds_trainer.training.planning.automatic_parallelism import planned_arguments
 from ds_trainer.training.planning.run_estimate import RunEstimate
-from ds_trainer.training.planning.run_estimator import RunEstimator
+from ds_trainer.training.planning.run_estimator import RunEstimator, peak_memory
 from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.resume.compatibility import compatibility_of
 from ds_trainer.training.resume.output_directory import OutputDirectory
@@ -289,8 +288,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
 
         def final_metrics() -> dict[str, Any]:
             report = self.engines.load_report
-            peak_memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-            compared = self.estimator.metrics(self.telemetry.step_seconds(), peak_memory)
+            compared = self.estimator.metrics(self.telemetry.step_seconds(), peak_memory(self.device))
             return {**({} if report is None else report.metrics()), **compared, **self.stage.end()}
 
         return TrainingRun(

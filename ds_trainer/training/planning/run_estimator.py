@@ -40,6 +40,11 @@ def with_partition(model: PlannedModel) -> PlannedModel:
     return replace(model, parameters=groups)
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes of tensors that this process has had on its GPU; None for a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 class RunEstimator:
     """Predicts runs, and compares the last one with what was measured.
 
