@@ -44,7 +44,7 @@ _PUBLIC = {
     "SaveStrategy": "ds_trainer.arguments.enums",
     "SchedulerType": "ds_trainer.arguments.enums",
     "Seq2SeqTrainer": "ds_trainer.training.seq2seq_trainer",
-    "Seq2SeqTrainingArguments": "ds_trainer.arguments.training_arguments",
+    "Seq2SeqTrainingArguments": "ds_trainer.arguments.seq2seq_training_arguments",
     "TFTrainer": "ds_trainer.training.tf_trainer",
     "TFTrainingArguments": "ds_trainer.arguments.tf_training_arguments",
     "TrainOutput": "ds_trainer.training.train_loop",
@@ -82,8 +82,8 @@ if TYPE_CHECKING:  # "as": type checkers take it as public; a test compares it w
     from ds_trainer.arguments.enums import SchedulerType as SchedulerType
     from ds_trainer.arguments.parser import HfArg as HfArg
     from ds_trainer.arguments.parser import HfArgumentParser as HfArgumentParser
+    from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from ds_trainer.arguments.tf_training_arguments import TFTrainingArguments as TFTrainingArguments
-    from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from ds_trainer.arguments.training_arguments import TrainingArguments as TrainingArguments
     from ds_trainer.callbacks.defaults import DefaultFlowCallback as DefaultFlowCallback
     from ds_trainer.callbacks.defaults import PrinterCallback as PrinterCallback

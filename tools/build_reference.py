@@ -11,7 +11,7 @@ from typing import Any
 from reference_notes import BETTER, REFERENCE
 
 from ds_trainer.arguments.checks.unsupported import ENGINE
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.cli.support import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "members.md"

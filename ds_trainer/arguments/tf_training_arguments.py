@@ -12,7 +12,8 @@ from typing import Any
 
 from ds_trainer.arguments.checks.type_checks import type_problems
 from ds_trainer.arguments.checks.unsupported import SupportedValues
-from ds_trainer.arguments.training_arguments import TrainingArguments, topic
+from ds_trainer.arguments.field_topics import topic
+from ds_trainer.arguments.training_arguments import TrainingArguments
 
 _early = topic("TensorFlow (early transformers)")
 _NO_TPU = "names a TPU, and a DeepSpeed engine runs on GPUs and CPUs"

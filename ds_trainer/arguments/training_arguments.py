@@ -8,11 +8,9 @@ values that are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_trainer.arguments.checks.generation_checks import generation_problems, is_json
 from ds_trainer.arguments.compat.dict_fields import VALID_DICT_FIELDS
 from ds_trainer.arguments.compat.setters import Setters
 from ds_trainer.arguments.construction import ArgumentsType, CheckedArguments
@@ -33,27 +31,9 @@ from ds_trainer.arguments.enums import (
     SelfTest,
     VerifyWeights,
 )
+from ds_trainer.arguments.field_topics import topic, topics_of
 from ds_trainer.arguments.process_info import ProcessInfo
 from ds_trainer.arguments.serialize import Serializable
-
-_topics: dict[int, str] = {}  # by the id() of a field
-
-
-def topic(title: str) -> Callable[..., Any]:
-    """Returns a function that makes dataclass fields with a help text. ``--help`` lists them under ``title``.
-
-    The title is not in the field's metadata, because transformers' parser passes the metadata on to argparse.
-    """
-
-    def documented(text: str, default: Any = None, **more: Any) -> Any:
-        if "default_factory" not in more:
-            more["default"] = default
-        new_field = field(metadata={"help": text}, **more)
-        _topics[id(new_field)] = title
-        return new_field
-
-    return documented
-
 
 _length = topic("Batch and length")
 _optimizer = topic("Optimizer and schedule")
@@ -339,7 +319,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     @classmethod
     def topics(cls) -> dict[str, str]:
         """Topic of each field in ``--help``. Fields of other packages' subclasses have none."""
-        return {item.name: _topics[id(item)] for item in fields(cls) if id(item) in _topics}
+        return topics_of(cls)
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """``optim_args`` as a dict. Values are parsed as JSON; a value that is not JSON stays a string."""
@@ -352,24 +332,3 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
                 except json.JSONDecodeError:
                     parsed[name] = text
         return parsed
-
-
-@dataclass(repr=False)
-class Seq2SeqTrainingArguments(TrainingArguments):
-    """:class:`TrainingArguments` plus the arguments of sequence-to-sequence evaluation."""
-
-    sortish_sampler: bool = _data("Batches of samples with similar lengths, in roughly random order.", False)
-    predict_with_generate: bool = _evaluation("Generate text in evaluation, for metrics on it.", False)
-    generation_max_length: int | None = _evaluation("Maximum length of a generated sequence.")
-    generation_num_beams: int | None = _evaluation("Number of beams in generation.")
-    generation_config: Any = _evaluation("GenerationConfig, its fields as a mapping, or the path of its file.")
-
-    def problems(self) -> list[str]:
-        """As for :class:`TrainingArguments`, plus those of :mod:`ds_trainer.arguments.checks.generation_checks`."""
-        return [*super().problems(), *generation_problems(self)]
-
-    def fill_in(self) -> None:
-        """As for :class:`TrainingArguments`; also reads ``generation_config`` from JSON text."""
-        super().fill_in()
-        if isinstance(self.generation_config, str) and is_json(self.generation_config):
-            self.generation_config = json.loads(self.generation_config)

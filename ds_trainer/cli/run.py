@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_trainer.arguments import overrides
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.cli import launch_slurm
 from ds_trainer.cli.launch import add_options, launch_request
 from ds_trainer.compatibility.replacement import replace_transformers

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from ds_trainer.callbacks.events import TrainingEvents
-from ds_trainer.callbacks.integrations import reporting_callbacks
-from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
@@ -35,6 +32,7 @@ from ds_trainer.training.model.sequence_sharding.attention_modules import use_sh
 from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
 from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
 from ds_trainer.training.overrides.optimization import Optimization, check_optimizer
+from ds_trainer.training.overrides.run_state import RunState
 from ds_trainer.training.overrides.saving import Saving
 from ds_trainer.training.overrides.search_methods import SearchMethods
 from ds_trainer.training.planning.automatic_parallelism import planned_arguments
@@ -61,7 +59,7 @@ from ds_trainer.utils.seeds import set_seed
 _USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"})
 
 
-class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
+class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState):
     """Builds the components of a Trainer, and rebuilds them if arguments or model change."""
 
     unsharded: list[str]
@@ -221,37 +219,6 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving):
         self.label_smoother = None
         self.losses.release()
         free_memory(self.device)
-
-    def new_state(self, plan: RunPlan | None = None) -> TrainerState:
-        """The state of a new run."""
-        state = TrainerState(
-            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
-        )
-        if (trial := self.trials.trial) is not None:
-            state.is_hyper_param_search = True
-            state.trial_name, state.trial_params = trial.name, dict(trial.params)
-        if plan is not None:
-            state.max_steps, state.num_train_epochs = plan.max_steps, plan.epochs
-            state.train_batch_size = self.args.per_device_train_batch_size
-            state.compute_steps(self.args, plan.max_steps)
-        return state
-
-    def add_callbacks(self, user_callbacks: Sequence[Any]) -> None:
-        """Add the default callbacks, those of ``report_to``, and the user's, in the order of transformers."""
-        args = self.args
-        progress = PrinterCallback if args.disable_tqdm else ProgressCallback
-        trackers = reporting_callbacks(
-            args.report_to,
-            lambda: self.compiled.to_dict(),
-            main_process=self.is_world_process_zero(),
-            first_of_machine=self.is_local_process_zero(),
-        )
-        handler = self.events.handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        handler.own = [MetricsFileCallback()]
-        for callback in (DefaultFlowCallback, *trackers, *user_callbacks, progress):
-            handler.add_callback(callback)
-        self.events.user_callbacks = bool(user_callbacks)
 
     # -- a training ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_trainer.arguments.compat.library_arguments import own_arguments
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.parallel.layout import Coordinates
 from ds_trainer.training.evaluation.labels import labels_of
 from ds_trainer.training.evaluation.nested import detached

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.problems import Problems
 

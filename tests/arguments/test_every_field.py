@@ -17,7 +17,7 @@ import torch
 
 from ds_trainer.arguments.checks.unsupported import ENGINE
 from ds_trainer.arguments.enums import SaveStrategy
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.config.compiler import compile_config

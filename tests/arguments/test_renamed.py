@@ -11,7 +11,8 @@ import pytest
 
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, Renamed, translate, warn_renamed
 from ds_trainer.arguments.enums import IntervalStrategy
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 
 # Old name, a value, and the fields that follow from it.

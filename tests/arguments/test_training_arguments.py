@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 from tests.support.transformers_version import needs_the_reference
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.arguments.enums import SamplingStrategy
 
 if TYPE_CHECKING:
-    from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments
+    from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 
 FILE_NAME = "generation_config.json"
 """Name of the file that ``GenerationConfig.save_pretrained`` writes."""

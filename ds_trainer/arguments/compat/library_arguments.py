@@ -6,7 +6,8 @@ import dataclasses
 from enum import Enum
 from typing import Any
 
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
 
 

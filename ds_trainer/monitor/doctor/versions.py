@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ds_trainer.arguments.enums import SaveStrategy
-from ds_trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.monitor.doctor.findings import Finding, Level, RankHost, hosts_text
 
 _PACKAGES = ("deepspeed", "transformers", "datasets", "accelerate", "peft", "numpy", "safetensors")
