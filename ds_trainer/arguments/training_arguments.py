@@ -125,6 +125,11 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
         False,
     )
     memory_check: bool = _memory("(own) Refuse to start a run whose predicted memory a GPU does not have.", True)
+    profile_steps: int = _memory(
+        "(own) Profile this many optimizer steps on the first rank, after two others: output_dir/profile gets a trace "
+        "and a page with where the time goes. 0: none.",
+        0,
+    )
 
     zero_stage: int | None = _engine("(own) ZeRO stage 0-3; default: 0 on one rank, 1 on several and in fp16.")
     offload_optimizer: OffloadDevice | str = _engine("(own) Device for optimizer states: none, cpu or nvme.", "none")

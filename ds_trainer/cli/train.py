@@ -16,11 +16,18 @@ deepspeed --num_gpus 2 --module ds_trainer train RECIPE."""
 def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     """Add the arguments of the subcommand; all others are recipe overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
-    parser.usage = "ds-trainer train RECIPE [--section.key value ...]"
+    parser.add_argument(
+        "--profile",
+        metavar="STEPS",
+        help="profile this many steps: output_dir/profile gets a trace and a page with where the time goes",
+    )
+    parser.usage = "ds-trainer train RECIPE [--profile STEPS] [--section.key value ...]"
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit code."""
+    if options.profile is not None:
+        overrides = [*overrides, f"--arguments.profile_steps={options.profile}"]
     recipe = load_recipe(options.recipe, overrides)
 
     from ds_trainer.recipes.language_model_job import run as run_job  # after the quick checks, since it imports torch

@@ -13,6 +13,7 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
+from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
 from ds_trainer.optim.weight_swapping import check_weight_swapping
@@ -323,7 +324,12 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             self._save_checkpoint(self.model, trial)
 
         trial = self.trials.trial
-        return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate, save)
+        profiler = None
+        if self.args.profile_steps and self.is_world_process_zero():
+            left = run.plan.max_steps - self.state.global_step
+            profiler = StepProfiler(self.args.profile_steps, left, self.output_dir, self.device)
+            health.on_phase = profiler.phase
+        return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate, save, profiler)
 
     def check_first_batch(self, batch: Any) -> None:
         """Before the first step, check the keys of a batch, and that sequence sharding does not change the results."""

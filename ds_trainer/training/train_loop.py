@@ -15,13 +15,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ds_trainer.arguments.enums import IntervalStrategy, SaveStrategy, TokenCount
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.memory import memory_in_use_gb
+from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.optim.schedule_stepping import step_on_metric, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
@@ -74,6 +75,7 @@ class TrainLoop:
         evaluate: evaluates and returns metrics. Its argument is called between micro-batches; if it returns True, the
             evaluation is aborted.
         save_checkpoint: saves a checkpoint, in the background if possible.
+        profiler: profiles some steps on this rank; None: none.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class TrainLoop:
         window: LossWindow,
         evaluate: Callable[[Callable[[], bool] | None], dict[str, float]],
         save_checkpoint: Callable[[], None],
+        profiler: StepProfiler | None = None,
     ) -> None:
         self._run = run
         self._plan = run.plan
@@ -103,6 +106,7 @@ class TrainLoop:
         self._window = window
         self._evaluate_model = evaluate
         self._save_checkpoint = save_checkpoint
+        self._profiler = profiler
         self._log_keywords = {"start_time": time.time()} if accepted_arguments(run.log, {"start_time"}) else {}
         self._window_start = self._first_step = run.events.state.global_step
         self._loss_sum, self._loss_steps = 0.0, 0
@@ -139,6 +143,8 @@ class TrainLoop:
                 self._save_and_stop()
             if events.control.should_training_stop:
                 break
+        if self._profiler is not None:
+            self._profiler.finish()
         stop.no_more_steps()
         self._report_save(wait=True)
         with self._health.paused("the end of training"):
@@ -159,7 +165,7 @@ class TrainLoop:
                 if cursor.steps == 0:
                     raise ConfigError(_EMPTY_DATA if cursor.epoch == 0 else _READ_ONCE.format(state.global_step))
                 break
-            update = self._step.run(batches, micro_steps)
+            update = self._run_step(batches, micro_steps)
             self._empty_cache(state.global_step + 1)
             state.epoch = cursor.advance(micro_steps)
             if update is Update.ROLLED_BACK:
@@ -178,6 +184,11 @@ class TrainLoop:
             self._log_evaluate_save()
             if self._stopped or events.control.should_epoch_stop or events.control.should_training_stop:
                 break
+
+    def _run_step(self, batches: Any, micro_steps: int) -> Update:
+        if self._profiler is None:
+            return self._step.run(batches, micro_steps)
+        return self._profiler.run(lambda: self._step.run(batches, micro_steps))
 
     def _is_done(self) -> bool:
         """Whether the run has done its steps."""

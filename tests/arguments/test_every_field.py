@@ -264,6 +264,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "hang_timeout": Shown("tests.monitor.health.test_hangs::test_a_sleeping_rank_is_named"),
     "hang_factor": Shown("tests.monitor.health.test_heartbeat::test_a_hang_is_many_median_steps"),
     "hang_policy": Shown("tests.monitor.health.test_hangs::test_a_hung_job_is_ended"),
+    "profile_steps": Shown("tests.training.loop.test_step_profiler::test_the_page_says_where_the_time_goes"),
     "straggler_steps": Shown("tests.monitor.health.test_stragglers_in_runs::test_a_slow_rank_is_named"),
     "save_failure_policy": Shown(
         "tests.checkpoint.protocol.test_save_failures::test_the_run_continues_with_save_failure_continue"

@@ -40,6 +40,7 @@ OWN = {
     "hang_factor",
     "hang_policy",
     "straggler_steps",
+    "profile_steps",
     "save_keep_every",
     "self_test",
     "verify_weights",

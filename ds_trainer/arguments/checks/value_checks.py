@@ -55,7 +55,7 @@ _RANGES: dict[str, str] = {
             "dataloader_num_workers",
             "neftune_noise_alpha",
             "time_limit_margin",
-            *("hang_timeout", "hang_factor", "straggler_steps"),
+            *("hang_timeout", "hang_factor", "straggler_steps", "profile_steps"),
             "divergence_limit",
         ),
         _NOT_NEGATIVE,

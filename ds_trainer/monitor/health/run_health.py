@@ -63,6 +63,8 @@ class RunHealth:
         self._waited = self._waited_paused = 0.0
         self._data: TimedIterator[Any] | None = None
         self._pauses = 0
+        self.on_phase: Callable[[str], None] | None = None
+        """Called with the name of each phase of a step as it begins: data, compute, update."""
 
     def __enter__(self) -> RunHealth:
         watch = self._watch
@@ -96,18 +98,23 @@ class RunHealth:
 
     def begin_data(self, iterator: Iterator[T]) -> Iterator[T]:
         """Begin a step and its data loading. Returns the iterator to read from."""
-        self._heartbeat.enter(DATA)
+        self._enter(DATA)
         # If one rank reads for several, the others wait for it in a collective: their own data is not slow.
         self._data = TimedIterator(iterator, lambda: self._waits.seconds)
         return self._data
 
     def begin_compute(self) -> None:
         """The data is loaded; forward and backward passes begin."""
-        self._heartbeat.enter(COMPUTE)
+        self._enter(COMPUTE)
 
     def begin_update(self) -> None:
         """All gradients are computed; the update begins."""
-        self._heartbeat.enter(UPDATE)
+        self._enter(UPDATE)
+
+    def _enter(self, phase: str) -> None:
+        self._heartbeat.enter(phase)
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     def step_done(self, step: int, data_seconds: float) -> None:
         """End optimizer step number ``step``; the loop waited ``data_seconds`` of it for data."""

@@ -1,0 +1,125 @@
+"""Profiles some steps of a run with torch.profiler: a trace, and a page that says where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ds_trainer.monitor.profile_breakdown import PHASE_PREFIX, Span, breakdown, kind_of
+from ds_trainer.monitor.profile_page import DeviceTimes, StepProfile, page_text
+from ds_trainer.utils.files import write_json, write_text_atomic
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+WARMUP_STEPS = 2
+"""Steps before the first profiled one: they allocate memory and verify the loss."""
+FOLDER, TRACE, PAGE, FIGURES = "profile", "trace.json.gz", "profile.md", "profile.json"
+_OPERATORS = 15
+
+
+class StepProfiler:
+    """Profiles consecutive optimizer steps on this rank.
+
+    The files are written to ``directory/profile``: ``trace.json.gz`` (for https://ui.perfetto.dev or chrome://tracing),
+    ``profile.md`` and ``profile.json``.
+
+    Args:
+        steps: number of steps to profile.
+        available: steps of the run. If it is too short, there is less or no warm-up, or fewer steps are profiled.
+        directory: output directory of the run.
+        device: device of this rank.
+    """
+
+    def __init__(self, steps: int, available: int, directory: Path, device: torch.device) -> None:
+        self._steps = min(steps, available)
+        self._to_skip = min(WARMUP_STEPS, available - self._steps)
+        self._directory = directory / FOLDER
+        self._device = device
+        self._profiler: Any = None
+        self._phase: AbstractContextManager[Any] | None = None
+        self._done = 0
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins, and with it the previous one ends."""
+        if self._profiler is None:
+            return
+        self._end_phase()
+        self._phase = record_function(PHASE_PREFIX + name)
+        self._phase.__enter__()
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Run ``step``, and profile it if it is its turn."""
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return step()
+        if self._done == self._steps:
+            return step()
+        if self._profiler is None:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        try:
+            result = step()
+        finally:
+            self._end_phase()
+        self._done += 1
+        if self._done == self._steps:
+            self.finish()
+        return result
+
+    def finish(self) -> None:
+        """Stop profiling and write the files; does nothing if nothing is being profiled."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        self._steps = self._done
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        profiler.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._directory / TRACE))
+        figures = step_profile(profiler, self._done)
+        write_json(self._directory / FIGURES, figures.to_dict())
+        text = page_text(figures, TRACE)
+        write_text_atomic(self._directory / PAGE, text)
+        logger.info("profile of %d steps (%s):\n%s", self._done, self._directory / PAGE, text)
+
+    def _end_phase(self) -> None:
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+
+def step_profile(profiler: Any, steps: int) -> StepProfile:
+    """The figures of a finished ``torch.profiler.profile`` over ``steps`` steps."""
+    events = profiler.events()
+    on_host = [event for event in events if event.device_type.name == "CPU"]
+    spans = [
+        Span(event.time_range.start, event.time_range.end, kind)
+        for event in on_host
+        if (kind := kind_of(event.name)) is not None
+    ]
+    operators = sorted(profiler.key_averages(), key=lambda row: row.self_cpu_time_total, reverse=True)
+    rows = [
+        (row.key, row.self_cpu_time_total / 1e6 / steps, row.count / steps)
+        for row in operators
+        if not row.key.startswith(PHASE_PREFIX)
+    ]
+    on_device = [event for event in events if event.device_type.name != "CPU"]
+    kernels = [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
+    return StepProfile(
+        steps,
+        {part: seconds / steps for part, seconds in breakdown(spans).items()},
+        rows[:_OPERATORS],
+        DeviceTimes.of(kernels, steps) if kernels else None,
+    )
