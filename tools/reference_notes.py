@@ -48,6 +48,7 @@ BETTER: dict[str, str] = {
     "have the limit ddp_timeout.",
     "hang_factor": "An addition.",
     "hang_policy": "An addition: a job that ends can be restarted.",
+    "torch_compile_regional": "An addition: compiles equal blocks once.",
     "profile_steps": "An addition: profiles steps, and says where the time goes.",
     "straggler_steps": "An addition: names a slow rank and the cause.",
     "save_failure_policy": "An addition: a full disk does not have to end the run.",

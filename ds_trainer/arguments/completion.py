@@ -100,7 +100,7 @@ def _defaults_from_others(args: TrainingArguments) -> None:
         args.disable_tqdm = quiet or get_logger("ds_trainer").getEffectiveLevel() > logging.WARNING
     if args.use_cpu:
         args.dataloader_pin_memory = False
-    if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
+    if args.torch_compile_backend is not None or args.torch_compile_mode is not None or args.torch_compile_regional:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"

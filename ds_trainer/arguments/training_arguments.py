@@ -114,6 +114,10 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     torch_compile: bool = _memory("Compile the model with torch.compile.", False)
     torch_compile_backend: str | None = _memory("Backend of torch.compile; setting it turns torch_compile on.")
     torch_compile_mode: str | None = _memory("Mode of torch.compile; setting it turns torch_compile on.")
+    torch_compile_regional: bool = _memory(
+        "(own) Compile the repeated blocks of the model one by one, in a fraction of the time; turns torch_compile on.",
+        False,
+    )
     use_liger_kernel: bool = _memory("Replace modules with Liger kernels.", False)
     liger_kernel_config: dict[str, bool] | None = _memory("Liger kernels to use, by name.")
     use_cache: bool = _memory("Use key-value caches in training.", False)

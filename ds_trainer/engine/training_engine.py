@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
+from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import enable_overflow_checks, scales_loss, skipped_update
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
@@ -76,8 +77,8 @@ class TrainingEngine:
             builds from ``config``.
         config: the compiled configuration.
         layout: the parallel layout.
-        compile_options: keywords of DeepSpeed's ``engine.compile`` (``backend``, ``compile_kwargs``). None does not
-            compile the model, unless ``config`` enables DeepSpeed's own compiler.
+        compile_options: how to compile the model. None does not compile it, unless ``config`` enables DeepSpeed's own
+            compiler.
         gather_logits: code other than the model's own loss reads the logits of a training step, so tensor parallelism
             gathers them (:mod:`ds_trainer.engine.tensor_parallel.vocab_parallel_head`).
 
@@ -101,7 +102,7 @@ class TrainingEngine:
         optimizer: torch.optim.Optimizer | list[dict[str, Any]],
         config: CompiledConfig,
         layout: ParallelLayout,
-        compile_options: dict[str, Any] | None = None,
+        compile_options: CompileOptions | None = None,
         gather_logits: bool = False,
     ) -> None:
         import deepspeed
@@ -148,7 +149,7 @@ class TrainingEngine:
         self.before_step: Callable[[], None] | None = None
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
-            self.deepspeed.compile(**(compile_options or {}))  # DeepSpeed's configuration alone compiles nothing
+            compile_module(self.deepspeed, compile_options)  # DeepSpeed's configuration alone compiles nothing
         self._agreement = GradientAgreement(model, self.groups) if layout.tp > 1 else None
         self.precision = config.precision.dtype
         self._averaged_over = layout.seq_data_parallel_size
@@ -271,4 +272,4 @@ class TrainingEngine:
         release_engine(module)
         reset_deepspeed_groups()
         if self._compiled:
-            module._compiled_call_impl = None  # torch compiles in place; the next engine needs the plain model
+            remove_compilation(module)

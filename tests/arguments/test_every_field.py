@@ -189,6 +189,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
         "tests.training.model.test_compilation::test_compilation_changes_no_loss_and_no_name"
     ),
     "torch_compile_mode": Effect("max-autotune", compile_options),
+    "torch_compile_regional": Shown("tests.training.model.test_compilation::test_equal_blocks_are_compiled_once"),
     "use_liger_kernel": Shown(
         "tests.training.model.test_liger::test_liger_is_rejected_on_the_cpu_before_anything_starts"
     ),

@@ -41,6 +41,7 @@ OWN = {
     "hang_policy",
     "straggler_steps",
     "profile_steps",
+    "torch_compile_regional",
     "save_keep_every",
     "self_test",
     "verify_weights",

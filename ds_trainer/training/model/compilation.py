@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.engine.compilation import CompileOptions
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WITHOUT_MODES = ("eager", "aot_eager", "cudagraphs")
@@ -29,9 +28,12 @@ def compile_problems(args: TrainingArguments) -> list[str]:
     return problems
 
 
-def compile_options(args: TrainingArguments) -> dict[str, Any] | None:
-    """Keyword arguments of the engine's ``compile``; None if the model is not compiled."""
+def compile_options(args: TrainingArguments) -> CompileOptions | None:
+    """How the engine compiles the model; None if it does not."""
     if not args.torch_compile:
         return None
     mode = args.torch_compile_mode
-    return {"backend": args.torch_compile_backend, "compile_kwargs": {} if mode is None else {"mode": mode}}
+    assert args.torch_compile_backend is not None  # completion of the arguments sets it
+    return CompileOptions(
+        args.torch_compile_backend, {} if mode is None else {"mode": mode}, args.torch_compile_regional
+    )

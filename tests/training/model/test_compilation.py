@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.engine.compilation import CompileOptions
 from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
@@ -74,6 +75,21 @@ def test_a_language_model(tmp_path: Path) -> None:
     assert graphs > 0 and compiled_names == names
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_equal_blocks_are_compiled_once(stage: int, tmp_path: Path) -> None:
+    """With four layers as with two: the graphs of a block, not of the model. The results are those without."""
+    graphs = {}
+    for layers in (2, 4):
+        llama = partial(train, partial(tiny_llama, num_hidden_layers=layers), partial(RaggedTokens, 24))
+        ((wanted, _, names, _),) = pool(1).run(partial(llama, tmp_path))
+        job = partial(llama, tmp_path, zero_stage=stage, torch_compile_regional=True, torch_compile_backend="eager")
+        ((found, graphs[layers], compiled_names, hooks),) = pool(1).run(job, timeout=400)
+        assert_equal(found, wanted)
+        assert compiled_names == names and not hooks
+    if stage < 3:
+        assert 0 < graphs[2] == graphs[4]
+
+
 def test_inductor_is_the_default(tmp_path: Path) -> None:
     """The real compiler: C++ on the CPU."""
     ((wanted, _, _, _),) = pool(1).run(partial(regression, tmp_path))
@@ -85,11 +101,12 @@ def test_inductor_is_the_default(tmp_path: Path) -> None:
 def test_one_compile_argument_implies_the_others() -> None:
     plain = arguments("out")
     assert compile_options(plain) is None and not plain.torch_compile
-    assert compile_options(arguments("out", torch_compile=True)) == {"backend": "inductor", "compile_kwargs": {}}
-    assert compile_options(arguments("out", torch_compile_backend="eager"))["backend"] == "eager"  # type: ignore[index]
+    assert compile_options(arguments("out", torch_compile=True)) == CompileOptions("inductor")
+    assert compile_options(arguments("out", torch_compile_backend="eager")) == CompileOptions("eager")
+    assert compile_options(arguments("out", torch_compile_regional=True)) == CompileOptions("inductor", regional=True)
     by_mode = arguments("out", torch_compile_mode="max-autotune")
     assert by_mode.torch_compile is True
-    assert compile_options(by_mode) == {"backend": "inductor", "compile_kwargs": {"mode": "max-autotune"}}
+    assert compile_options(by_mode) == CompileOptions("inductor", {"mode": "max-autotune"})
 
 
 @pytest.mark.parametrize(
