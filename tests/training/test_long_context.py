@@ -12,7 +12,7 @@ import torch
 from ds_trainer import Trainer
 from ds_trainer.engine.tiling import tiled_forward
 from ds_trainer.training.model import activation_offload
-from tests.support.compare import assert_equal, distances
+from tests.support.compare import assert_equal
 from tests.support.layouts import DATA, MODELS, Documents, documents_as_rows, pad
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import pool
