@@ -86,7 +86,9 @@ def _defaults_from_others(args: TrainingArguments) -> None:
             setattr(args, new, getattr(args, old))
         setattr(args, old, getattr(args, new))
     if args.activation_checkpointing is None:
-        args.activation_checkpointing = args.gradient_checkpointing = False
+        args.activation_checkpointing = args.gradient_checkpointing = args.long_context
+    if args.tiled_mlp is None:
+        args.tiled_mlp = args.long_context
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
     if args.eval_strategy != IntervalStrategy.NO:

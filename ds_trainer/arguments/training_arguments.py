@@ -111,6 +111,17 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     activation_checkpointing_kwargs: _Json = _memory("Arguments for the model's activation_checkpointing_enable().")
     gradient_checkpointing: bool | None = _memory("Older name of activation_checkpointing.")
     gradient_checkpointing_kwargs: _Json = _memory("Older name of activation_checkpointing_kwargs.")
+    activation_offload: bool | None = _memory(
+        "(own) Keep the inputs of checkpointed layers in host memory; default: with long_context, on a GPU."
+    )
+    tiled_mlp: bool | None = _memory(
+        "(own) Run MLPs and norms on a few tokens at a time, forward and backward; default: with long_context."
+    )
+    long_context: bool = _memory(
+        "(own) Save memory for long sequences: turns on activation_checkpointing, activation_offload and tiled_mlp, "
+        "unless they are given.",
+        False,
+    )
     torch_compile: bool = _memory("Compile the model with torch.compile.", False)
     torch_compile_backend: str | None = _memory("Backend of torch.compile; setting it turns torch_compile on.")
     torch_compile_mode: str | None = _memory("Mode of torch.compile; setting it turns torch_compile on.")

@@ -6,7 +6,8 @@ fastest kernels, and only the remaining blocks get an explicit mask. In zig-zag 
 (:class:`~ds_trainer.parallel.sequence_plan.SequencePlan`) a causal mask without documents needs one kernel call per
 square: a rank's square with itself is causal; with the keys of an earlier rank, all queries attend to the first half of
 the keys; with the keys of a later rank, the second half of the queries attends to all keys. So all ranks compute the
-same number of scores at every step of the ring. This balance is the idea of striped attention (Brandon et al. 2023,
+same number of scores at every step of the ring. With a window or documents some steps are empty on all ranks, and
+their keys need not be sent. This balance is the idea of striped attention (Brandon et al. 2023,
 arXiv 2311.09431), here with contiguous chunks.
 """
 
@@ -66,6 +67,8 @@ class AttentionBlocks:
 
     Attributes:
         of: the blocks for the keys of each context-parallel rank, indexed by rank.
+        steps: in ascending order, the distances ``d`` for which a rank ``r`` may have blocks of the keys of rank
+            ``r - d``; always with 0. The same on all ranks.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class AttentionBlocks:
         self._distances = (0 if causal else -furthest, furthest)  # smallest and largest visible q - k
         self._mask_elements = mask_elements
         self._documents = _Documents.of(plan)
+        self.steps = self._needed_steps()
         self.of: tuple[tuple[Block, ...], ...] = tuple(
             tuple(_merged(self._divide(source, 0, self.tokens, 0, self.tokens))) for source in range(self._ranks)
         )
@@ -116,6 +120,19 @@ class AttentionBlocks:
             queries, keys = queries[:, q0 : q0 + block.q1 - block.q0], keys[:, k0 : k0 + block.k1 - block.k0]
             mask = mask & (queries[:, None, :, None] == keys[:, None, None, :])
         return mask
+
+    def _needed_steps(self) -> tuple[int, ...]:
+        """From whole chunks alone, with the rule by which :meth:`_divide` leaves out a block: the same on all ranks."""
+        chunks = 2 * self._ranks
+        index = torch.arange(chunks)
+        apart = (index[:, None] - index) * self._chunk  # of the first tokens of a chunk of queries and one of keys
+        nearest, furthest = self._distances
+        visible = (apart + self._chunk > nearest) & (apart - self._chunk < furthest)
+        if self._documents is not None:
+            visible &= self._documents.share(self._chunk)
+        rank = torch.minimum(index, chunks - 1 - index)
+        queries, keys = visible.nonzero(as_tuple=True)
+        return tuple(sorted({0, *((rank[queries] - rank[keys]) % self._ranks).tolist()}))
 
     # -- dividing -------------------------------------------------------------------------------------------------
 
@@ -209,6 +226,17 @@ class _Documents:
             queries, keys = (tensor.to(device, non_blocking=True) for tensor in tensors)
             self._on[device] = queries, keys
         return self._on[device]
+
+    def share(self, chunk: int) -> torch.Tensor:
+        """Whether a chunk of ``chunk`` queries and one of keys may share a document: bool ``[chunks, chunks]``.
+
+        False where :meth:`compare` of them, or of any parts of them, would be None.
+        """
+        lowest, highest = torch.aminmax(self._queries.unflatten(1, (-1, chunk)), dim=2)
+        highest_key = self._keys.unflatten(1, (-1, chunk)).amax(2)
+        lowest_valid = self._valid_keys.unflatten(1, (-1, chunk)).amin(2)
+        apart = (highest[:, :, None] < lowest_valid[:, None]) | (highest_key[:, None] < lowest[:, :, None])
+        return ~apart.all(0)
 
     def compare(self, queries: list[slice], keys: list[slice]) -> bool | None:
         """Whether all of these queries and keys share one document in each sequence; None if no pair does."""

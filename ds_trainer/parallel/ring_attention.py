@@ -3,7 +3,8 @@
 Queries stay on their rank. Keys and values travel around the ring; each rank computes its queries on the current block
 of keys while the next block is in transit, and merges the partial outputs by their log-sum-exp (Liu et al. 2023, *Ring
 Attention with Blockwise Transformers*, arXiv 2310.01889). After as many steps as ranks, every query has seen every key,
-and no rank ever held more than two blocks of keys.
+and no rank ever held more than two blocks of keys. Steps at which no rank has anything to compute, because of a sliding
+window or documents, are left out: blocks then travel several ranks at once.
 
 The backward pass goes around the ring once more with the saved output and log-sum-exp over all keys, so no softmax is
 computed twice (FlashAttention-2's backward pass, arXiv 2307.08691). The gradients of a block of keys travel one step
@@ -15,7 +16,7 @@ Outputs, log-sum-exps and gradients are accumulated in float32 for all input dty
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         merged = _MergedOutput(query, value)
         with _no_autocast(query):
-            for source, k, v in ring.keys_and_values(key, value):
+            for _, source, k, v in ring.keys_and_values(key, value, blocks.steps):
                 for block in blocks.of[source]:
                     rows, columns = slice(block.q0, block.q1), slice(block.k0, block.k1)
                     causal, mask = block.kind is BlockKind.CAUSAL, blocks.mask(source, block, query.device)
@@ -103,7 +104,7 @@ class _RingAttention(torch.autograd.Function):
         grad_query = _GradientSum(query, dtype)
         in_transit: _Transfer | None = None
         with _no_autocast(query):
-            for source, k, v in ring.keys_and_values(key, value):
+            for distance, source, k, v in ring.keys_and_values(key, value, blocks.steps):
                 grad_key, grad_value = _GradientSum(k, dtype), _GradientSum(v, dtype)
                 for block in blocks.of[source]:
                     rows, columns = slice(block.q0, block.q1), slice(block.k0, block.k1)
@@ -115,13 +116,13 @@ class _RingAttention(torch.autograd.Function):
                     grad_query.add(rows, part_query)
                     grad_key.add(columns, part_key)
                     grad_value.add(columns, part_value)
-                if ring.size == 1:  # nothing to send, nothing to pack
+                if len(blocks.steps) == 1:  # nothing to send, nothing to pack
                     total_key, total_value = grad_key.total(), grad_value.total()
                     break
                 packed = _pack(grad_key.total().to(dtype), grad_value.total().to(dtype))
                 if in_transit is not None:
                     packed += in_transit.wait()  # the sum over the previous ranks for this block
-                in_transit = ring.pass_on(packed, _GRADIENTS)
+                in_transit = ring.pass_on(packed, _GRADIENTS, distance)
             if in_transit is not None:
                 total_key, total_value = _unpack(in_transit.wait(), key, value)
         return (
@@ -201,7 +202,7 @@ _KEYS_AND_VALUES, _GRADIENTS = 0, 1  # tags: two transfers between the same rank
 
 
 class _Transfer:
-    """A send to the next rank and a receive from the previous one, in flight."""
+    """A send to a later rank of the ring and a receive from an earlier one, in flight."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[Work]) -> None:
         self._sent = sent  # must stay alive until it is sent
@@ -216,20 +217,22 @@ class _Transfer:
 
 
 class _Ring:
-    """The ``size`` ranks of a group, each sending to the next."""
+    """The ``size`` ranks of a group, each sending to the next, or all to one that is further away."""
 
     def __init__(self, group: ProcessGroup | None, rank: int, size: int) -> None:
         self._group = group
         self._rank = rank
         self.size = size
 
-    def pass_on(self, buffer: Tensor, tag: int) -> _Transfer:
-        """Starts sending ``buffer`` to the next rank and receiving a buffer of the same shape from the previous one."""
+    def pass_on(self, buffer: Tensor, tag: int, distance: int) -> _Transfer:
+        """Starts sending ``buffer`` ``distance`` ranks on, and receiving one of its shape from as many ranks before."""
         import torch.distributed as dist
 
         assert self._group is not None  # _check ensures a group for several ranks
         received = torch.empty_like(buffer)
-        previous, following = (dist.get_global_rank(self._group, (self._rank + step) % self.size) for step in (-1, 1))
+        previous, following = (
+            dist.get_global_rank(self._group, (self._rank + step) % self.size) for step in (-distance, distance)
+        )
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, buffer, following, self._group, tag),
@@ -238,13 +241,26 @@ class _Ring:
         )
         return _Transfer(buffer, received, works)
 
-    def keys_and_values(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields each rank's number, keys and values, starting with this rank; transfers overlap with computation."""
-        packed = _pack(key, value) if self.size > 1 else key
+    def keys_and_values(
+        self, key: Tensor, value: Tensor, steps: Sequence[int]
+    ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yields keys and values of other ranks, starting with this rank's; transfers overlap with computation.
+
+        Args:
+            key, value: of this rank.
+            steps: distances of the ranks whose keys are needed, :attr:`AttentionBlocks.steps`.
+
+        Yields:
+            How far these keys travel next (after the last step, until they are home again), the rank that owns them,
+            keys, values.
+        """
+        packed = _pack(key, value) if len(steps) > 1 else key
         k, v = key, value
-        for step in range(self.size):
-            transfer = self.pass_on(packed, _KEYS_AND_VALUES) if step + 1 < self.size else None
-            yield (self._rank - step) % self.size, k, v
+        for step, following in zip(steps, [*steps[1:], self.size], strict=True):
+            transfer = None
+            if following < self.size:
+                transfer = self.pass_on(packed, _KEYS_AND_VALUES, following - step)
+            yield following - step, (self._rank - step) % self.size, k, v
             if transfer is not None:
                 packed = transfer.wait()
                 k, v = _unpack(packed, key, value)

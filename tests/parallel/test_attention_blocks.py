@@ -112,6 +112,49 @@ def test_an_attention_window_skips_distant_blocks() -> None:
     assert near.scores < AttentionBlocks(plan, 0, True, None, LARGE).scores
 
 
+@given(plans(), st.booleans(), st.one_of(st.none(), st.integers(1, 40)))
+def test_steps_are_those_with_blocks_on_any_rank(
+    drawn: tuple[SequencePlan, int], causal: bool, window: int | None
+) -> None:
+    """All ranks have the same, none is missing, and without documents none is in vain."""
+    plan, _ = drawn
+    cp = plan.layout.cp
+    ranks = [AttentionBlocks(plan, rank, causal, window, LARGE) for rank in range(cp)]
+    (steps,) = {blocks.steps for blocks in ranks}
+    needed = {0} | {(rank - source) % cp for rank, own in enumerate(ranks) for source in range(cp) if own.of[source]}
+    assert list(steps) == sorted(steps) and needed <= set(steps)
+    if plan.documents is None and plan.valid is None:
+        assert needed == set(steps)
+
+
+def packed(cp: int, mean: int, seed: int, chunk: int = 1024) -> SequencePlan:
+    """A row of documents of random lengths around ``mean``, exponentially distributed."""
+    length = 2 * cp * chunk
+    lengths = torch.empty(4 * length // mean + 8)
+    lengths = lengths.exponential_(1 / mean, generator=torch.Generator().manual_seed(seed)).clamp(8, length).long()
+    documents = torch.searchsorted(lengths.cumsum(0), torch.arange(length), right=True)[None]
+    return SequencePlan(ParallelLayout(cp, cp=cp), length, documents)
+
+
+@pytest.mark.parametrize(
+    ("mean", "bound"),
+    [(32, 1.1), (256, 2.1), (4096, 2.1)],
+    ids=["many short documents", "a few per chunk", "longer than a chunk"],
+)
+def test_balance_of_packed_rows(mean: int, bound: float) -> None:
+    """The rank with most scores, relative to the mean, in zig-zag order over four ranks.
+
+    Short documents have equal work everywhere. With documents as long as a chunk, the rank that holds a long one has
+    more to do than the others: up to about twice the mean.
+    """
+    worst = 0.0
+    for seed in range(5):
+        plan = packed(4, mean, seed)
+        scores = [AttentionBlocks(plan, rank, True, None, 64 * 64).scores for rank in range(4)]
+        worst = max(worst, 4 * max(scores) / sum(scores))
+    assert worst < bound, worst
+
+
 def test_documents_are_divided_until_blocks_are_uniform_or_small() -> None:
     documents = torch.arange(4).repeat_interleave(16)[None]
     plan = SequencePlan(ParallelLayout(1), 64, documents)

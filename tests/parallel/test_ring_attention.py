@@ -111,10 +111,10 @@ def events(case: Case) -> list[tuple[Any, ...]]:
     log: list[tuple[Any, ...]] = []
     passed_on, choose = ring._Ring.pass_on, ring.kernel_for
 
-    def pass_on(self: Any, buffer: Tensor, tag: int) -> Any:
+    def pass_on(self: Any, buffer: Tensor, tag: int, distance: int) -> Any:
         what = {ring._KEYS_AND_VALUES: "keys", ring._GRADIENTS: "gradients"}[tag]
         log.append(("send", what, buffer.numel(), buffer.dtype))
-        transfer = passed_on(self, buffer, tag)
+        transfer = passed_on(self, buffer, tag, distance)
         wait = transfer.wait
         transfer.wait = lambda: (log.append(("wait", what)), wait())[1]
         return transfer
@@ -137,6 +137,39 @@ def test_the_next_block_is_sent_while_one_is_computed() -> None:
     forward = [keys, compute, wait_keys, compute]
     backward = [keys, compute, gradients, wait_keys, compute, wait_gradients, gradients, wait_gradients]
     assert pool(2).run(events, case) == [forward + backward] * 2
+
+
+def near(causal: bool, window: int | None, chunks: list[int] | None = None) -> Case:
+    """A case of four ranks whose documents, if any, end after these chunks of eight."""
+    return Case(ParallelLayout(4, cp=4), chunk=6, causal=causal, window=window, ends=tuple(chunks or ()))
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "gradients"),
+    [
+        (near(True, None), 3, 4),
+        (near(True, 5), 2, 3),  # neighbors of a rank's two chunks: on the next rank and on the one before
+        (near(False, 5), 2, 3),
+        (near(True, None, [0, 1, 2, 3, 4, 5, 6, 7]), 0, 0),  # a document for each chunk
+        (near(True, None, [0, 1, 2, 4, 5, 6, 7]), 0, 0),  # one of two chunks, both on rank 3
+        (near(True, None, [0, 2, 3, 4, 5, 6, 7]), 1, 2),  # one on ranks 1 and 2, which sends its gradients home
+    ],
+)
+def test_steps_that_no_rank_needs_are_left_out(case: Case, keys: int, gradients: int) -> None:
+    """Keys are sent once more in the backward pass; their gradients travel behind them, and home."""
+    assert failing_cases([case]) == []
+    for log in pool(4).run(events, case):
+        sent = [event[1] for event in log if event[0] == "send"]
+        assert (sent.count("keys"), sent.count("gradients")) == (2 * keys, gradients)
+        if keys:  # the transfer begins before the computation
+            assert log[0][:2] == ("send", "keys") and log[1] == ("compute",)
+
+
+def test_control_a_step_that_is_needed_is_missed() -> None:
+    """Negative control: the last step of a window is left out too."""
+    assert failing_cases([near(True, 5)]) == []
+    ((_, found),) = failing_cases([replace(near(True, 5), fault="first steps only")])
+    assert all(found[name] > 1e-2 for name in RESULTS), found
 
 
 def wrong_rank() -> str:

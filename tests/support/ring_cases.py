@@ -38,6 +38,7 @@ class Case:
     causal: bool = True
     window: int | None = None
     documents: bool = False
+    ends: tuple[int, ...] = ()  # chunks after which a document ends
     padding: bool = False
     dtype: str = "float64"
     mask_elements: int = attention_blocks.MASK_ELEMENTS
@@ -50,6 +51,10 @@ class Case:
         documents = valid = None
         if self.documents:
             documents = (torch.rand(self.batch, length, generator=draw) < 0.2).long().cumsum(1)
+        if self.ends:
+            last = torch.zeros(length // self.chunk, dtype=torch.int64)
+            last[list(self.ends)] = 1
+            documents = (last.cumsum(0) - last).repeat_interleave(self.chunk).expand(self.batch, -1)
         if self.padding:
             lengths = torch.randint(0, length + 1, (self.batch, 1), generator=draw)
             valid = torch.arange(length) < lengths
@@ -151,8 +156,8 @@ def merge_by_mean() -> Iterator[None]:
 def gradients_stay() -> Iterator[None]:
     passed_on = ring._Ring.pass_on
 
-    def pass_on(self: Any, buffer: Tensor, tag: int) -> Any:
-        transfer = passed_on(self, buffer, tag)
+    def pass_on(self: Any, buffer: Tensor, tag: int, distance: int) -> Any:
+        transfer = passed_on(self, buffer, tag, distance)
         if tag == ring._GRADIENTS:
             transfer.wait()
             return ring._Transfer(buffer, buffer, [])
@@ -160,6 +165,10 @@ def gradients_stay() -> Iterator[None]:
 
     with mock.patch.object(ring._Ring, "pass_on", pass_on):
         yield
+
+
+def first_steps_only() -> Any:
+    return mock.patch.object(attention_blocks.AttentionBlocks, "_needed_steps", lambda self: (0, 1))
 
 
 @contextmanager
@@ -183,4 +192,5 @@ FAULTS: dict[str | None, Callable[[], Any]] = {
     "merge by mean": merge_by_mean,
     "gradients stay": gradients_stay,
     "sums in 16 bits": sums_in_16_bits,
+    "first steps only": first_steps_only,
 }

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.tiling.tiled_forward import tiled_forward
+
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of ``model`` whose experts are separate modules, by name; the outermost if they are nested."""
@@ -33,10 +35,16 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def mark_leaf_modules(model: nn.Module) -> list[str]:
-    """Marks the MoE blocks of ``model`` as leaf modules, before ``deepspeed.initialize``; returns their names."""
+    """Marks leaf modules of ``model``, before ``deepspeed.initialize``; returns their names.
+
+    These are MoE blocks, and tiled MLPs: their parts run once per tile, and all tiles together need one gather.
+    """
     from deepspeed.utils import set_z3_leaf_module
 
     blocks = moe_blocks(model)
+    for name, module in model.named_modules():
+        if tiled_forward(module) is not None and any(True for _ in module.children()):
+            blocks[name] = module
     for block in blocks.values():
         set_z3_leaf_module(block, True)
     return list(blocks)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.training.model.activation_offload import offload_activations
 from ds_trainer.training.model.input_embeddings import all_input_embeddings
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils.errors import ConfigError
@@ -54,7 +55,7 @@ def gradient_checkpointing_problems(
 
 
 def enable_gradient_checkpointing(
-    model: nn.Module, arguments: dict[str, Any] | None = None, reentrant: bool = False
+    model: nn.Module, arguments: dict[str, Any] | None = None, reentrant: bool = False, offload: bool = False
 ) -> None:
     """Makes ``model`` recompute activations in the backward pass.
 
@@ -64,6 +65,7 @@ def enable_gradient_checkpointing(
         arguments: arguments of that method (``every_n_layers``, ``offload``) and of ``torch.utils.checkpoint``;
             ``use_reentrant`` defaults to False.
         reentrant: checkpointing is re-entrant regardless of ``arguments``.
+        offload: keep the inputs of layers in host memory (:mod:`ds_trainer.training.model.activation_offload`).
 
     Raises:
         ConfigError: with the sentences of :func:`gradient_checkpointing_problems`.
@@ -83,6 +85,8 @@ def enable_gradient_checkpointing(
             f"{' and '.join(refused)}. Remove {'it' if len(refused) == 1 else 'them'}."
         )
     method(**{takes: keywords}, **own)
+    if offload:
+        offload_activations(model)
     if reentrant and any(not p.requires_grad for p in model.parameters()):
         for embeddings in all_input_embeddings(model):
             if not hasattr(embeddings, _HOOKED):

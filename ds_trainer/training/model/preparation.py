@@ -15,6 +15,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
 from ds_trainer.engine.tensor_parallel.partition_check import partition_problems
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.model.activation_offload import offload_problems, offloads_activations
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.compilation import compile_problems
 from ds_trainer.training.model.gradient_checkpointing import (
@@ -23,6 +24,7 @@ from ds_trainer.training.model.gradient_checkpointing import (
 )
 from ds_trainer.training.model.label_smoothing import smoothing_problems
 from ds_trainer.training.model.liger import apply_liger, liger_problems
+from ds_trainer.training.model.long_context import apply_tiling, tiling_problems
 from ds_trainer.training.model.loss_head_check import loss_head_problems
 from ds_trainer.training.model.neftune import noise_problems, noisy_embeddings
 from ds_trainer.training.model.overflow import detect_overflow, overflow_problems
@@ -68,6 +70,8 @@ def check_model(
         problems += gradient_checkpointing_problems(
             model, kwargs, compiled.activation_checkpointing is not None, args.device_type
         )
+    problems += offload_problems(args, compiled)
+    problems += tiling_problems(model, args)
     if args.liger_kernel_config and not args.use_liger_kernel:
         problems.append(f"liger_kernel_config={args.liger_kernel_config} needs use_liger_kernel=True.")
     if args.use_liger_kernel:
@@ -88,14 +92,16 @@ def check_model(
 
 
 def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, processing_class: Any) -> None:
-    """Applies kernels, gradient checkpointing and special tokens to ``model``, before the engine wraps it."""
+    """Applies kernels, gradient checkpointing, tiling and special tokens to ``model``, before the engine wraps it."""
     if args.use_liger_kernel:
         apply_liger(model, args.liger_kernel_config)
     if args.activation_checkpointing:
         by_deepspeed = compiled.activation_checkpointing is not None
-        enable_gradient_checkpointing(model, as_mapping(args.activation_checkpointing_kwargs), by_deepspeed)
+        kwargs = as_mapping(args.activation_checkpointing_kwargs)
+        enable_gradient_checkpointing(model, kwargs, by_deepspeed, offloads_activations(args))
         if by_deepspeed:
             checkpoint_with_deepspeed(model, compiled)
+    apply_tiling(model, args)
     align_tokens(model, processing_class)
 
 

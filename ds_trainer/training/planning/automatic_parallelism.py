@@ -134,7 +134,7 @@ def _is_given(args: TrainingArguments, name: str) -> bool:
     if name in PARALLEL_SIZES:
         return args.given(name) or getattr(args, name) > 1  # or in parallelism_config
     if name == "activation_checkpointing":
-        return args.given(name) or args.given("gradient_checkpointing")
+        return args.long_context or args.given(name) or args.given("gradient_checkpointing")
     return args.given(name) and getattr(args, name) is not None
 
 

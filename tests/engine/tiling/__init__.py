@@ -1,0 +1,1 @@
+"""Modules that run on a few tokens at a time."""

@@ -1,0 +1,121 @@
+"""Tiled MLPs and offloaded activations train like plain PyTorch, under every ZeRO stage and every axis."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer import Trainer
+from ds_trainer.engine.tiling import tiled_forward
+from ds_trainer.training.model import activation_offload
+from tests.support.compare import assert_equal
+from tests.support.layouts import DATA, MODELS, Documents, documents_as_rows, pad
+from tests.support.oracle import Trajectory, train_plainly
+from tests.support.pool import pool
+from tests.support.runs import train_and_report
+
+ADAM_EPSILON = 1e-5
+GLOBAL_BATCH = 16
+
+
+def adamw(model: torch.nn.Module, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1.0, eps=ADAM_EPSILON)
+
+
+def llama(seed: int = 0) -> torch.nn.Module:
+    return MODELS["grouped_query"](seed)
+
+
+def with_adapters() -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "up_proj", "down_proj"]))
+
+
+MAKERS = {"llama": llama, "adapters": with_adapters}
+
+
+@cache
+def reference(model: str) -> Trajectory:
+    data = Documents(DATA["padded"]())
+    return train_plainly(MAKERS[model](), data, optimizer=adamw, learning_rate=2e-3, collate=documents_as_rows)
+
+
+class Watched(Trainer):
+    """Every tensor is large enough to be moved; counts what was tiled and moved."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        activation_offload.SMALLEST, kept = 0, activation_offload.SMALLEST
+        created: list[activation_offload.ActivationOffload] = []
+        calls = [0]
+        init, apply = activation_offload.ActivationOffload.__init__, tiled_forward._Tiled.apply
+
+        def counted(*args: Any) -> Any:
+            calls[0] += 1
+            return apply(*args)
+
+        def noted(self: Any, layers: int) -> None:
+            init(self, layers)
+            created.append(self)
+
+        activation_offload.ActivationOffload.__init__ = noted  # type: ignore[method-assign]
+        tiled_forward._Tiled.apply = counted  # type: ignore[method-assign]
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            activation_offload.SMALLEST = kept
+            activation_offload.ActivationOffload.__init__ = init  # type: ignore[method-assign]
+            tiled_forward._Tiled.apply = apply  # type: ignore[method-assign]
+            assert (calls[0] > 0) is bool(self.args.tiled_mlp)
+            assert [offload.stored > 0 for offload in created] == [True] * bool(self.args.activation_offload)
+
+
+def run(world: int, output_dir: Path, model: str = "llama", accumulation: int = 2, **values: Any) -> list[Trajectory]:
+    sharded = 1
+    for axis in ("tensor", "context", "sequence"):
+        sharded *= values.get(f"{axis}_parallel_size", 1)
+    arguments = {
+        "optim": "adamw_torch_fused",
+        "learning_rate": 2e-3,
+        "adam_epsilon": ADAM_EPSILON,
+        "max_grad_norm": 0.0,
+        "per_device_train_batch_size": GLOBAL_BATCH * sharded // (world * accumulation),
+        "gradient_accumulation_steps": accumulation,
+        **values,
+    }
+    job = partial(train_and_report, MAKERS[model], DATA["padded"], str(output_dir), Watched, pad, **arguments)
+    found: list[Trajectory] = pool(world).run(job)
+    return found
+
+
+EVERYTHING: dict[str, Any] = {"long_context": True, "activation_offload": True}
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"ZeRO {stage}": (2, {"zero_stage": stage, "tiled_mlp": True}) for stage in (0, 3)},
+    **{f"ZeRO {stage}, everything": (2, {"zero_stage": stage, **EVERYTHING}) for stage in (1, 2, 3)},
+    "re-entrant": (
+        2,
+        {"zero_stage": 3, **EVERYTHING, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "tensor parallel": (2, {"zero_stage": 1, "tensor_parallel_size": 2, **EVERYTHING}),
+    "sequence parallel": (2, {"zero_stage": 2, "sequence_parallel_size": 2, **EVERYTHING}),
+    "context parallel, offload only": (
+        2,
+        {"context_parallel_size": 2, "activation_checkpointing": True, "activation_offload": True},
+    ),
+    "all axes": (
+        8,
+        {"zero_stage": 3, **{f"{axis}_parallel_size": 2 for axis in ("tensor", "context", "sequence")}, **EVERYTHING},
+    ),
+    "adapters": (2, {"zero_stage": 3, "model": "adapters", **EVERYTHING}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trajectory_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    world, values = RUNS[name]
+    for found in run(world, tmp_path, **values):
+        assert_equal(found, reference(values.get("model", "llama")))
