@@ -89,6 +89,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     average_tokens_across_devices: bool = _length("Normalize the loss by the tokens of all ranks.", True)
     max_grad_norm: float = _optimizer("Clip the global gradient norm to this value; 0 means no clipping.", 1.0)
     label_smoothing_factor: float = _optimizer("Probability mass spread over all classes.", 0.0)
+    z_loss_factor: float = _optimizer(
+        "(own) Factor of the squared log of the sum of exp(logits), added to the loss.", 0.0
+    )
 
     bf16: bool = _precision("bfloat16 weights and compute with float32 master weights.", False)
     fp16: bool = _precision("float16 weights and compute with dynamic loss scale; needs a GPU.", False)
@@ -128,6 +131,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     torch_compile_regional: bool = _memory(
         "(own) Compile the repeated blocks of the model one by one, in a fraction of the time; turns torch_compile on.",
         False,
+    )
+    loss_chunk_tokens: int | None = _memory(
+        "(own) Tokens whose logits exist together in the loss of a language model; 0: all, default: 1024 where it pays."
     )
     use_liger_kernel: bool = _memory("Replace modules with Liger kernels.", False)
     liger_kernel_config: dict[str, bool] | None = _memory("Liger kernels to use, by name.")

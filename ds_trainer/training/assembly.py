@@ -28,7 +28,7 @@ from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
-from ds_trainer.training.model.preparation import adapt_model
+from ds_trainer.training.model.preparation import adapt_model, chunked_loss_of
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
 from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
@@ -124,6 +124,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             device=self.device,
             overlap_count=self.compute_loss_func is None and _USE_THE_COUNT.isdisjoint(self.overridden),
             check=checked_raw_batch if "_prepare_inputs" in self.overridden else checked_batch,
+            chunked=chunked_loss_of(self.args, self.compiled),
         )
         self.declare_loss()
         self.eval_loaders = {}

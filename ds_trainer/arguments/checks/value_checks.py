@@ -57,6 +57,7 @@ _RANGES: dict[str, str] = {
             "time_limit_margin",
             *("hang_timeout", "hang_factor", "straggler_steps", "profile_steps"),
             "divergence_limit",
+            *("loss_chunk_tokens", "z_loss_factor"),
         ),
         _NOT_NEGATIVE,
     ),

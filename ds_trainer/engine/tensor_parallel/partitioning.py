@@ -49,6 +49,7 @@ def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterat
         if getattr(model, "ds_autotp_parsed", False):
             return original(engine, model, settings)  # an earlier engine has completed it
         given_loss, inner = custom_loss_function(model), _transformers_model(model)
+        own_loss = getattr(model, "loss_function", None)
         with (
             partition_lora_layers(),
             partition_embeddings_in_place(),
@@ -70,7 +71,7 @@ def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterat
                 f"tensor_parallel_size={groups.layout.tp}, but DeepSpeed partitioned no parameter of "
                 f"{type(model).__name__}: every rank would compute the same. {_REMEDY}"
             )
-        install_logit_gathering(model, gather_logits, given_loss)
+        install_logit_gathering(model, gather_logits, given_loss, own_loss)
         separate_randomness(model, groups)
         return replaced
 

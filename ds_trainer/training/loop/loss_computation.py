@@ -8,7 +8,7 @@ rule that turns the loss of a micro-batch into a contribution to the loss of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_u
 from ds_trainer.training.loop.batches import checked_batch, labels_in
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_rule import LossRule, loss_in
+from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
 from ds_trainer.training.model.label_smoothing import LabelSmoother
 from ds_trainer.training.model.sequence_sharding.setup import takes_shifted_labels
 from ds_trainer.training.signatures import accepted_arguments
@@ -59,6 +60,7 @@ class LossComputation:
         overlap_count: whether the all-reduce of the item count may run during the first forward pass. Only possible
             if no user code can read the count.
         check: returns a batch if it can be one.
+        chunked: computes the loss of a linear head without the logits of whole sequences.
 
     Attributes:
         rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
@@ -66,6 +68,7 @@ class LossComputation:
         for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
         check: see above.
+        chunked: see above.
         items: item count of the current step.
         overlap_count: see above.
     """
@@ -82,8 +85,10 @@ class LossComputation:
         device: torch.device,
         overlap_count: bool,
         check: Callable[[Any], Any] = checked_batch,
+        chunked: ChunkedLoss | None = None,
     ) -> None:
         self.rule = rule
+        self.chunked = ChunkedLoss(0) if chunked is None else chunked
         self.check = check
         self.sharder = sharder
         self.for_loop = False
@@ -102,6 +107,7 @@ class LossComputation:
     def release(self) -> None:
         """Drop the references to the model."""
         self._smoother = self.sharder = None
+        self.chunked.release()
         self._counted = {}
 
     def count_step(self, batches: Sequence[Any], device: torch.device) -> ItemCount:
@@ -154,8 +160,11 @@ class LossComputation:
         if method.takes_item_count:
             keywords["num_items_in_batch"] = items
         before, self.for_loop = self.for_loop, True
+        # In an evaluation that wants outputs, the logits are made anyway.
+        wanted = bool(keywords.get("return_outputs"))
         try:
-            return method.call(model, inputs, **keywords)
+            with nullcontext() if wanted else self.chunked.deferring(model):
+                return method.call(model, inputs, **keywords)
         finally:
             self.for_loop = before
 

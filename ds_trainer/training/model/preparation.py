@@ -17,6 +17,7 @@ from ds_trainer.engine.tensor_parallel.partition_check import partition_problems
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.activation_offload import offload_problems, offloads_activations
 from ds_trainer.training.model.cache import without_cache
+from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems
 from ds_trainer.training.model.compilation import compile_problems
 from ds_trainer.training.model.gradient_checkpointing import (
     enable_gradient_checkpointing,
@@ -87,8 +88,21 @@ def check_model(
         problems += overflow_problems()
     if args.torch_compile:
         problems += compile_problems(args)
+    problems += chunked_loss_problems(
+        model,
+        _own_value(args, "loss_chunk_tokens"),
+        _own_value(args, "z_loss_factor"),
+        _compiles(args, compiled),
+    )
     if problems:
         raise ConfigError(problems)
+
+
+def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> ChunkedLoss:
+    """What computes the loss without whole logits, as the arguments say."""
+    if _compiles(args, compiled):
+        return ChunkedLoss(0)
+    return ChunkedLoss(_own_value(args, "loss_chunk_tokens"), _own_value(args, "z_loss_factor"))
 
 
 def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, processing_class: Any) -> None:
@@ -115,6 +129,16 @@ def prepared_for_training(model: nn.Module, args: TrainingArguments, layout: Par
         if _watches(args):
             stack.enter_context(detect_overflow(model))
         yield
+
+
+def _own_value(args: TrainingArguments, name: str) -> Any:
+    """The value of a field; its default here if a subclass of the arguments has a field of its own by this name."""
+    own = TrainingArguments.__dataclass_fields__[name]
+    return getattr(args, name) if type(args).__dataclass_fields__[name] is own else own.default
+
+
+def _compiles(args: TrainingArguments, compiled: CompiledConfig) -> bool:
+    return bool(args.torch_compile or compiled.uses_deepspeed_compiler)
 
 
 def _watches(args: TrainingArguments) -> bool:

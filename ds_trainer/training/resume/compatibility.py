@@ -36,7 +36,15 @@ _SETTINGS = {
 _PLAIN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("optim", "optim_args", "optim_target_modules", *_SETTINGS),
-    *("max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "torch_autocast"),
+    *(
+        "max_grad_norm",
+        "label_smoothing_factor",
+        "z_loss_factor",
+        "neftune_noise_alpha",
+        "bf16",
+        "fp16",
+        "torch_autocast",
+    ),
     *("seed", "data_seed", "train_sampling_strategy", "sortish_sampler", "remove_unused_columns"),
 )
 _ENGINE = (

@@ -1,0 +1,162 @@
+"""``LinearHead``: the output embedding of a model, with its loss in tiles.
+
+Supported are ``nn.Linear``, AutoTP's slice of one along the vocabulary, and PEFT's LoRA around an ``nn.Linear``. Under
+ZeRO-3 a weight is whole while its module runs, between DeepSpeed's hooks. So the loss is computed *in* the head: its
+``forward`` is replaced for one call, and what the hooks see is a module that returns losses. The head is called once in
+a forward pass, as without this, so ranks with batches of different lengths run the same modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.data.columns import base_model
+from ds_trainer.engine.tensor_parallel.vocab_parallel_head import GATHERS_LOGITS, RETURNS_LOSSES, vocabulary_slice
+from ds_trainer.parallel.linear_cross_entropy import ElementwiseFunction, TileSettings, linear_cross_entropy
+
+Terms = list[tuple[torch.Tensor, torch.Tensor]]
+Check = Callable[[Terms, "torch.Tensor | None", torch.Tensor, TileSettings, torch.Tensor], None]
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The module that computes the logits of ``model``, or None if the model does not name one."""
+    getter = getattr(base_model(model), "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if not isinstance(head, nn.Module):
+        return None
+    copies = getattr(head, "modules_to_save", None)  # PEFT trains a copy of it
+    if isinstance(copies, nn.ModuleDict) and hasattr(head, "original_module"):
+        names = [name for name in getattr(head, "active_adapters", ()) if name in copies]
+        chosen: nn.Module = copies[names[0]] if names else head.original_module  # type: ignore[assignment]
+        return chosen
+    return head
+
+
+def head_problem(head: nn.Module | None) -> str | None:
+    """Why the loss of ``head`` cannot be computed in tiles; None if it can."""
+    if head is None:
+        return "the model does not name its head (get_output_embeddings)"
+    name = type(head).__name__
+    if getattr(head, "_compiled_call_impl", None) is not None:
+        return f"its head, {name}, is compiled"
+    if type(head) is nn.Linear or vocabulary_slice(head) is not None:
+        return None
+    if _is_lora(head):
+        base = getattr(head, "base_layer", None)
+        if type(base) is not nn.Linear:
+            return f"the layer under the LoRA of its head is {type(base).__name__}, not nn.Linear"
+        if getattr(head, "lora_variant", None) or any(getattr(head, "lora_bias", {}).values()):
+            return "the LoRA of its head has a variant (DoRA) or a bias"
+        return None
+    return f"its head is {name}, not nn.Linear"
+
+
+def _is_lora(head: nn.Module) -> bool:
+    return type(head).__name__ == "Linear" and type(head).__module__.startswith("peft.tuners.lora")
+
+
+class LinearHead:
+    """Computes logits and losses of a supported head; a ``HeadReader`` of the deferred logits.
+
+    Args:
+        head: the module.
+        chunk_tokens: tokens of a tile.
+        z_loss: the factor of the z-loss, now.
+        check: called with what is computed and the result, while the weights are whole; None: nothing to check.
+    """
+
+    def __init__(
+        self, head: nn.Module, chunk_tokens: int, z_loss: Callable[[], float], check: Callable[[], Check | None]
+    ) -> None:
+        self._head: Any = head
+        self._slice = vocabulary_slice(head)
+        self._chunk_tokens = chunk_tokens
+        self._z_loss = z_loss
+        self._check = check
+
+    @property
+    def classes(self) -> int:
+        """The size of the vocabulary, over all ranks."""
+        if self._slice is not None:
+            return self._slice.classes
+        weight = self._head.weight if not _is_lora(self._head) else self._head.base_layer.weight
+        return int(getattr(weight, "ds_shape", weight.shape)[0])
+
+    def can_run(self) -> bool:
+        """Whether the state of the head allows tiles now: LoRA that is merged into the weight does not."""
+        if not _is_lora(self._head):
+            return True
+        return not self._head.merged and not self._head.disable_adapters
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits, whole."""
+        with _attribute(self._head, GATHERS_LOGITS, True):
+            logits: torch.Tensor = self._head._call_impl(hidden)
+        return logits
+
+    def losses(
+        self,
+        hidden: torch.Tensor,
+        functions: tuple[ElementwiseFunction, ...],
+        targets: torch.Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> torch.Tensor:
+        """The loss of each token; see ``HeadReader``."""
+        settings = TileSettings(
+            chunk_tokens=self._chunk_tokens,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=self._z_loss(),
+            functions=functions,
+        )
+        if self._slice is not None:
+            part = self._slice
+            settings = TileSettings(
+                **{**vars(settings), "classes": part.classes, "offset": part.offset, "group": part.group}
+            )
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            terms, bias = self._terms(hidden)
+            losses = linear_cross_entropy(terms, bias, targets, settings)
+            check = self._check()
+            if check is not None:
+                check(terms, bias, targets, settings, losses)
+            return losses
+
+        with _attribute(self._head, "forward", forward), _attribute(self._head, RETURNS_LOSSES, True):
+            losses: torch.Tensor = self._head._call_impl(hidden)
+        return losses
+
+    def _terms(self, hidden: torch.Tensor) -> tuple[Terms, torch.Tensor | None]:
+        """The products whose sum the logits are, and the bias."""
+        head = self._head
+        if not _is_lora(head):
+            return [(hidden, head.weight)], head.bias
+        terms: Terms = [(hidden, head.base_layer.weight)]
+        for name in head.active_adapters:
+            if name in head.lora_A:
+                down = head.lora_A[name]
+                inner = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
+                terms.append((inner, head.lora_B[name].weight))
+        return terms, head.base_layer.bias
+
+
+@contextmanager
+def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Inside, ``module`` itself has an attribute, beside those of its class."""
+    missing = object()
+    before = module.__dict__.get(name, missing)
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before

@@ -1,0 +1,291 @@
+"""The loss of a model without whole logits: the numbers of the plain loss, for every kind of head and reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ds_trainer.parallel.deferred_logits import DeferredLogits
+from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
+from ds_trainer.training.model.chunked_loss import head_check, linear_head
+from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems
+from ds_trainer.training.model.chunked_loss.head_check import sampled_tokens
+from ds_trainer.utils.errors import ConfigError
+from tests.support.models import VOCABULARY, tiny_llama
+from tests.support.tensor_models import FAMILIES, GPT_LIKE, UNSHIFTED, llama_like, of_family
+
+CHUNK = 7
+_SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+_NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": tiny_llama,
+    "llama, tied": lambda: tiny_llama(tied=True),
+    "gpt2": lambda: of_family("GPT2", "GPT2LMHeadModel", **GPT_LIKE),
+    "gemma2, soft cap": lambda: llama_like(
+        "Gemma2", num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5, attn_implementation="eager"
+    ),
+    "granite, scaled": lambda: llama_like("Granite", num_key_value_heads=2, logits_scaling=3.0),
+    "cohere, scaled": lambda: llama_like("Cohere", num_key_value_heads=2, logit_scale=0.3),
+    "bert": FAMILIES["bert"],
+    "roberta": lambda: of_family("Roberta", "RobertaForMaskedLM", max_position_embeddings=64, **_SIZES, **_NO_DROPOUT),
+    "modernbert": lambda: of_family(
+        "ModernBert",
+        "ModernBertForMaskedLM",
+        cls_token_id=1,
+        sep_token_id=2,
+        attn_implementation="eager",
+        **_SIZES,
+    ),
+    "t5, tied": FAMILIES["t5"],
+    "bart, bias of the logits": FAMILIES["bart"],
+    "mixtral, auxiliary loss": lambda: llama_like(
+        "Mixtral", num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_jitter_noise=0.0
+    ),
+}
+
+
+def batch(tokens: int = 19) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (3, tokens), generator=generator)
+    labels = ids.clone()
+    labels[0, :5] = labels[1, 9:12] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def results(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of all parameters."""
+    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {"loss": loss.detach(), **{name: g for name, g in zip(named, gradients, strict=True) if g is not None}}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], allowed: float = 1e-6) -> None:
+    assert found.keys() == wanted.keys()
+    size = max(float(one.norm()) for name, one in wanted.items() if name != "loss")
+    for name, value in wanted.items():
+        scale = float(value.norm()) if name == "loss" else size
+        assert float((found[name] - value).norm()) <= allowed * scale, name
+
+
+@pytest.fixture
+def in_tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each loss that was computed in tiles."""
+    computed: list[int] = []
+
+    def counted(terms: Any, *arguments: Any) -> torch.Tensor:
+        computed.append(terms[0][0].shape[0])
+        return linear_cross_entropy(terms, *arguments)
+
+    monkeypatch.setattr(linear_head, "linear_cross_entropy", counted)
+    return computed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_model(name: str, in_tiles: list[int]) -> None:
+    model = MODELS[name]().train()
+    keywords = {} if name.split(",")[0] in UNSHIFTED else {"num_items_in_batch": torch.tensor(41.0)}
+    wanted = results(model, model(**batch(), **keywords).loss)
+    with ChunkedLoss(CHUNK).deferring(model):
+        outputs = model(**batch(), **keywords)
+    assert len(in_tiles) == 1
+    assert_same(results(model, outputs.loss), wanted)
+    assert (outputs.logits is None) or isinstance(outputs.logits, DeferredLogits)
+
+
+def test_logits_that_are_read_are_the_logits() -> None:
+    model = tiny_llama().train()
+    inputs = batch()
+
+    def distilled(outputs: Any) -> torch.Tensor:
+        teacher = torch.linspace(0, 1, VOCABULARY).softmax(0)
+        return outputs.loss + F.kl_div(
+            outputs.logits.log_softmax(-1), teacher.expand_as(outputs.logits), reduction="batchmean"
+        )
+
+    wanted = model(**inputs)
+    with ChunkedLoss(CHUNK).deferring(model):
+        outputs = model(**inputs)
+    assert isinstance(outputs.logits, DeferredLogits) and outputs.logits.shape == wanted.logits.shape
+    assert_same(results(model, distilled(outputs)), results(model, distilled(wanted)))
+    assert torch.equal(outputs.logits.argmax(-1), wanted.logits.argmax(-1))
+
+
+def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss function of a user: each token has a weight."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return (losses * torch.linspace(0, 1, len(losses))).sum()
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.2)
+    return criterion(logits[..., :-1, :].contiguous().view(-1, VOCABULARY), labels[..., 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("function", [weighted, smoothed])
+def test_loss_functions_of_users_are_computed_in_tiles(function: Any, in_tiles: list[int]) -> None:
+    model = tiny_llama().train()
+    inputs = batch()
+    labels = inputs.pop("labels")
+    wanted = results(model, function(model(**inputs).logits, labels))
+    with ChunkedLoss(CHUNK).deferring(model):
+        found = function(model(**inputs).logits, labels)
+    assert len(in_tiles) == 1
+    assert_same(results(model, found), wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_on_the_head(tied: bool, in_tiles: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["lm_head", "q_proj"], r=3, lora_alpha=7, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_llama(tied=tied), config).train()
+    wanted = results(model, model(**batch()).loss)
+    with ChunkedLoss(CHUNK).deferring(model):
+        found = model(**batch())
+    assert len(in_tiles) == 1 and any("lm_head.lora_B" in name for name in wanted)
+    assert_same(results(model, found.loss), wanted)
+
+
+def test_a_copy_of_the_head_that_is_trained(in_tiles: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=3)
+    model = peft.get_peft_model(tiny_llama(), config).train()
+    wanted = results(model, model(**batch()).loss)
+    with ChunkedLoss(CHUNK).deferring(model):
+        found = model(**batch())
+    assert len(in_tiles) == 1
+    assert_same(results(model, found.loss), wanted)
+
+
+def test_z_loss_with_and_without_tiles() -> None:
+    model = tiny_llama().train()
+    inputs, items = batch(), torch.tensor(41.0)
+    outputs = model(**inputs, num_items_in_batch=items)
+    used = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:] != -100
+    z_loss = outputs.logits.logsumexp(-1)[used].square().sum() / items
+    wanted = results(model, outputs.loss + 1e-2 * z_loss)
+    for chunk in (CHUNK, 0, None):
+        chunked = ChunkedLoss(chunk, 1e-2)
+        with chunked.deferring(model.train()):
+            assert_same(results(model, model(**inputs, num_items_in_batch=items).loss), wanted)
+        with chunked.deferring(model.eval()), torch.no_grad():  # a likelihood
+            torch.testing.assert_close(model(**inputs, num_items_in_batch=items).loss, outputs.loss.detach())
+
+
+def test_small_batches_use_no_tiles_by_default(in_tiles: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama().train()
+    with ChunkedLoss(None).deferring(model):
+        assert not isinstance(model(**batch()).logits, DeferredLogits)
+    monkeypatch.setattr("ds_trainer.training.model.chunked_loss.chunked_loss.PAYS_FROM", 4 * 3 * 19 * VOCABULARY)
+    with ChunkedLoss(None).deferring(model):
+        assert isinstance(model(**batch()).logits, DeferredLogits)
+    assert in_tiles == [3 * 19]
+
+
+def test_autocast_computes_the_head_in_bf16(in_tiles: list[int]) -> None:
+    model = tiny_llama().train()
+    exact = results(model, model(**batch()).loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        usual = results(model, model(**batch()).loss)
+        with ChunkedLoss(CHUNK).deferring(model):
+            outputs = model(**batch())
+    found = results(model, outputs.loss)
+    assert outputs.logits.dtype == torch.bfloat16 and len(in_tiles) == 1
+    head = "lm_head.weight"
+    assert float((found[head] - exact[head]).norm()) < 1.1 * float((usual[head] - exact[head]).norm())
+
+
+# -- what cannot be computed in tiles ---------------------------------------------------
+
+
+def test_heads_that_are_not_linear_keep_their_logits_and_are_refused_if_tiles_were_asked_for() -> None:
+    class Head(nn.Linear):
+        pass
+
+    model: Any = tiny_llama()
+    head = Head(32, VOCABULARY, bias=False)
+    model.set_output_embeddings(head)
+    with ChunkedLoss(CHUNK).deferring(model):
+        assert not isinstance(model(**batch()).logits, DeferredLogits)
+    (problem,) = chunked_loss_problems(model, CHUNK, 0.0, compiled=False)
+    assert "loss_chunk_tokens=7" in problem and "head is Head" in problem and "loss_chunk_tokens=0" in problem
+    assert chunked_loss_problems(model, None, 0.0, compiled=False) == []
+    (problem,) = chunked_loss_problems(nn.Linear(2, 2), None, 1e-4, compiled=False)
+    assert "z_loss_factor=0.0001" in problem and "get_output_embeddings" in problem
+    (problem,) = chunked_loss_problems(tiny_llama(), CHUNK, 1e-4, compiled=True)
+    assert "compiled" in problem
+
+
+# -- the check on the first batch ---------------------------------------------------
+
+
+def broken(kind: str) -> Callable[..., torch.Tensor]:
+    """:func:`linear_cross_entropy` with a mistake."""
+
+    def function(terms: Any, bias: Any, targets: torch.Tensor, settings: TileSettings) -> torch.Tensor:
+        losses = linear_cross_entropy(terms, bias, targets, settings)
+        if kind == "drops the last token of a chunk":
+            kept = torch.arange(len(losses)) % settings.chunk_tokens != settings.chunk_tokens - 1
+            return losses * kept
+        if kind == "scale of one sample less":
+            return losses * 57 / 56
+        if kind == "gradient":
+            return losses.detach() + 0.9 * (losses - losses.detach())
+        return losses
+
+    return function
+
+
+@pytest.mark.parametrize("kind", ["none", "drops the last token of a chunk", "scale of one sample less", "gradient"])
+def test_the_first_batch_is_compared_with_whole_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linear_head, head_check):
+        monkeypatch.setattr(module, "linear_cross_entropy", broken(kind))
+    model = tiny_llama().train()
+    chunked = ChunkedLoss(CHUNK)
+    with chunked.deferring(model):
+        if kind == "none":
+            model(**batch())
+            return
+        with pytest.raises(ConfigError, match=r"differs from the loss of whole logits .* by a relative [01]"):
+            model(**batch())
+
+
+def test_only_the_first_batch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(
+        "ds_trainer.training.model.chunked_loss.chunked_loss.check_tiles", lambda *computed: compared.append(1)
+    )
+    model = tiny_llama().train()
+    chunked = ChunkedLoss(CHUNK)
+    for _ in range(3):
+        with chunked.deferring(model):
+            model(**batch())
+    assert compared == [1]
+
+
+def test_the_sample_has_both_sides_of_borders() -> None:
+    few = sampled_tokens(57, 7, 1000).tolist()
+    assert few == list(range(57))
+    many = set(sampled_tokens(10**6, 1024, 128).tolist())
+    assert len(many) <= 128 and {0, 10**6 - 1, 1023, 1024} <= many
+    assert all(one ^ 1 in many or one in (0, 10**6 - 1) for one in many if one % 1024 in (0, 1023))
+    assert sampled_tokens(1, 7, 8).tolist() == [0]
+
+
+def test_functions_of_logits_are_part_of_the_comparison() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 4), torch.randn(11, 4)
+    targets = torch.randint(0, 11, (9,))
+    settings = TileSettings(chunk_tokens=4, z_loss=0.1, label_smoothing=0.1)
+    losses = linear_cross_entropy([(hidden, weight)], None, targets, settings)
+    head_check.check_tiles([(hidden, weight)], None, targets, settings, losses)
+    with pytest.raises(ConfigError, match="differs"):
+        other = replace(settings, functions=(lambda tile, rows: tile * 2,))
+        head_check.check_tiles([(hidden, weight)], None, targets, other, losses)
