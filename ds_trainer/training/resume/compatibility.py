@@ -38,6 +38,7 @@ _PLAIN = (
     *("optim", "optim_args", "optim_target_modules", *_SETTINGS),
     *("max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "torch_autocast"),
     *("seed", "data_seed", "train_sampling_strategy", "sortish_sampler", "remove_unused_columns"),
+    *("packing", "packing_strategy"),
 )
 _ENGINE = (
     *("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "torch_autocast", "data_types"),
