@@ -71,6 +71,8 @@ class CheckedArguments:
     """Checks and completes the fields of an argument class; see :mod:`ds_trainer.arguments.checks`."""
 
     origins: dict[str, str]
+    fields_of_subclass: frozenset[str] = frozenset()
+    """Names that belong to a class of another package, from which these arguments were made."""
 
     def problems(self) -> list[str]:
         """One sentence for each problem with the current values, which may have changed since construction."""

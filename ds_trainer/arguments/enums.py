@@ -54,6 +54,16 @@ class SamplingStrategy(NamedValue):
     BATCH_REBALANCE = "batch_rebalance"
 
 
+class PackingStrategy(NamedValue):
+    """How samples are chosen for a packed row.
+
+    ``best_fit`` keeps samples whole and fills rows as well as possible; ``cut`` cuts their concatenation.
+    """
+
+    BEST_FIT = "best_fit"
+    CUT = "cut"
+
+
 class GenerationGather(NamedValue):
     """Whether all weights of a ZeRO-3 model are gathered once while text is generated."""
 
@@ -232,6 +242,7 @@ CHOICES: dict[str, type[Enum]] = {
     "save_strategy": SaveStrategy,
     "hub_strategy": HubStrategy,
     "train_sampling_strategy": SamplingStrategy,
+    "packing_strategy": PackingStrategy,
     "log_level": LogLevel,
     "log_level_replica": LogLevel,
     "dataloader_multiprocessing_context": WorkerStart,

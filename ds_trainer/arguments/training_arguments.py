@@ -25,6 +25,7 @@ from ds_trainer.arguments.enums import (
     IntervalStrategy,
     OffloadDevice,
     OptimizerNames,
+    PackingStrategy,
     SaveFailurePolicy,
     SaveStrategy,
     SchedulerType,
@@ -86,6 +87,18 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     adam_epsilon: float = _optimizer("Adam family: added to the denominator.", 1e-8)
     optim_target_modules: None | str | list[str] = _optimizer("Modules to which GaLore and APOLLO apply.")
     gradient_accumulation_steps: int = _length("Micro-batches of each replica per optimizer step.", 1)
+    max_length: int | None = _length(
+        "(own) Tokens of a packed row; default: the positions of the model. Without packing, only the memory estimate "
+        "uses it."
+    )
+    packing: bool = _length("(own) Pack samples of different lengths into rows of max_length tokens.", False)
+    packing_strategy: PackingStrategy | str = _length(
+        "(own) best_fit: whole samples, chosen so that rows are full; cut: samples are concatenated and cut into rows.",
+        "best_fit",
+    )
+    eval_packing: bool | None = _length(
+        "(own) Pack the samples of evaluations too; default: as packing, but not if there is a compute_metrics."
+    )
     average_tokens_across_devices: bool = _length("Normalize the loss by the tokens of all ranks.", True)
     max_grad_norm: float = _optimizer("Clip the global gradient norm to this value; 0 means no clipping.", 1.0)
     label_smoothing_factor: float = _optimizer("Probability mass spread over all classes.", 0.0)

@@ -70,6 +70,8 @@ class RunSummary:
     """Number format of the peak."""
     estimate: str | None = None
     """Predicted memory and step time, or why there is no prediction."""
+    packing: str | None = None
+    """What packing did with the samples; None without it."""
     planned: str | None = None
     """Values that ``parallelism="auto"`` has chosen; None if it was not asked to."""
     load: LoadReport | None = None
@@ -92,6 +94,8 @@ def header_lines(summary: RunSummary) -> list[str]:
     weights += [load_text(summary.load)] if summary.load is not None else []
     if weights:
         rows.insert(1, ("weights", "; ".join(weights)))
+    if summary.packing is not None:
+        rows.insert(1 + [name for name, _ in rows].index("data"), ("packing", summary.packing))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
     if summary.estimate is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.callbacks.protocol import CallbackHandler
@@ -24,6 +25,7 @@ from ds_trainer.training.loop.batches import check_names, checked_batch, checked
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
+from ds_trainer.training.loop.packed_data import PackedData, summary_of
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
@@ -85,6 +87,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             lambda **given: self.create_model_card(**given),
         )
         self.trials = TrialRunner(self.events, self.use_arguments, self.refresh, self.release)
+        self.packed_data = PackedData()
         self.start_process()
 
     def start_process(self) -> None:
@@ -165,6 +168,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             self.compute_loss,
             self.overridden,
             type(self).__name__,
+            self.data_collator,
         )
 
     def refresh(self) -> None:
@@ -258,7 +262,13 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         def final_metrics() -> dict[str, Any]:
             report = self.engines.load_report
             compared = self.estimator.metrics(self.telemetry.step_seconds(), peak_memory(self.device))
-            return {**({} if report is None else report.metrics()), **compared, **self.stage.end()}
+            packed = summary_of(loader)
+            return {
+                **({} if report is None else report.metrics()),
+                **({} if packed is None else packed.metrics()),
+                **compared,
+                **self.stage.end(),
+            }
 
         return TrainingRun(
             self.events,
@@ -338,6 +348,9 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             check_names(batch, self.model)
         if self.sequence_sharder is not None:
             check_sequence_sharding(self.model_wrapped, self.sequence_sharder, batch, self.groups, self._prepare_inputs)
+        if packs(self.args):
+            self.packed_data.proven = False  # the engine is new
+            self.check_packing(self.model_wrapped, batch)
 
     def fingerprint(self, plan: RunPlan) -> dict[str, Any]:
         """The compatibility fingerprint, which is compared when a run resumes."""

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ds_trainer.arguments.enums import CHOICES
+from ds_trainer.arguments.redefined import is_redefined
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.secrets import is_secret, masked, without_secrets
@@ -21,7 +22,7 @@ def type_problems(args: Any) -> list[str]:
     cls: Any = type(args)
     for name, hint in _hints(cls).items():
         value = getattr(args, name)
-        if name in CHOICES:
+        if name in CHOICES or is_redefined(args, name):
             continue  # a wrong choice gets the list of valid ones instead of a type
         try:
             read_as(located(value, hint), hint)

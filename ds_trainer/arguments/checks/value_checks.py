@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.checks.divergence_checks import divergence_problems
 from ds_trainer.arguments.checks.evaluation_checks import evaluation_problems
+from ds_trainer.arguments.checks.packing_checks import packing_argument_problems
 from ds_trainer.arguments.compat.dict_fields import dict_field_problems
 from ds_trainer.arguments.enums import CHOICES, DebugOption, TokenCount
 from ds_trainer.arguments.parallelism_config import parallelism_config_problems
+from ds_trainer.arguments.redefined import is_redefined
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.sizes import parse_size
@@ -73,6 +75,7 @@ def argument_problems(args: Any) -> list[str]:
         *_combination_problems(args),
         *evaluation_problems(args),
         *divergence_problems(args),
+        *packing_argument_problems(args),
     ]
 
 
@@ -84,7 +87,7 @@ def value_problems(args: Any) -> list[str]:
         if value is not None and not _in_range(value, wanted):
             problems.append(f"{name}={value!r} must be {wanted}{_REMEDIES.get(name, '')}.")
     for name, choices in CHOICES.items():
-        if hasattr(args, name):
+        if hasattr(args, name) and not is_redefined(args, name):
             problems += _choice_problems(name, getattr(args, name), choices)
     return (
         problems + _number_problems(args) + _interval_problems(args) + _text_problems(args) + dict_field_problems(args)

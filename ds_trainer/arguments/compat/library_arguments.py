@@ -39,6 +39,7 @@ def own_arguments(args: Any) -> Any:
     added = [field.name for field in dataclasses.fields(args) if field.name not in names and field.init]
     for name in added:
         setattr(made, name, getattr(args, name))
+    made.fields_of_subclass = frozenset(added)
     return made
 
 

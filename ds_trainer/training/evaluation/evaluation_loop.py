@@ -31,6 +31,7 @@ from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_nu
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from ds_trainer.training.loop.batches import number_of_samples, on_device
+from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
@@ -82,6 +83,8 @@ class EvalLoop:
         use_evaluation_weights(trainer.optimizer)
         batches = aligned_batches(self.loader, trainer.layout, trainer.losses.check)
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
+            if index == 1 and summary_of(self.loader) is not None:
+                trainer.check_packing(model, inputs)
             found = self._micro_step(model, inputs, ignore_keys)
             trainer.events.notify("on_prediction_step")
             trainer.telemetry.beat()

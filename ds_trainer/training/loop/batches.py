@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from ds_trainer.arguments.enums import SamplingStrategy
+from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.columns import accepts_any_keyword, base_model, forward_names
 from ds_trainer.data.lengths import (
@@ -60,7 +61,7 @@ def check_run_length(dataset: Any, args: TrainingArguments) -> None:
     Raises:
         ConfigError: asks for ``max_steps``.
     """
-    if args.max_steps <= 0 and is_stream(dataset) and length_of(dataset) is None:
+    if args.max_steps <= 0 and is_stream(dataset) and (packs(args) or length_of(dataset) is None):
         raise ConfigError(_NO_LENGTH.format(f"train_dataset, a {type(dataset).__name__},", args.max_steps))
 
 

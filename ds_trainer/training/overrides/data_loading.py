@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.columns import has_columns
 from ds_trainer.data.stream import is_stream, length_of
@@ -18,11 +19,11 @@ from ds_trainer.training.loop.batches import (
     planned_loader,
 )
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of, evaluation_plan_of
-from ds_trainer.training.overrides.private_methods import PrivateMethods
+from ds_trainer.training.overrides.packing import Packing
 from ds_trainer.utils.errors import ConfigError
 
 
-class DataLoading(PrivateMethods):
+class DataLoading(Packing):
     """Batch arithmetic and the loaders of training and evaluation."""
 
     eval_loaders: dict[str, tuple[Any, Any, Any, Any]]
@@ -93,12 +94,14 @@ class DataLoading(PrivateMethods):
         """
         if self.train_dataset is None:
             raise ConfigError("There is no train_dataset: pass one to the Trainer.")
-        dataset, collate = self._wanted_columns(self.train_dataset)
-        order = None if is_stream(self.train_dataset) else self._get_train_sampler(self.train_dataset)
+        source = self.train_dataset
+        dataset, collate = self._packed_for_training(source) if packs(self.args) else self._wanted_columns(source)
+        source = dataset if packs(self.args) else source
+        order = None if is_stream(source) else self._get_train_sampler(source)
         sampling = (
             order.sampling
             if isinstance(order, EpochOrder)
-            else Sampling(self.args, self.train_dataset, self.processing_class, order)
+            else Sampling(self.args, source, self.processing_class, order)
         )
         return planned_loader(dataset, self.batch_plan, self.args, collate, sampling)
 
@@ -143,10 +146,14 @@ class DataLoading(PrivateMethods):
     def _loader_in_order(self, dataset: Any, name: str) -> Any:
         plan = evaluation_plan_of(self.args, self.layout)
         check_dataset(dataset, name, plan)
-        lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)
-        order = None if is_stream(dataset) else self._get_eval_sampler(dataset)
-        dataset, collate = self._wanted_columns(dataset)
-        loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths, order=order)
+        if name == "eval_dataset" and self._packs_evaluation():
+            rows, collate = self._packed_for_evaluation(dataset)
+            loader = planned_loader(rows, plan, self.args, collate)
+        else:
+            lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)
+            order = None if is_stream(dataset) else self._get_eval_sampler(dataset)
+            dataset, collate = self._wanted_columns(dataset)
+            loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths, order=order)
         loader.during = self.accelerator.batch
         return loader
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_trainer.arguments.redefined import packs
+
 _OF_ARGUMENTS = ("max_length", "max_seq_length", "model_max_length")  # of TRL and of common scripts
 _SAMPLES = 64
 _LONGEST = 8192  # models are made for more positions than they are usually trained with
@@ -36,6 +38,8 @@ def sequence_length(args: Any, dataset: Any, main_input: str, model_length: int 
         main_input: key of the tokens in a sample.
         model_length: positions for which the model was made; None if unknown.
     """
+    if packs(args) and args.max_length is not None:
+        return SequenceLength(args.max_length, "max_length, the length of packed rows", True)
     fixed = getattr(dataset, "sequence_length", None)
     if isinstance(fixed, int):
         return SequenceLength(fixed, "the training data", True)

@@ -15,6 +15,7 @@ from torch import nn
 from ds_trainer.arguments.accelerator_config import split_problems
 from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.enums import IntervalStrategy
+from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
@@ -30,6 +31,7 @@ from ds_trainer.training.loop.batches import check_run_length
 from ds_trainer.training.loop.loss_rule import LossRule, loss_rule_of
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.model.label_smoothing import LabelSmoother, label_smoother
+from ds_trainer.training.model.packing.support import packing_problems
 from ds_trainer.training.model.preparation import check_model
 from ds_trainer.training.model.sequence_sharding.setup import sharder_or_problems
 from ds_trainer.training.signatures import accepted_arguments
@@ -58,6 +60,7 @@ class TrainerInputs:
         compute_loss: the method of the Trainer or its subclass.
         overridden: names of the methods that a subclass overrides.
         class_name: name of the Trainer class, for messages.
+        data_collator: makes batches.
     """
 
     model: nn.Module
@@ -73,6 +76,7 @@ class TrainerInputs:
     compute_loss: Callable[..., Any]
     overridden: Collection[str]
     class_name: str
+    data_collator: Any = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
             loss_function=inputs.compute_loss_func,
             overrides_loss=overrides_loss,
         )
+        with problems.collecting():
+            check_packing_support(inputs, layout)
         if config is not None:
             check_model(
                 model,
@@ -157,6 +163,19 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
     return RunConfiguration(layout, config, label_names, sharder, unsharded, smoother, rule)
 
 
+def check_packing_support(inputs: TrainerInputs, layout: ParallelLayout) -> None:
+    """Refuse packed rows for a model or Trainer that cannot use them.
+
+    Raises:
+        ConfigError: one sentence for each reason.
+    """
+    problems = packing_problems(
+        inputs.model, inputs.args, layout, inputs.overridden, inputs.compute_metrics is not None, inputs.data_collator
+    )
+    if problems and inputs.train_dataset is not None:
+        raise ConfigError(problems)
+
+
 def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig:
     """The DeepSpeed configuration of a run.
 
@@ -172,7 +191,9 @@ def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig
     elif "create_optimizer" in overridden:
         client_optimizer = f"{inputs.class_name}.create_optimizer"
     total_steps = None
-    known = length_of(inputs.train_dataset) is not None and "get_train_dataloader" not in overridden
+    # Packed rows are counted when the loader is made.
+    counted = args.max_steps > 0 or not packs(args)
+    known = counted and length_of(inputs.train_dataset) is not None and "get_train_dataloader" not in overridden
     if known and not split_problems(args, layout.dp):  # compile_config reports these with all others
         micro_steps = batch_plan_of(args, layout).micro_steps(len(inputs.train_dataset))
         total_steps = RunPlan.of(args, micro_steps).max_steps

@@ -9,6 +9,7 @@ from ds_trainer.arguments.overrides import PLANNED, overridden_text
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.header import RunSummary, header_text
 from ds_trainer.training.engines import Engines
+from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.training.loop.token_counter import device_name, number_format, peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.telemetry import Telemetry
@@ -42,6 +43,7 @@ def _summary(
     args, batch, plan, config, engine = run.events.args, run.batch_plan, run.plan, run.config, run.engine
     layout, parameters = batch.layout, list(run.model.parameters())
     rule = telemetry.flop_rule(run.model)
+    packed = summary_of(run.loader)
     return RunSummary(
         model_name=type(run.model).__name__,
         parameters_total=sum(represented_numel(p) for p in parameters),
@@ -75,6 +77,7 @@ def _summary(
         peak_flops=peak_of(config, run.device),
         number_format=number_format(config, run.device),
         estimate=estimate,
+        packing=None if packed is None else packed.text(),
         planned=overridden_text(args, PLANNED),
         load=engines.load_report,
         weights=engines.weight_check.summary,

@@ -85,7 +85,7 @@ def make_sequence_sharder(
         label_names=label_names,
         accepts=names,
         accepts_any=accepts_any_keyword(core),
-        pad_token_id=_padding_token(core, processing_class),
+        pad_token_id=padding_token(core, processing_class),
         custom_positions=_numbers_by_mask(core),
         model_name=type(core).__name__,
     )
@@ -119,7 +119,7 @@ def check_sequence_sharding(
     # With a KV cache, transformers does not look for documents in position_ids.
     without_cache = {"use_cache": False} if library_models(core) and "use_cache" in forward_names(core) else {}
     with torch.no_grad():
-        key = _per_token_output(model(**prepare(prefix), **without_cache), length)
+        key = per_token_output(model(**prepare(prefix), **without_cache), length)
     if key is None:
         logger.warning(
             "%s returns nothing per token besides its loss, so its results for sharded sequences cannot be compared "
@@ -129,14 +129,14 @@ def check_sequence_sharding(
         return
 
     def full() -> torch.Tensor:
-        result = _value(model(**prepare(prefix), **without_cache), key)
+        result = value_of(model(**prepare(prefix), **without_cache), key)
         missing = plan.length - length  # padded like the sharded sequence; padding is not compared
         return nn.functional.pad(result, (0, 0) * (result.dim() - 2) + (0, missing))
 
-    check_sharded_model(model, full, lambda: _value(model(**prepare(shard), **without_cache), key), plan, groups)
+    check_sharded_model(model, full, lambda: value_of(model(**prepare(shard), **without_cache), key), plan, groups)
 
 
-def _per_token_output(outputs: Any, length: int) -> Any:
+def per_token_output(outputs: Any, length: int) -> Any:
     """Key or index of the first output with one value per token, or None."""
     items = outputs.items() if isinstance(outputs, Mapping) else enumerate(_sequence(outputs))
     for key, value in items:
@@ -149,7 +149,8 @@ def _sequence(outputs: Any) -> Sequence[Any]:
     return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def _value(outputs: Any, key: Any) -> torch.Tensor:
+def value_of(outputs: Any, key: Any) -> torch.Tensor:
+    """The output that :func:`per_token_output` found."""
     value: torch.Tensor = outputs[key] if isinstance(outputs, Mapping) else _sequence(outputs)[key]
     return value
 
@@ -159,7 +160,7 @@ def takes_shifted_labels(function: Callable[..., Any]) -> bool:
     return "shift_labels" in inspect.signature(function).parameters
 
 
-def _padding_token(model: nn.Module, processing_class: Any) -> int:
+def padding_token(model: nn.Module, processing_class: Any) -> int:
     """The padding token. Any token of the vocabulary works, because no token attends to it and it has no target."""
     for owner in (processing_class, getattr(model, "config", None)):
         token = getattr(owner, "pad_token_id", None)

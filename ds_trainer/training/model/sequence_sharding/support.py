@@ -22,7 +22,7 @@ _DROPOUTS = (
     "attn_dropout",
     "attention_dropout_rate",
 )
-_OF_WHOLE_SEQUENCES = (
+OF_WHOLE_SEQUENCES = (
     "ForSequenceClassification",
     "ForMultipleChoice",
     "ForQuestionAnswering",
@@ -92,11 +92,11 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             "it does not use transformers' attention interface (or has no attention), so ours cannot replace it. Set "
             "both to 1."
         )
-    if any(kind.__name__.endswith(_OF_WHOLE_SEQUENCES) for kind in type(model).__mro__):
+    if any(kind.__name__.endswith(OF_WHOLE_SEQUENCES) for kind in type(model).__mro__):
         yield "it makes one prediction per sequence, of which a rank holds a shard. Set both to 1."
     for config in configs:
         yield from _reasons_of_config(config)
-    if not _takes_positions(model):
+    if not takes_positions(model):
         yield "its forward takes no position_ids, so a shard would be numbered like a full sequence. Set both to 1."
     parts = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if parts & {"sinks", "attention_sink_bias"}:
@@ -148,7 +148,8 @@ def _reasons_of_config(config: Any) -> Iterator[str]:
             yield f"it has a {name}: only text sequences can be sharded. Set both to 1."
 
 
-def _takes_positions(model: PreTrainedModel) -> bool:
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether ``position_ids`` reach the embeddings or the attention of a transformers model."""
     if "position_ids" in forward_names(model):
         return True
     body = getattr(model, model.base_model_prefix, None)  # a head that passes all arguments on

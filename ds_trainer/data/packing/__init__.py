@@ -1,0 +1,1 @@
+"""Sample packing: rows of ``max_length`` tokens from samples of any length."""
