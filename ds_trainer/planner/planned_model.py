@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.planner.activations.formula import Activations
 from ds_trainer.planner.activations.table import activations_of
+from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.parameters.decoders import decoder_parameters
 from ds_trainer.planner.parameters.groups import ParameterGroup, total
 from ds_trainer.planner.transformer_shape import Stack, Transformer, read_transformer
@@ -154,6 +155,21 @@ class PlannedModel:
         groups = (*self.parameters, *self.adapters)
         elements = sum(group.total for group in groups if group.element_bytes is None)
         return elements, sum(group.total * group.element_bytes for group in groups if group.element_bytes is not None)
+
+    def flops(self, length: int) -> tuple[float, float]:
+        """FLOPs of the forward pass of a sequence: products with weights; products of queries, keys and values.
+
+        Args:
+            length: tokens of the sequence.
+        """
+        found = self._flops.get(length)
+        if found is None:
+            found = self._flops[length] = forward_flops(self.transformer, length, length, True)
+        return found
+
+    @cached_property
+    def _flops(self) -> dict[int, tuple[float, float]]:
+        return {}
 
     def with_layers(self, layers: int) -> PlannedModel:
         """The same model with another number of layers in the stack before its head."""

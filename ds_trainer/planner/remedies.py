@@ -8,8 +8,7 @@ from typing import Any
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.memory.elements import Elements, elements_of
-from ds_trainer.planner.memory.estimate import estimate_memory
+from ds_trainer.planner.memory.estimate import MemoryEstimator
 from ds_trainer.planner.search import Goal, Plan, candidates
 
 _AT_ONCE = 2
@@ -72,17 +71,14 @@ def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
         changes = _changes(plan, candidate)
         if changes is not None:
             by_number.setdefault(len(changes), []).append((changes, candidate))
-    elements: dict[int, Elements] = {}
+    estimator = MemoryEstimator(plan.model)
     best: dict[frozenset[str], Plan] = {}
     for number in sorted(by_number):
         if number > _AT_ONCE and best:
             break
         for changes, candidate in by_number[number]:
-            if candidate.tp not in elements:
-                elements[candidate.tp] = elements_of(plan.model, candidate.tp)
-            memory = estimate_memory(plan.model, candidate, elements[candidate.tp])
-            changed = Plan(plan.model, candidate, cluster, memory, plan.margin)
-            if changed.problem:
+            changed = Plan(plan.model, candidate, cluster, estimator.estimate(candidate), plan.margin)
+            if not changed.fits:
                 continue
             # A superset of other changes is worth it only if it is faster.
             fewer = [other for names, other in best.items() if names <= changes]

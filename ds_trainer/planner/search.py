@@ -11,9 +11,7 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.layouts import layout_conflicts
-from ds_trainer.planner.memory.elements import Elements, elements_of
-from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
-from ds_trainer.planner.memory.micro_batch import MicroBatch, micro_batch
+from ds_trainer.planner.memory.estimate import MemoryEstimate, MemoryEstimator
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.step_time import StepTime, mfu, step_time, usual_seconds
@@ -92,6 +90,11 @@ class Plan:
         return max(self.memory.device / self.limit, self.host_share)
 
     @property
+    def fits(self) -> bool:
+        """Whether devices and machines have room for it."""
+        return self.excess <= 1
+
+    @property
     def problem(self) -> str:
         """Why it does not fit; empty if it does."""
         if self.memory.device > self.limit:
@@ -149,7 +152,7 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
     for plan in _plans(model, cluster, goal, conflicts):
         tried += 1
         if plan is not None:
-            (rejected if plan.problem else fitting).append(plan)
+            (fitting if plan.fits else rejected).append(plan)
     fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
     rejected.sort(key=lambda plan: (round(plan.excess, 3), plan.seconds))
     return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
@@ -157,7 +160,7 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
 
 def fits(model: PlannedModel, cluster: Cluster, goal: Goal) -> bool:
     """Whether :func:`search` finds something that fits."""
-    return any(plan is not None and not plan.problem for plan in _plans(model, cluster, goal, []))
+    return any(plan is not None and plan.fits for plan in _plans(model, cluster, goal, []))
 
 
 def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[int]:
@@ -174,22 +177,15 @@ def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[i
 
 def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Plan | None]:
     """A plan for each candidate; None if a smaller micro-batch of the same is already too large."""
-    elements: dict[int, Elements] = {}
-    batches: dict[tuple[object, ...], MicroBatch] = {}
+    estimator = MemoryEstimator(model)
     too_large: set[tuple[object, ...]] = set()
     for candidate in candidates(model, cluster, goal, conflicts):
         others = _without_micro_batch(candidate)
         if others in too_large:
             yield None
             continue
-        if candidate.tp not in elements:
-            elements[candidate.tp] = elements_of(model, candidate.tp)
-        sizes = (candidate.micro_batch, candidate.tp, candidate.cp, candidate.sp, candidate.checkpointing)
-        if sizes not in batches:
-            batches[sizes] = micro_batch(model, candidate)
-        memory = estimate_memory(model, candidate, elements[candidate.tp], batches[sizes])
-        plan = Plan(model, candidate, cluster, memory, goal.margin)
-        if plan.problem:
+        plan = Plan(model, candidate, cluster, estimator.estimate(candidate), goal.margin)
+        if not plan.fits:
             too_large.add(others)
         yield plan
 

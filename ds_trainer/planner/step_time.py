@@ -80,7 +80,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     peak = _peak(cluster, run)
     trained = model.trainable / model.total if model.lora_rank else 1.0
     again = 1.0 if run.checkpointing else 0.0
-    products, attention = forward_flops(model.transformer, run.length, run.length, True)
+    products, attention = model.flops(run.length)
     share = run.micro_batch / ranks
     compute = {
         "matrix products": share * products * (2 + trained + again) / (peak * reached["matrix products"]),
@@ -129,9 +129,9 @@ def _element_wise(model: PlannedModel, run: Candidate) -> float:
     """
     activations, _ = model.activations(run.attention, run.number_format)
     sizes = layer_sizes(model.stack, model.rows, run.length, tp=run.tp, cp=run.cp)
-    layer = activations.layer.bytes_per_token(sizes) * model.stack.layers
-    head = max(formula.bytes_per_token(sizes) for formula in activations.loss)
-    return run.tokens * (layer * (7 if run.checkpointing else 5) + head * 3)
+    found = activations.bytes_per_token(sizes)
+    layers = found.layer * model.stack.layers
+    return run.tokens * (layers * (7 if run.checkpointing else 5) + found.loss * 3)
 
 
 def _ring(size: float, ranks: int, bandwidth: float, latency: float = 2e-5) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 DIMENSIONS = (
     *("hidden", "inner", "queries", "keys", "heads", "key_heads"),
@@ -31,26 +32,22 @@ class Formula:
 
     def bytes_per_token(self, sizes: Mapping[str, float]) -> float:
         """The value for ``sizes``, a number for each of :data:`DIMENSIONS` that occurs."""
-        key = tuple(map(sizes.__getitem__, self._names))
-        value = self._values.get(key)
-        if value is None:  # a search asks thousands of times for a few sizes
-            value = self._values[key] = sum(factor * _product(term, sizes) for term, factor in self.terms.items())
-        return value
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        names = dict.fromkeys(name for term in self.terms for name in term.split("*"))
-        return tuple(name for name in names if name != "one")
-
-    @cached_property
-    def _values(self) -> dict[tuple[float, ...], float]:
-        return {}
+        return sum(factor * _product(term, sizes) for term, factor in self.terms.items())
 
     def __add__(self, other: Formula) -> Formula:
         return _collected([*self.terms.items(), *other.terms.items()])
 
     def __sub__(self, other: Formula) -> Formula:
         return _collected([*self.terms.items(), *((term, -factor) for term, factor in other.terms.items())])
+
+
+class BytesPerToken(NamedTuple):
+    """The values of :class:`Activations` for a model's sizes: of several moments, that of the largest."""
+
+    layer: float
+    forward: float
+    backward: float
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,20 @@ class Activations:
     forward: tuple[Formula, ...]
     backward: tuple[Formula, ...]
     loss: tuple[Formula, ...]
+
+    def bytes_per_token(self, sizes: Mapping[str, float]) -> BytesPerToken:
+        """The values for ``sizes``, a number for each of :data:`DIMENSIONS`."""
+        key = tuple(sizes.values())
+        found = self._values.get(key)
+        if found is None:  # a search asks thousands of times for a few sizes
+            moments = (self.forward, self.backward, self.loss)
+            largest = (max(formula.bytes_per_token(sizes) for formula in formulas) for formulas in moments)
+            found = self._values[key] = BytesPerToken(self.layer.bytes_per_token(sizes), *largest)
+        return found
+
+    @cached_property
+    def _values(self) -> dict[tuple[float, ...], BytesPerToken]:
+        return {}
 
 
 def _product(term: str, sizes: Mapping[str, float]) -> float:

@@ -6,15 +6,15 @@ layer, the optimizer step. Each has its own items, and the largest one decides w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import Elements, elements_of
 from ds_trainer.planner.memory.micro_batch import MicroBatch, micro_batch
 from ds_trainer.planner.memory.model_states import model_states
-from ds_trainer.planner.memory.moments import Moment, moments_of_a_run
+from ds_trainer.planner.memory.moments import MOMENTS, Items, Moment, SharedItems, activation_items, shared_items
 from ds_trainer.planner.planned_model import PlannedModel
 
 CONTEXT = 0.6e9
@@ -33,65 +33,122 @@ _HOST_BASE = 4e9  # Python with torch and DeepSpeed, data, pinned staging buffer
 class MemoryEstimate:
     """Memory of one rank.
 
-    Attributes:
-        moments: in the order of a step.
-        overhead: bytes of a device that no tensor uses: context, communicators, fragmentation.
-        host: bytes of host memory.
+    Args:
+        shared: everything but activations.
+        batch: activations.
+        groups: groups of ranks that the rank communicates in.
         checkpoint: bytes of a checkpoint on the disk, of all ranks.
+        factor: measured / predicted bytes of tensors in earlier runs.
     """
 
-    moments: tuple[Moment, ...]
-    overhead: Mapping[str, float]
-    host_items: Mapping[str, float]
+    shared: SharedItems
+    batch: MicroBatch
+    groups: int
     checkpoint: float
+    factor: float = 1.0
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """Tensors on the device at each moment, in the order of a step."""
+        found = []
+        for name, own, others in zip(MOMENTS, self._activations(), self.shared.at, strict=True):
+            items = {**self.shared.states, **own, **others}
+            found.append(Moment(name, {item: size * self.factor for item, size in items.items() if size > 0}))
+        return tuple(found)
 
     @cached_property
     def peak(self) -> Moment:
         """The largest moment."""
         return max(self.moments, key=lambda moment: moment.total)
 
-    @property
+    @cached_property
     def tensors(self) -> float:
         """Bytes of tensors at the largest moment."""
-        return self.peak.total
+        own = (sum(items.values()) for items in self._activations())
+        return self.factor * max(map(add, self.shared.totals, own))
+
+    @property
+    def overhead(self) -> dict[str, float]:
+        """Bytes of a device that no tensor uses: context, communicators, fragmentation."""
+        return {
+            "CUDA context": CONTEXT,
+            "communicators": COMMUNICATOR * self.groups,
+            "fragmentation": FRAGMENTATION * self.tensors,
+        }
 
     @cached_property
     def device(self) -> float:
         """Bytes of a device."""
-        return self.peak.total + sum(self.overhead.values())
+        return self.tensors + sum(self.overhead.values())
 
-    @cached_property
+    @property
+    def host_items(self) -> dict[str, float]:
+        """Bytes of host memory by name."""
+        return {**self.shared.host, **({"activations": self.batch.offloaded} if self.batch.offloaded else {})}
+
+    @property
     def host(self) -> float:
         """Bytes of host memory."""
-        return sum(self.host_items.values())
+        return sum(self.shared.host.values()) + self.batch.offloaded
+
+    def _activations(self) -> tuple[Items, ...]:
+        return activation_items(self.batch, self.shared.after_reduction)
 
 
-def estimate_memory(
-    model: PlannedModel, run: Candidate, elements: Elements | None = None, batch: MicroBatch | None = None
-) -> MemoryEstimate:
-    """Memory of the rank that needs most.
+class MemoryEstimator:
+    """Estimates runs of one model. What several of them share is evaluated once.
+
+    Args:
+        model: what is trained.
+    """
+
+    def __init__(self, model: PlannedModel) -> None:
+        self.model = model
+        self._elements: dict[int, Elements] = {}
+        self._shared: dict[tuple[object, ...], SharedItems] = {}
+        self._batches: dict[tuple[object, ...], MicroBatch] = {}
+
+    def estimate(self, run: Candidate) -> MemoryEstimate:
+        """Memory of the rank that needs most.
+
+        Args:
+            run: how the model is trained.
+        """
+        groups = 1 + (run.tp > 1) + (run.cp > 1) + (run.sp > 1) if run.world_size > 1 else 0
+        checkpoint = run.state_bytes * self.model.trainable + self.model.weight_bytes(run.weight_bytes)
+        if run.weight_bytes == 2:
+            checkpoint += 4.0 * self.model.trainable  # the masters; float32 weights are their own
+        return MemoryEstimate(self._shared_items(run), self._micro_batch(run), groups, checkpoint)
+
+    def _shared_items(self, run: Candidate) -> SharedItems:
+        numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)
+        features = (run.offload_optimizer, run.offload_param, run.checkpointing, run.chunked_loss)
+        key = (run.world_size, run.tp, run.stage, numbers, features)
+        found = self._shared.get(key)
+        if found is None:
+            elements = self._elements.get(run.tp)
+            if elements is None:
+                elements = self._elements[run.tp] = elements_of(self.model, run.tp)
+            states, host = model_states(elements, run)
+            host |= {"process": _HOST_BASE, "snapshot of a save": 12 * elements.trainable / run.shards}
+            found = self._shared[key] = shared_items(states, host, elements, run, self.model.stack.layers)
+        return found
+
+    def _micro_batch(self, run: Candidate) -> MicroBatch:
+        sizes = (run.length, run.micro_batch, run.eval_micro_batch, run.tp, run.cp, run.sp)
+        features = (run.checkpointing, run.chunked_loss, run.tiled_mlp, run.offload_activations)
+        key = (*sizes, *features, run.attention, run.precision)
+        found = self._batches.get(key)
+        if found is None:
+            found = self._batches[key] = micro_batch(self.model, run)
+        return found
+
+
+def estimate_memory(model: PlannedModel, run: Candidate) -> MemoryEstimate:
+    """Memory of the rank that needs most, for one run. For many runs of a model: :class:`MemoryEstimator`.
 
     Args:
         model: what is trained.
         run: how.
-        elements: :func:`elements_of` the model and ``run.tp``, if they are known.
-        batch: :func:`micro_batch` of the model and ``run``, if it is known.
     """
-    elements = elements_of(model, run.tp) if elements is None else elements
-    states, host = model_states(elements, run)
-    batch = micro_batch(model, run) if batch is None else batch
-    moments = moments_of_a_run(states, batch, elements, run, model.stack.layers)
-    peak = max(moment.total for moment in moments)
-    groups = 1 + (run.tp > 1) + (run.cp > 1) + (run.sp > 1)
-    overhead = {
-        "CUDA context": CONTEXT,
-        "communicators": COMMUNICATOR * groups if run.world_size > 1 else 0.0,
-        "fragmentation": FRAGMENTATION * peak,
-    }
-    checkpoint = run.state_bytes * model.trainable + model.weight_bytes(run.weight_bytes)
-    if run.weight_bytes == 2:
-        checkpoint += 4.0 * model.trainable  # the masters; float32 weights are their own
-    host_items = {**host, "process": _HOST_BASE, "snapshot of a save": 12 * elements.trainable / run.shards}
-    if batch.offloaded:
-        host_items["activations"] = batch.offloaded
-    return MemoryEstimate(moments, overhead, host_items, checkpoint)
+    return MemoryEstimator(model).estimate(run)

@@ -9,6 +9,9 @@ from ds_trainer.planner.layer_sizes import layer_sizes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.transformer_shape import Stack
 
+CHUNK_TOKENS = 1024
+"""Tokens of a rank whose logits exist at a time with a chunked loss."""
+
 _IN_TRANSFER = 2  # inputs of layers that are on their way to or from host memory
 
 
@@ -27,6 +30,7 @@ class MicroBatch:
         evaluation: what exists at most in a forward pass without gradients: a layer, or logits and loss in float32.
         output: the last layer's output.
         logits: the logits, or their gradient, in the dtype of the model.
+        output_gradient: the gradient of the last layer's output, which a chunked loss has from its forward pass on.
         offloaded: what is kept in host memory instead.
     """
 
@@ -37,6 +41,7 @@ class MicroBatch:
     backward: float
     loss: float
     logits: float
+    output_gradient: float
     output: float
     evaluation: float
     offloaded: float
@@ -48,16 +53,17 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     stack = model.stack
     formulas, _ = model.activations(run.attention, run.number_format)
     sizes = layer_sizes(stack, model.rows, run.length, tp=run.tp, cp=run.cp)
-    if run.chunked_loss:
-        sizes["vocabulary"] = 0
-    if run.tiled_mlp:
-        sizes["inner"] = 0
     tokens = _tokens(run, stack)
-    everything = tokens * formulas.layer.bytes_per_token(sizes)
-    forward, backward, loss = (
-        tokens * max(formula.bytes_per_token(sizes) for formula in moments)
-        for moments in (formulas.forward, formulas.backward, formulas.loss)
-    )
+    if run.chunked_loss:
+        sizes["vocabulary"] *= min(1.0, CHUNK_TOKENS / tokens)
+    found, tile = formulas.bytes_per_token(sizes), 0.0
+    kept = found.layer
+    if run.tiled_mlp:  # what a tile keeps exists while the tile is in its backward pass
+        share = min(1.0, sizes["hidden"] / tokens)
+        kept = formulas.bytes_per_token({**sizes, "inner": 0}).layer
+        tile = share * (found.layer - kept)
+        found = formulas.bytes_per_token({**sizes, "inner": share * sizes["inner"]})
+    everything, forward = tokens * kept, tokens * found.forward
     share = 1.0 if run.eval_micro_batch is None else run.eval_micro_batch / run.micro_batch
     logits = tokens * sizes["vocabulary"]
     boundary = tokens * run.weight_bytes * sizes["hidden"]
@@ -70,9 +76,10 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         layer=layer,
         recomputed=everything if run.checkpointing else 0.0,
         forward=forward - (0.0 if run.checkpointing else everything),
-        backward=backward,
-        loss=loss,
+        backward=tokens * (found.backward + tile),
+        loss=tokens * found.loss,
         output=boundary,
+        output_gradient=boundary if run.chunked_loss else 0.0,
         logits=run.weight_bytes * logits,
         evaluation=share * (boundary + max(forward, logits * (8 if run.weight_bytes == 4 else 10))),
     )
@@ -84,7 +91,7 @@ def _kept(model: PlannedModel, run: Candidate, stack: Stack) -> float:
     if run.checkpointing:
         layer = float(run.weight_bytes * sizes["hidden"])
     else:
-        layer = model.activations(run.attention, run.number_format, stack)[0].layer.bytes_per_token(sizes)
+        layer = model.activations(run.attention, run.number_format, stack)[0].bytes_per_token(sizes).layer
     return _tokens(run, stack) * layer * stack.layers
 
 

@@ -20,7 +20,7 @@ Sources: DeepSpeed 0.19.8, ``stage_1_and_2.py`` (``setup_buckets``, ``copy_grads
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from ds_trainer.planner.candidate import Candidate
@@ -46,7 +46,7 @@ class Moment:
     """
 
     name: str
-    items: Mapping[str, float] = field(default_factory=dict)
+    items: Mapping[str, float]
 
     @cached_property
     def total(self) -> float:
@@ -54,14 +54,54 @@ class Moment:
         return sum(self.items.values())
 
 
-def moments_of_a_run(
-    states: Mapping[str, float], batch: MicroBatch, elements: Elements, run: Candidate, layers: int
-) -> tuple[Moment, ...]:
-    """The moments, in order.
+MOMENTS = (
+    "a layer's forward pass",
+    "logits and loss",
+    "gradient of the LM head",
+    "reduction of the LM head's gradient",
+    "backward pass of the last layer",
+    "backward pass after the first reduction",
+    "backward pass of the first layer",
+    "reduction of the last gradients",
+    "gradient norm",
+    "optimizer step",
+    "evaluation",
+)
+"""Their names, in order."""
+
+Items = Mapping[str, float]
+"""Bytes by name."""
+
+
+@dataclass(frozen=True)
+class SharedItems:
+    """What runs have in common that differ in their activations only.
 
     Args:
         states: model states on the device between two steps.
-        batch: activations.
+        at: what exists in addition at each of :data:`MOMENTS`, besides activations.
+        after_reduction: share of the layers that the backward pass has not reached at its first reduction.
+        host: in host memory.
+    """
+
+    states: Items
+    at: tuple[Items, ...]
+    after_reduction: float
+    host: Items
+
+    @cached_property
+    def totals(self) -> tuple[float, ...]:
+        """Bytes on the device at each moment."""
+        always = sum(self.states.values())
+        return tuple(always + sum(items.values()) for items in self.at)
+
+
+def shared_items(states: Items, host: Items, elements: Elements, run: Candidate, layers: int) -> SharedItems:
+    """Everything but activations.
+
+    Args:
+        states: model states on the device between two steps.
+        host: what is in host memory.
         elements: of this rank.
         run: how it is trained.
         layers: number of layers.
@@ -70,51 +110,44 @@ def moments_of_a_run(
     before = _accumulated(elements, run)
     turn = {"gathered weights": gathered.at_the_turn, **before}
     gradients = _Gradients(elements, run, layers)
-    backward = {"recomputed layer": batch.recomputed, "a layer": batch.backward, **before}
-    share = 1 - gradients.layers_until_reduction / layers
-    output = {"activations": batch.kept + batch.output}
-    found = [
-        (
-            "a layer's forward pass",
-            {"activations": batch.kept, "a layer": batch.forward, **turn, "gather buffer": gathered.buffer},
-        ),
-        ("logits and loss", {**output, "logits and loss": batch.loss, **turn}),
-        ("gradient of the LM head", {**output, "gradient of logits": batch.logits, **turn, **gradients.head}),
-        (
-            "reduction of the LM head's gradient",
-            {**output, "gathered weights": gathered.without_head, **before, **gradients.head_reduction},
-        ),
-        (
-            "backward pass of the last layer",
-            {"activations": batch.kept, **backward, "gathered weights": gathered.without_head, **gradients.first},
-        ),
-        (
-            "backward pass after the first reduction",
-            {
-                "activations": batch.layer + share * (batch.kept - batch.layer),
-                **backward,
-                "gathered weights": gathered.a_layer,
-                **gradients.middle,
-            },
-        ),
-        (
-            "backward pass of the first layer",
-            {"activations": batch.layer, **backward, "gathered weights": gathered.at_the_end, **gradients.last},
-        ),
-        ("reduction of the last gradients", {"gathered weights": gathered.at_the_end, **before, **gradients.end}),
-        ("gradient norm", _norm(elements, run)),
-        ("optimizer step", {} if run.offload_optimizer else _update(elements, run)),
-        (
-            "evaluation",
-            {
-                "evaluation": batch.evaluation,
-                "gathered weights": gathered.in_evaluation,
-                "gather buffer": gathered.buffer,
-            },
-        ),
-    ]
-    return tuple(
-        Moment(name, {**states, **{item: size for item, size in items.items() if size > 0}}) for name, items in found
+    at = (
+        {**turn, "gather buffer": gathered.buffer},
+        {**turn, **(gradients.head if run.chunked_loss else {})},
+        {**turn, **gradients.head},
+        {"gathered weights": gathered.without_head, **before, **gradients.head_reduction},
+        {**before, "gathered weights": gathered.without_head, **gradients.first},
+        {**before, "gathered weights": gathered.a_layer, **gradients.middle},
+        {**before, "gathered weights": gathered.at_the_end, **gradients.last},
+        {"gathered weights": gathered.at_the_end, **before, **gradients.end},
+        _norm(elements, run),
+        {} if run.offload_optimizer else _update(elements, run),
+        {"gathered weights": gathered.in_evaluation, "gather buffer": gathered.buffer},
+    )
+    return SharedItems(states, at, 1 - gradients.layers_until_reduction / layers, host)
+
+
+def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, ...]:
+    """The activations at each of :data:`MOMENTS`.
+
+    Args:
+        batch: activations of a micro-batch.
+        after_reduction: that of :class:`SharedItems`.
+    """
+    output = batch.kept + batch.output
+    layer = {"recomputed layer": batch.recomputed, "a layer": batch.backward}
+    gradient = {"gradient of the output": batch.output_gradient}
+    return (
+        {"activations": batch.kept, "a layer": batch.forward},
+        {"activations": output, "logits and loss": batch.loss, **gradient},
+        {"activations": output, "gradient of logits": batch.logits, **gradient},
+        {"activations": output, **gradient},
+        {"activations": batch.kept, **layer},
+        {"activations": batch.layer + after_reduction * (batch.kept - batch.layer), **layer},
+        {"activations": batch.layer, **layer},
+        {},
+        {},
+        {},
+        {"evaluation": batch.evaluation},
     )
 
 

@@ -8,7 +8,6 @@ from ds_trainer.monitor.units import human_bytes
 from ds_trainer.planner.calibration import Calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
-from ds_trainer.planner.memory.moments import Moment
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
@@ -44,13 +43,7 @@ class RunEstimate:
         run = replace(self.candidate, length=1) if self.unknown else self.candidate
         found = estimate_memory(self.model, run)
         factor = None if self.calibration is None else self.calibration.memory
-        if factor is None or self.unknown:
-            return found
-        scaled = (
-            Moment(moment.name, {name: size * factor for name, size in moment.items.items()})
-            for moment in found.moments
-        )
-        return replace(found, moments=tuple(scaled))
+        return found if factor is None or self.unknown else replace(found, factor=factor)
 
     @property
     def time(self) -> StepTime | None:

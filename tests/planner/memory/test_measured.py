@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,25 +77,25 @@ def items() -> set[str]:
 @pytest.mark.parametrize("item", sorted(items()))
 def test_a_dropped_item_is_noticed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close = {(name, phase) for name in CASES for phase, ratio in ratios(name).items() if abs(ratio - 1) < 0.02}
-    states_of, moments_of = model_states.model_states, moments.moments_of_a_run
+    states_of, shared_of, activations_of = model_states.model_states, moments.shared_items, moments.activation_items
 
-    def without(found: dict[str, float]) -> dict[str, float]:
+    def without(found: Mapping[str, float]) -> dict[str, float]:
         return {name: size for name, size in found.items() if name != item}
 
     def fewer_states(*given: Any) -> tuple[dict[str, float], dict[str, float]]:
         device, host = states_of(*given)
         return without(device), without(host)
 
-    def fewer_moments(*given: Any) -> tuple[moments.Moment, ...]:
-        return tuple(replace(moment, items=without(dict(moment.items))) for moment in moments_of(*given))
+    def fewer_shared(*given: Any) -> moments.SharedItems:
+        found = shared_of(*given)
+        return replace(found, at=tuple(map(without, found.at)), host=without(found.host))
 
-    def fewer_items(*given: Any) -> estimate.MemoryEstimate:
-        found = estimate.estimate_memory(*given)
-        return replace(found, host_items=without(dict(found.host_items)))
+    def fewer_activations(*given: Any) -> tuple[dict[str, float], ...]:
+        return tuple(map(without, activations_of(*given)))
 
     for module in (estimate, benchmark):
         monkeypatch.setattr(module, "model_states", fewer_states)
-    monkeypatch.setattr(benchmark, "estimate_memory", fewer_items)
-    monkeypatch.setattr(estimate, "moments_of_a_run", fewer_moments)
+    monkeypatch.setattr(estimate, "shared_items", fewer_shared)
+    monkeypatch.setattr(estimate, "activation_items", fewer_activations)
     missed = {(name, phase) for name in CASES for phase, ratio in ratios(name).items() if ratio < 0.975}
     assert missed & close, "no run tells that this is missing"
