@@ -1,8 +1,9 @@
 """``SequenceSharder``: shards a replica's batch along the sequence, one shard per rank of the sequence group.
 
-Everything that depends on neighboring tokens is computed on the full sequence before sharding: labels are shifted,
-positions numbered, documents and padding identified. Afterwards no rank needs another rank's tokens outside of
-attention.
+Everything that depends on neighboring tokens comes from the full sequence: labels are shifted, positions numbered,
+documents and padding identified. Afterwards no rank needs another rank's tokens outside of attention. What a rank makes
+is as long as its shard: shifted labels, positions and masks never exist for the full sequence. (Documents and padding
+do, for the plan of the batch; a plan of rows without either holds no tensor.)
 
 Pure arithmetic on the host; no process group.
 """
@@ -104,23 +105,24 @@ class SequenceSharder:
         values = {key: value for key, value in batch.items() if value is not None}
         documents = self._documents(values, rows, length)
         self._drop_flash_keys(values)
-        self._shift(values, rows, length, needs_labels)
-        self._number_positions(values, rows, length)
-        padding = -length % self.layout.length_multiple
-        if padding and not isinstance(values.get("attention_mask"), torch.Tensor):
-            values["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
+        shifted = self._shift(values, rows, length, needs_labels)
+        self._check_positions(values, rows, length)
         sequences = [key for key, value in values.items() if self._is_sequence(key, value, rows, length)]
+        padding = -length % self.layout.length_multiple
         mask = values.get("attention_mask")
         plan = SequencePlan(
             self.layout,
             length + padding,
             None if documents is None else _repeat_last(documents, padding),
-            None if mask is None or (bool(mask.all()) and not padding) else _padded(mask.cpu(), padding, 0).bool(),
+            _valid_tokens(mask, rows, length, padding),
         )
         positions = plan.positions(cp_rank, sp_rank)
         for key in sequences:
-            padded = self._pad(key, values[key], padding)
-            values[key] = padded.index_select(1, positions.to(padded.device))
+            values[key] = self._part(key, values[key], positions + 1 if key in shifted else positions)
+        if "position_ids" not in values:
+            values["position_ids"] = positions.clamp(max=length - 1).repeat(rows, 1)
+        if padding and mask is None:
+            mask = values["attention_mask"] = (positions < length).long().repeat(rows, 1)
         if mask is not None and self._accepts and not self._accepts_any and "attention_mask" not in self._accepts:
             del values["attention_mask"]
         return (DummyBatch(values) if isinstance(batch, DummyBatch) else values), plan
@@ -252,8 +254,8 @@ class SequenceSharder:
         if "seq_idx" not in self._accepts:
             batch.pop("seq_idx", None)
 
-    def _shift(self, batch: dict[str, Any], rows: int, length: int, needed: bool) -> None:
-        """Moves the target of position ``t`` to ``t``."""
+    def _shift(self, batch: dict[str, Any], rows: int, length: int, needed: bool) -> tuple[str, ...]:
+        """The keys whose values at ``t + 1`` belong to position ``t``; adds ``shift_labels`` to them."""
         unshifted = {name: batch[name] for name in self.label_names if isinstance(batch.get(name), torch.Tensor)}
         shifted = unshifted.pop("shift_labels", None) if "shift_labels" in unshifted else batch.get("shift_labels")
         if needed and not unshifted and shifted is None:
@@ -279,9 +281,11 @@ class SequenceSharder:
                     f"Name it in label_names, or pass shift_labels. {_WITHOUT_SHARDING}"
                 )
             name, labels = next(iter(unshifted.items()))
-            batch[name] = batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            batch["shift_labels"] = labels
+            return name, "shift_labels"
+        return ()
 
-    def _number_positions(self, batch: dict[str, Any], rows: int, length: int) -> None:
+    def _check_positions(self, batch: dict[str, Any], rows: int, length: int) -> None:
         positions = batch.get("position_ids")
         if positions is None:
             if self._custom_positions:
@@ -289,22 +293,28 @@ class SequenceSharder:
                     f"{self._model_name} derives positions from its inputs or attention_mask, which is impossible from "
                     f"a shard of a sequence. Add position_ids in the data_collator. {_WITHOUT_SHARDING}"
                 )
-            positions = torch.arange(length)[None]
-        if list(positions.shape) == [1, length]:
+        elif list(positions.shape) == [1, length]:
             batch["position_ids"] = positions.expand(rows, -1)
 
-    def _pad(self, key: str, value: torch.Tensor, padding: int) -> torch.Tensor:
-        if key == "position_ids":
-            return _repeat_last(value, padding)  # a table of positions may end there
-        if key in self.label_names or key == "shift_labels":
-            return _padded(value, padding, IGNORED)
-        return _padded(value, padding, self._pad_token if key == "input_ids" else 0)
+    def _part(self, key: str, value: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The values at ``positions``, int64 in ascending order; padding where the sequence has ended."""
+        length = value.shape[1]
+        inside = int((positions < length).sum())
+        part = value.index_select(1, positions.clamp(max=length - 1).to(value.device))
+        if inside < len(positions) and key != "position_ids":  # these repeat the last: a table of them may end there
+            is_label = key in self.label_names or key == "shift_labels"
+            part[:, inside:] = IGNORED if is_label else self._pad_token if key == "input_ids" else 0
+        return part
 
 
-def _padded(value: torch.Tensor, padding: int, fill: int) -> torch.Tensor:
-    if not padding:
-        return value
-    return torch.cat([value, value.new_full((value.shape[0], padding, *value.shape[2:]), fill)], dim=1)
+def _valid_tokens(mask: torch.Tensor | None, rows: int, length: int, padding: int) -> torch.Tensor | None:
+    """Whether each token of the padded sequences is no padding; None if none of them is."""
+    if mask is None and not padding:
+        return None
+    valid = torch.ones(rows, length, dtype=torch.bool) if mask is None else mask.cpu().bool()
+    if padding:
+        return F.pad(valid, (0, padding))
+    return None if bool(valid.all()) else valid
 
 
 def _repeat_last(value: torch.Tensor, padding: int) -> torch.Tensor:

@@ -50,7 +50,12 @@ class SequencePlan:
 
     def positions(self, cp_rank: int, sp_rank: int) -> torch.Tensor:
         """Sequence positions of the tokens that one rank holds: int64 ``[length / (cp * sp)]``, ascending."""
-        return self.context_positions(cp_rank).chunk(self.layout.sp)[sp_rank]
+        chunk = self.length // (2 * self.layout.cp)
+        share = 2 * chunk // self.layout.sp
+        begin, end = sp_rank * share, (sp_rank + 1) * share  # in the tokens of both chunks
+        first, last = cp_rank * chunk, (2 * self.layout.cp - 2 - cp_rank) * chunk  # begin of each, as if it were first
+        parts = [(first + begin, first + min(end, chunk)), (last + max(begin, chunk), last + end)]
+        return torch.cat([torch.arange(start, stop) for start, stop in parts if start < stop])
 
     def order(self) -> torch.Tensor:
         """Sequence positions of all tokens after concatenating the ranks' shards: int64 ``[length]``."""

@@ -184,6 +184,9 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "activation_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
     "gradient_checkpointing": Shown(_RUN + "test_activation_checkpointing"),
     "gradient_checkpointing_kwargs": Shown(_RUN + "test_activation_checkpointing_kwargs"),
+    "activation_offload": Shown("tests.training.test_long_context::test_trajectory_is_that_of_one_process"),
+    "tiled_mlp": Shown("tests.training.test_long_context::test_trajectory_is_that_of_one_process"),
+    "long_context": Shown("tests.training.test_long_context::test_what_long_context_turns_on"),
     "torch_compile": Shown("tests.training.model.test_compilation::test_inductor_is_the_default"),
     "torch_compile_backend": Shown(
         "tests.training.model.test_compilation::test_compilation_changes_no_loss_and_no_name"

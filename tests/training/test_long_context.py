@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer import Trainer
+from ds_trainer import ConfigError, Trainer, TrainingArguments
 from ds_trainer.engine.tiling import tiled_forward
 from ds_trainer.training.model import activation_offload
 from tests.support.compare import assert_equal
@@ -74,7 +74,14 @@ class Watched(Trainer):
             assert [offload.stored > 0 for offload in created] == [True] * bool(self.args.activation_offload)
 
 
-def run(world: int, output_dir: Path, model: str = "llama", accumulation: int = 2, **values: Any) -> list[Trajectory]:
+def run(
+    world: int,
+    output_dir: Path,
+    model: str = "llama",
+    accumulation: int = 2,
+    trainer: type[Trainer] = Watched,
+    **values: Any,
+) -> list[Trajectory]:
     sharded = 1
     for axis in ("tensor", "context", "sequence"):
         sharded *= values.get(f"{axis}_parallel_size", 1)
@@ -87,7 +94,7 @@ def run(world: int, output_dir: Path, model: str = "llama", accumulation: int = 
         "gradient_accumulation_steps": accumulation,
         **values,
     }
-    job = partial(train_and_report, MAKERS[model], DATA["padded"], str(output_dir), Watched, pad, **arguments)
+    job = partial(train_and_report, MAKERS[model], DATA["padded"], str(output_dir), trainer, pad, **arguments)
     found: list[Trajectory] = pool(world).run(job)
     return found
 
@@ -119,3 +126,105 @@ def test_trajectory_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     world, values = RUNS[name]
     for found in run(world, tmp_path, **values):
         assert_equal(found, reference(values.get("model", "llama")))
+
+
+class LosesATile(Watched):
+    """Negative control: the gradient of the last tile is missing."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        added, tiled_forward._added = tiled_forward._added, lambda total, new: new
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            tiled_forward._added = added
+
+
+def test_control_a_lost_tile_is_detected(tmp_path: Path) -> None:
+    for found in run(2, tmp_path, trainer=LosesATile, zero_stage=1, tiled_mlp=True):
+        assert distances(found, reference("llama"))["weights"] > 1e-3
+
+
+def gatherings(output_dir: str, tiled: bool) -> int:
+    """On a rank: how often layers get their weights in a run with ZeRO-3."""
+    with Collectives() as counted:
+        train_and_report(
+            llama,
+            DATA["padded"],
+            output_dir,
+            Trainer,
+            pad,
+            zero_stage=3,
+            per_device_train_batch_size=8,
+            tiled_mlp=tiled,
+            self_test="never",
+            deepspeed={
+                "zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+            },
+        )
+    return counted["_dist_allgather_fn"]
+
+
+def test_weights_are_gathered_once_for_all_tiles(tmp_path: Path) -> None:
+    """Fewer gatherings than of the plain model, whose MLPs gather each matrix when it is used."""
+    plain, tiled = (pool(2).run(gatherings, str(tmp_path), tiled)[0] for tiled in (False, True))
+    assert 0 < tiled <= plain
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_long_context_turns_on() -> None:
+    names = ("activation_checkpointing", "gradient_checkpointing", "tiled_mlp")
+    on = TrainingArguments("o", long_context=True, use_cpu=True)
+    assert [getattr(on, name) for name in names] == [True, True, True]
+    assert not activation_offload.offloads_activations(on)  # there is no GPU
+    off = TrainingArguments("o", use_cpu=True)
+    assert [getattr(off, name) for name in names] == [False, False, False]
+    assert not activation_offload.offloads_activations(off)
+    given = TrainingArguments("o", long_context=True, activation_checkpointing=False, tiled_mlp=False, use_cpu=True)
+    assert [getattr(given, name) for name in names] == [False, False, False]
+
+
+def plain_model() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+REFUSALS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "offload without checkpointing": (llama, {"activation_offload": True}, "activation_checkpointing is off"),
+    "two offloads": (
+        llama,
+        {
+            "activation_checkpointing": True,
+            "activation_offload": True,
+            "activation_checkpointing_kwargs": {"offload": True},
+        },
+        "move the same tensors",
+    ),
+    "DeepSpeed's checkpointing": (
+        llama,
+        {
+            "activation_checkpointing": True,
+            "activation_offload": True,
+            "deepspeed": {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
+        },
+        "keeps the inputs of layers itself",
+    ),
+    "compiled": (llama, {"long_context": True, "torch_compile": True}, "turns on tiled_mlp, and torch_compile=True"),
+    "no MLP": (plain_model, {"tiled_mlp": True}, "Linear has no MLP"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str, tmp_path: Path) -> None:
+    make_model, values, message = REFUSALS[name]
+    with pytest.raises(ConfigError, match=message):
+        Trainer(make_model(), TrainingArguments(str(tmp_path), use_cpu=True, **values), train_dataset=DATA["padded"]())
+
+
+def test_the_prediction_of_a_run_knows_them(tmp_path: Path) -> None:
+    values = {"long_context": True, "activation_offload": True}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **values)
+    job = Trainer(llama(), args, train_dataset=DATA["padded"](), data_collator=pad)
+    estimate = job.estimate_run()
+    assert estimate is not None
+    assert estimate.run.tiled_mlp and estimate.run.offload_activations and estimate.run.checkpointing

@@ -70,19 +70,23 @@ def offload_activations(model: nn.Module) -> ActivationOffload:
     Raises:
         ConfigError: the model has no layer whose checkpointing function can be replaced.
     """
-    layers: list[Any] = [
+    owners: list[Any] = [
         module
         for module in model.modules()
         if callable(getattr(module, _FUNCTION, None)) and getattr(module, "gradient_checkpointing", True)
     ]
-    if not layers:
+    if not owners:
         raise ConfigError(
             f"activation_offload=True, but {type(model).__name__} has no layers whose checkpointing can be replaced "
             f"({_FUNCTION}, as the layers of transformers' models have it). Set it to False."
         )
-    offload = ActivationOffload(len(layers))
-    for layer in layers:
-        setattr(layer, _FUNCTION, offload.around(getattr(layer, _FUNCTION)))
+    layers = 0
+    for owner in owners:  # layers, and models that only say that they can; in older models those that call the layers
+        if not any(callable(getattr(part, _FUNCTION, None)) for part in owner.modules() if part is not owner):
+            layers += sum(len(part) for part in owner.children() if isinstance(part, nn.ModuleList)) or 1
+    offload = ActivationOffload(layers)
+    for owner in owners:
+        setattr(owner, _FUNCTION, offload.around(getattr(owner, _FUNCTION)))
     return offload
 
 
