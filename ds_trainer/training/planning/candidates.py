@@ -10,6 +10,7 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
+from ds_trainer.training.model.preparation import chunks_loss
 from ds_trainer.training.planning.sequence_length import SequenceLength
 from ds_trainer.training.startup.configuration import TrainerInputs
 
@@ -37,6 +38,7 @@ def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: Parallel
         state_bytes=state_bytes(optimizer_name(inputs) or config.optimizer_type or str(args.optim)),
         eval_micro_batch=None if inputs.eval_dataset is None else evaluation_plan_of(args, layout).micro_batch,
         float32_sums=config.accumulation_dtype == "fp32",
+        chunked_loss=chunks_loss(inputs.model, args, config, batch.micro_batch * length // (layout.cp * layout.sp)),
     )
 
 
