@@ -120,6 +120,13 @@ class _Products:
             return torch.mm(a.to(self._dtype), b.to(self._dtype), out_dtype=self.sums)
         return torch.mm(a, b)
 
+    def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the product to ``total``, in place."""
+        if self._wide:
+            total += self(a, b)
+        else:
+            total.addmm_(a, b)
+
 
 class _Tiles:
     """The logits of a head, one tile at a time."""
@@ -151,7 +158,7 @@ class _Tiles:
         """The tile before the functions."""
         tile = self.products(hidden[0], weights[0].t())
         for x, weight in zip(hidden[1:], weights[1:], strict=True):
-            tile += self.products(x, weight.t())
+            self.products.add(tile, x, weight.t())
         return tile if self.bias is None else tile.add_(self.bias[rows].to(tile.dtype))
 
     def logits(self, tile: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -289,10 +296,10 @@ def _gradients(
             for index, (x, weight) in enumerate(zip(hidden, weights, strict=True)):
                 total = of_hidden[index]
                 if total is not None:
-                    total[tokens] += products(tile, weight)
+                    products.add(total[tokens], tile, weight)
                 sum_of_rows = sums_of_rows[index]
                 if sum_of_rows is not None:
-                    sum_of_rows += products(tile.t(), x)
+                    products.add(sum_of_rows, tile.t(), x)
             sum_of_bias += tile.sum(0)
         for whole, part in zip(of_weights, sums_of_rows, strict=True):
             if whole is not None and part is not None:

@@ -13,6 +13,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerState
+from ds_trainer.data.columns import base_model
 from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
 from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -22,6 +23,7 @@ from ds_trainer.training.engines import Engines
 from ds_trainer.training.hub.publisher import HubPublisher
 from ds_trainer.training.loading.weight_check import note_origin
 from ds_trainer.training.loop.batches import check_names, checked_batch, checked_raw_batch
+from ds_trainer.training.loop.first_loss_check import check_first_loss
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
@@ -343,9 +345,12 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate, save, profiler)
 
     def check_first_batch(self, batch: Any) -> None:
-        """Before the first step, check the keys of a batch, and that sequence sharding does not change the results."""
+        """Before the first step, check the keys of a batch, and that neither sharding nor tiles change the results."""
         if self.losses.overlap_count:
             check_names(batch, self.model)
+        if "compute_loss" not in self.overridden:
+            liger = bool(self.args.use_liger_kernel) and "forward" in vars(base_model(self.model))
+            check_first_loss(self.losses, self.model_wrapped, batch, self._prepare_inputs, liger)
         if self.sequence_sharder is not None:
             check_sequence_sharding(self.model_wrapped, self.sequence_sharder, batch, self.groups, self._prepare_inputs)
         if packs(self.args):

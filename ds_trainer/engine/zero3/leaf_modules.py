@@ -37,17 +37,26 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def mark_leaf_modules(model: nn.Module) -> list[str]:
     """Marks leaf modules of ``model``, before ``deepspeed.initialize``; returns their names.
 
-    These are MoE blocks, and tiled MLPs: their parts run once per tile, and all tiles together need one gather.
+    These are MoE blocks, heads with LoRA, and tiled MLPs: their parts run once per tile, and all tiles together need one
+    gather.
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    blocks = moe_blocks(model)
+    blocks = {**moe_blocks(model), **adapted_heads(model)}
     for name, module in model.named_modules():
         if tiled_forward(module) is not None and any(True for _ in module.children()):
             blocks[name] = module
     for block in blocks.values():
         set_z3_leaf_module(block, True)
     return list(blocks)
+
+
+def adapted_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """Output embeddings with LoRA, by name: a loss in tiles needs all their weights together."""
+    modules = dict(model.named_modules())
+    getters = (getattr(module, "get_output_embeddings", None) for module in modules.values())
+    heads = {id(getter()) for getter in getters if callable(getter)}
+    return {name: module for name, module in modules.items() if id(module) in heads and hasattr(module, "lora_A")}
 
 
 def delay_leaf_reduction(model: nn.Module) -> None:

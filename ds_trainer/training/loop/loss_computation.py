@@ -69,6 +69,7 @@ class LossComputation:
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
         check: see above.
         chunked: see above.
+        label_names: see above.
         items: item count of the current step.
         overlap_count: see above.
     """
@@ -99,7 +100,7 @@ class LossComputation:
         self._loss_function = loss_function
         self._shifts_for_function = loss_function is not None and takes_shifted_labels(loss_function)
         self._smoother = smoother
-        self._label_names = tuple(label_names)
+        self.label_names = tuple(label_names)
         self._layout = layout
         self._device = device
         self._warned = False
@@ -180,7 +181,7 @@ class LossComputation:
             ConfigError: the model returned no loss.
         """
         if self._loss_function is not None:
-            name = labels_in(inputs, self._label_names)
+            name = labels_in(inputs, self.label_names)
             labels = inputs.pop(name) if name is not None else None
             if labels is None:
                 self._warn_of_missing_labels()
@@ -204,7 +205,7 @@ class LossComputation:
         """Once, because it is possible that the function of the user needs none."""
         if not self._warned:
             self._warned = True
-            names = ", ".join(self._label_names)
+            names = ", ".join(self.label_names)
             log = logger.warning if distributed.rank() == 0 else logger.debug
             log("a batch has no labels (%s): compute_loss_func is called with labels=None", names)
 

@@ -17,7 +17,8 @@ from ds_trainer.engine.tensor_parallel.partition_check import partition_problems
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.activation_offload import offload_problems, offloads_activations
 from ds_trainer.training.model.cache import without_cache
-from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems
+from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems, uses_tiles
+from ds_trainer.training.model.chunked_loss.linear_head import head_problem, output_embedding
 from ds_trainer.training.model.compilation import compile_problems
 from ds_trainer.training.model.gradient_checkpointing import (
     enable_gradient_checkpointing,
@@ -103,6 +104,15 @@ def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> Chunke
     if _compiles(args, compiled):
         return ChunkedLoss(0)
     return ChunkedLoss(_own_value(args, "loss_chunk_tokens"), _own_value(args, "z_loss_factor"))
+
+
+def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, tokens: int) -> bool:
+    """Whether the loss of a micro-batch of ``tokens`` on a rank will be computed without its whole logits."""
+    head = output_embedding(model)
+    if _compiles(args, compiled) or head_problem(head) is not None:
+        return False
+    classes = getattr(head, "out_features", None)
+    return classes is not None and uses_tiles(_own_value(args, "loss_chunk_tokens"), tokens, classes)
 
 
 def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, processing_class: Any) -> None:

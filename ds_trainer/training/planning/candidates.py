@@ -11,6 +11,7 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
 from ds_trainer.training.model.activation_offload import offloads_activations
+from ds_trainer.training.model.preparation import chunks_loss
 from ds_trainer.training.planning.sequence_length import SequenceLength
 from ds_trainer.training.startup.configuration import TrainerInputs
 
@@ -40,6 +41,7 @@ def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: Parallel
         float32_sums=config.accumulation_dtype == "fp32",
         tiled_mlp=bool(args.tiled_mlp),
         offload_activations=offloads_activations(args),
+        chunked_loss=chunks_loss(inputs.model, args, config, batch.micro_batch * length // (layout.cp * layout.sp)),
     )
 
 

@@ -74,16 +74,21 @@ class ChunkedLoss:
         """Drop the references to the model."""
         self._model = self._head = self._module = None
 
+    def uses_tiles(self, model: nn.Module, tokens: int) -> bool:
+        """Whether the loss of a batch of ``tokens`` is computed in tiles."""
+        head = self._head_of(base_model(model))
+        return head is not None and uses_tiles(self._chunk_tokens, tokens, head.classes)
+
     @contextmanager
     def forced(self, chunk_tokens: int) -> Iterator[None]:
-        """Inside, the loss has tiles of ``chunk_tokens`` whatever the size of the batch; 0: no tiles."""
-        before = self._chunk_tokens, self._checked
-        self._chunk_tokens, self._checked = chunk_tokens, True
+        """Inside, the loss has tiles of ``chunk_tokens`` whatever the size of the batch; 0: no tiles. No z-loss."""
+        before = self._chunk_tokens, self._checked, self._z_loss
+        self._chunk_tokens, self._checked, self._z_loss = chunk_tokens, True, 0.0
         self._head = None
         try:
             yield
         finally:
-            self._chunk_tokens, self._checked = before
+            self._chunk_tokens, self._checked, self._z_loss = before
             self._head = None
 
     @contextmanager
