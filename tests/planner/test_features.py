@@ -87,9 +87,7 @@ def test_what_they_cost() -> None:
     mlp = 3 * 4096 * 14336 / (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)  # of the products of a layer
     head = 1 - 128256 * 4096 / (32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096)
     more = tiled.parts["matrix products"] / base.parts["matrix products"] - 1
-    assert more == pytest.approx(
-        mlp * head / 4, rel=0.02
-    )  # of four forward passes' worth: one forward pass of the MLPs
+    assert more == pytest.approx(mlp * head / 4, rel=0.02)  # of four forward passes
     moved = step_time(MODEL, replace(run, offload_activations=True), NODE).parts["offloaded activations"]
     size = 32 * 16384 * 4096 * 2  # inputs of 32 layers, 16,384 tokens of a rank
     assert 0 < moved < 2 * size / (64e9 * 0.7)  # a part is hidden
