@@ -9,6 +9,25 @@ from typing import Any
 FLOAT32_SUMS = {"bf16": 64, "fp16": 512}
 """From this number of terms on, the compiled configuration adds gradients in float32."""
 
+CHUNK_TOKENS = 1024
+"""Tokens of a rank whose logits exist at a time with a chunked loss."""
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "chunked_loss": {"loss_chunk_tokens": CHUNK_TOKENS},
+    "tiled_mlp": {"tiled_mlp": True},
+    "offload_activations": {"activation_offload": True},
+}
+"""What saves activations at little or no cost in time: field of :class:`Candidate`, and arguments that turn it on."""
+
+SEARCHED_FEATURES: tuple[str, ...] = ()
+"""Those of :data:`FEATURES` that ``TrainingArguments`` has."""
+
+_FEATURE_NAMES = {
+    "chunked_loss": "chunked loss",
+    "tiled_mlp": "tiled MLP",
+    "offload_activations": "offload activations",
+}
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -121,6 +140,9 @@ class Candidate:
         for name, is_offloaded in (("optimizer", self.offload_optimizer), ("param", self.offload_param)):
             if is_offloaded:
                 found[f"offload_{name}"] = "cpu"
+        for name in SEARCHED_FEATURES:
+            if getattr(self, name):
+                found.update(FEATURES[name])
         return found
 
     def describe(self) -> str:
@@ -134,5 +156,6 @@ class Candidate:
             f"micro-batch {self.micro_batch}",
             *([f"accumulate {self.accumulation}"] if self.accumulation > 1 else []),
             *(["activation checkpointing"] if self.checkpointing else []),
+            *(text for name, text in _FEATURE_NAMES.items() if getattr(self, name)),
         ]
         return ", ".join(parts)

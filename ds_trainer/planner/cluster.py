@@ -1,7 +1,8 @@
 """``Cluster``: the machines of a plan: devices with their memory and links, host memory, network.
 
-Figures are the vendors', like those of :mod:`ds_trainer.planner.hardware`: memory in 10**9 bytes, bandwidths in 10**9
-bytes per second. A link's bandwidth is that of one direction, half of the sum that data sheets give for NVLink.
+Figures are the vendors', like those of :mod:`ds_trainer.planner.hardware`, but for the memory, which is what CUDA
+reports. It is in 10**9 bytes, bandwidths are in 10**9 bytes per second. A link's bandwidth is that of one direction,
+half of the sum that data sheets give for NVLink.
 """
 
 from __future__ import annotations
@@ -40,39 +41,39 @@ class Board:
     network: float
 
 
-_H100 = Board(80, 3350, 450, _PCIE_5, 50)
-_A100 = Board(80, 2039, 300, _PCIE_4, 25)
-_B200 = Board(180, 7700, 900, _PCIE_5, 50)
-_MI300X = Board(192, 5300, 448, _PCIE_5, 50)
+_H100 = Board(84.9, 3350, 450, _PCIE_5, 50)
+_A100 = Board(84.9, 2039, 300, _PCIE_4, 25)
+_B200 = Board(191.5, 7700, 900, _PCIE_5, 50)
+_MI300X = Board(206.1, 5300, 448, _PCIE_5, 50)
 
 BOARDS: dict[str, Board] = {
-    "v100 sxm2": Board(32, 900, 150, _PCIE_3, 3),
-    "v100 sxm3": Board(32, 981, 150, _PCIE_3, 12.5),
-    "v100 pcie": Board(32, 900, _PCIE_3, _PCIE_3, 3),
-    "v100s pcie": Board(32, 1134, _PCIE_3, _PCIE_3, 3),
-    "t4": Board(16, 320, _PCIE_3, _PCIE_3, 3),
-    "a10": Board(24, 600, _PCIE_4, _PCIE_4, 6),
-    "a10g": Board(24, 600, _PCIE_4, _PCIE_4, 6),
-    "a30": Board(24, 933, 100, _PCIE_4, 12.5),
-    "a40": Board(48, 696, 56, _PCIE_4, 12.5),
+    "v100 sxm2": Board(34, 900, 150, _PCIE_3, 3),
+    "v100 sxm3": Board(34, 981, 150, _PCIE_3, 12.5),
+    "v100 pcie": Board(34, 900, _PCIE_3, _PCIE_3, 3),
+    "v100s pcie": Board(34, 1134, _PCIE_3, _PCIE_3, 3),
+    "t4": Board(15.6, 320, _PCIE_3, _PCIE_3, 3),
+    "a10": Board(23.6, 600, _PCIE_4, _PCIE_4, 6),
+    "a10g": Board(23.6, 600, _PCIE_4, _PCIE_4, 6),
+    "a30": Board(25.2, 933, 100, _PCIE_4, 12.5),
+    "a40": Board(47.6, 696, 56, _PCIE_4, 12.5),
     "a100": _A100,
     "a800": replace(_A100, link=200),
-    "l4": Board(24, 300, _PCIE_4, _PCIE_4, 6),
-    "l40": Board(48, 864, _PCIE_4, _PCIE_4, 12.5),
-    "l40s": Board(48, 864, _PCIE_4, _PCIE_4, 12.5),
-    "rtx 3090": Board(24, 936, 56, _PCIE_4, 1.25),
-    "rtx 4090": Board(24, 1008, _PCIE_4, _PCIE_4, 1.25),
-    "rtx 5090": Board(32, 1792, _PCIE_5, _PCIE_5, 1.25),
-    "rtx a6000": Board(48, 768, 56, _PCIE_4, 3),
-    "rtx 6000 ada": Board(48, 960, _PCIE_4, _PCIE_4, 3),
+    "l4": Board(23.6, 300, _PCIE_4, _PCIE_4, 6),
+    "l40": Board(47.6, 864, _PCIE_4, _PCIE_4, 12.5),
+    "l40s": Board(47.6, 864, _PCIE_4, _PCIE_4, 12.5),
+    "rtx 3090": Board(25.3, 936, 56, _PCIE_4, 1.25),
+    "rtx 4090": Board(25.3, 1008, _PCIE_4, _PCIE_4, 1.25),
+    "rtx 5090": Board(33.6, 1792, _PCIE_5, _PCIE_5, 1.25),
+    "rtx a6000": Board(50.9, 768, 56, _PCIE_4, 3),
+    "rtx 6000 ada": Board(50.9, 960, _PCIE_4, _PCIE_4, 3),
     "h100": _H100,
-    "h100 pcie": Board(80, 2000, 300, _PCIE_5, 25),
-    "h100 nvl": Board(94, 3900, 300, _PCIE_5, 25),
+    "h100 pcie": Board(84.9, 2000, 300, _PCIE_5, 25),
+    "h100 nvl": Board(99.8, 3900, 300, _PCIE_5, 25),
     "h800": replace(_H100, link=200),
-    "h20": Board(96, 4000, 450, _PCIE_5, 50),
-    "h200": Board(141, 4800, 450, _PCIE_5, 50),
-    "h200 nvl": Board(141, 4800, 450, _PCIE_5, 25),
-    "gh200": Board(96, 4000, 450, 450, 50),
+    "h20": Board(102, 4000, 450, _PCIE_5, 50),
+    "h200": Board(150.1, 4800, 450, _PCIE_5, 50),
+    "h200 nvl": Board(150.1, 4800, 450, _PCIE_5, 25),
+    "gh200": Board(101.4, 4000, 450, 450, 50),
     "b200": _B200,
     "gb200": Board(186, 8000, 900, 450, 50),
     "b300": Board(270, 7700, 900, _PCIE_5, 100),
@@ -85,8 +86,17 @@ BOARDS: dict[str, Board] = {
     "mi350x": replace(_MI300X, memory=288, bandwidth=8000),
     "mi355x": replace(_MI300X, memory=288, bandwidth=8000),
 }
-"""Data sheets of the vendors, as in :data:`~ds_trainer.planner.hardware.DEVICES`. The network is what cloud providers
-usually attach to each device."""
+"""Links and bandwidths: data sheets of the vendors, as in :data:`~ds_trainer.planner.hardware.DEVICES`. The network is
+what cloud providers usually attach to each device.
+
+Memory is what a process can use, the total of ``cudaMemGetInfo``: an H100 of 80 GB has 79.1 GiB, which are 84.9 GB. It
+is about 0.55 GiB less than the total of ``nvidia-smi`` (H100 81,559 MiB, H200 143,771, A100 81,920 or 40,960, L40S
+46,068, A10 23,028, L4 23,034, T4 15,360: thundergolfer.com/blog/nvidia-gpu-memory-capacity). Out-of-memory messages of
+PyTorch in public issues have it: H100 79.10, A100 39.50, L40 44.40, A30 23.53, RTX 4090 23.64, RTX 5090 31.36, T4 14.57
+GiB. Data sheets are used for GB200, B300, GB300 and AMD's devices but MI300X."""
+
+SIZES = {("a100", 40): 42.4, ("a800", 40): 42.4, ("v100 sxm2", 16): 16.9, ("v100 pcie", 16): 16.9, ("h100", 96): 101.4}
+"""Memory of the other size in which a device is sold."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,9 @@ class Cluster:
                 f"device {device!r} is not in the table of devices.{did_you_mean(words.lower().strip(), known)} It has "
                 f"{', '.join(sorted(known))}. Describe another one in a YAML file, and pass it with --device-file."
             )
-        board = BOARDS[name] if size is None else replace(BOARDS[name], memory=float(size[1]))
+        board = BOARDS[name]
+        if size is not None and abs(board.memory / float(size[1]) - 1) > 0.1:
+            board = replace(board, memory=SIZES.get((name, int(size[1])), float(size[1])))
         return cls(device, peaks, board, nodes, devices_per_node)
 
     @classmethod

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.features import feature_sets
 from ds_trainer.planner.memory.estimate import MemoryEstimator
 from ds_trainer.planner.search import Goal, Plan, candidates
 
@@ -90,18 +91,21 @@ def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
 def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
     """All ways to run, with what is not searched for as in ``plan``."""
     run = plan.candidate
+    kept = [name for name in FEATURES if getattr(run, name)]
     evaluation = [run.eval_micro_batch]
     if run.eval_micro_batch is not None and run.eval_micro_batch > 1:
         evaluation.append(1)
     for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), []):
         for batch in evaluation:
-            yield replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
+            one = replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
+            for features in feature_sets(plan.model, one, kept):
+                yield replace(one, **dict.fromkeys(features, True)) if features else one
 
 
 def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
     """Names of what differs; None if something is reversed that saves the memory that is missing."""
     before, found = plan.candidate, set()
-    for name in ("checkpointing", "stage", "offload", "micro_batch", "eval_micro_batch", "tp", "cp", "sp"):
+    for name in ("checkpointing", "stage", "offload", "micro_batch", "eval_micro_batch", "tp", "cp", "sp", *FEATURES):
         old, new = _value(before, name), _value(after, name)
         if old == new:
             continue

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.features import feature_sets
 from ds_trainer.planner.layouts import layout_conflicts
 from ds_trainer.planner.memory.estimate import MemoryEstimate, MemoryEstimator
 from ds_trainer.planner.model_shape import ModelShape
@@ -19,7 +21,9 @@ from ds_trainer.planner.step_time import StepTime, mfu, step_time, usual_seconds
 MARGIN = 0.06
 """Share of a device's memory that a plan leaves free: the error of the estimate and fragmentation."""
 
+_NEAREST = 64  # rejected plans of which those that lack as much are in the order of their times
 _LARGEST_MICRO_BATCH = 128
+_AS_GIVEN = (*FEATURES, "attention", "state_bytes", "float32_sums")  # fields that are not searched for if fixed
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class SearchResult:
         if self.best is None:
             return list(self.rejected[:count])
         faster = (plan for plan in self.rejected if plan.tokens_per_second > self.best.tokens_per_second)
-        return sorted(faster, key=lambda plan: plan.excess)[:count]
+        return list(islice(faster, count))
 
 
 def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
@@ -154,8 +158,13 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
         if plan is not None:
             (fitting if plan.fits else rejected).append(plan)
     fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
-    rejected.sort(key=lambda plan: (round(plan.excess, 3), plan.seconds))
+    rejected.sort(key=_rounded_excess)
+    rejected[:_NEAREST] = sorted(rejected[:_NEAREST], key=lambda plan: (_rounded_excess(plan), plan.seconds))
     return SearchResult(tuple(fitting), tuple(rejected), tuple(dict.fromkeys(conflicts)), tried)
+
+
+def _rounded_excess(plan: Plan) -> float:
+    return round(plan.excess, 3)
 
 
 def fits(model: PlannedModel, cluster: Cluster, goal: Goal) -> bool:
@@ -176,18 +185,27 @@ def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[i
 
 
 def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Plan | None]:
-    """A plan for each candidate; None if a smaller micro-batch of the same is already too large."""
-    estimator = MemoryEstimator(model)
+    """A plan for each candidate; None if it is larger than another that does not fit, or slower than one that does."""
+    estimator, fixed = MemoryEstimator(model), {name for name, _ in goal.fixed}
     too_large: set[tuple[object, ...]] = set()
     for candidate in candidates(model, cluster, goal, conflicts):
         others = _without_micro_batch(candidate)
-        if others in too_large:
-            yield None
-            continue
-        plan = Plan(model, candidate, cluster, estimator.estimate(candidate), goal.margin)
-        if not plan.fits:
-            too_large.add(others)
-        yield plan
+        enough: int | None = None  # number of features with which it fits
+        sets = feature_sets(model, candidate, fixed)
+        every = sets[1] if len(sets) > 1 else ()
+        for features in sets:
+            is_last_resort = features == every
+            key = (others, features)
+            if key in too_large or (others, every) in too_large or (enough is not None and len(features) > enough):
+                yield None
+                continue
+            run = replace(candidate, **dict.fromkeys(features, True)) if features else candidate
+            plan = Plan(model, run, cluster, estimator.estimate(run), goal.margin)
+            if not plan.fits:
+                too_large.add(key)
+            elif not (features and is_last_resort):
+                enough = len(features)
+            yield plan
 
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
@@ -201,6 +219,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
     fixed = dict(goal.fixed)
     precision = goal.precision or ("bf16" if cluster.peaks.bf16 else "fp16")
     shape = ModelShape(transformer=model.transformer)
+    as_given = {name: value for name, value in goal.fixed if name in _AS_GIVEN}
     for tp, cp, sp in _sizes(cluster, fixed):
         layout = ParallelLayout(cluster.world_size, tp=tp, cp=cp, sp=sp)
         found = layout_conflicts(shape, layout)
@@ -226,6 +245,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
                         "checkpointing": checkpointing,
                         "precision": precision,
                         "eval_micro_batch": goal.eval_micro_batch,
+                        **as_given,
                     }
                     if all(values.get(name, wanted) == wanted for name, wanted in fixed.items()):
                         yield Candidate(cluster.world_size, goal.length, **values)  # type: ignore[arg-type]

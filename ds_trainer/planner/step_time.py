@@ -27,6 +27,14 @@ EFFICIENCY = {
 HOST_ADAM = 1.9e9
 """Elements that DeepSpeed's CPU Adam updates per second on one machine."""
 
+CHUNKED_LOSS_AGAIN = 0
+"""Products with the LM head that a chunked loss repeats: none, since it computes gradients in the forward pass. It is 1
+for one that recomputes logits in the backward pass."""
+
+TILED_MLP_AGAIN = 1
+"""Forward passes of the MLPs that tiling repeats: that of a tile in its backward pass, also if the layer has been
+recomputed before (DeepSpeed's ``TiledMLP``)."""
+
 _LAUNCH_SECONDS = 4e-4  # kernels of a layer's forward pass in eager mode
 
 
@@ -83,7 +91,9 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     products, attention = model.flops(run.length)
     share = run.micro_batch / ranks
     compute = {
-        "matrix products": share * products * (2 + trained + again) / (peak * reached["matrix products"]),
+        "matrix products": share
+        * (products * (2 + trained + again) + _repeated(model, run))
+        / (peak * reached["matrix products"]),
         "attention": share * attention * (3 + again) / (peak * reached["attention"]),
         "element-wise": _element_wise(model, run) / (cluster.board.bandwidth * 1e9 * reached["memory"]),
     }
@@ -102,11 +112,25 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     if run.stage in (1, 2):
         found["ZeRO communication"] += weights  # the updated weights, after the step
     found["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)
+    if run.checkpointing and run.offload_activations:  # down in the forward, up in the backward pass
+        layers = model.stack.layers * run.tokens * run.weight_bytes * model.stack.hidden_size
+        activations = 2 * layers / (cluster.board.host * 1e9 * reached["links"])
+        found["offloaded activations"] = _exposed(activations, busy, reached["overlap"]) * run.accumulation
     elements = model.trainable / run.tp / (run.shards if run.stage else 1)
     if run.offload_optimizer:
         found["optimizer on the host"] = elements * cluster.devices_per_node / HOST_ADAM
     else:
         found["optimizer"] = elements * 30 / (cluster.board.bandwidth * 1e9 * reached["memory"])
+    return found
+
+
+def _repeated(model: PlannedModel, run: Candidate) -> float:
+    """FLOPs that a chunked loss and tiled MLPs compute again, for a sequence."""
+    tokens, stack, found = run.length, model.stack, 0.0
+    if run.chunked_loss:
+        found += CHUNKED_LOSS_AGAIN * 2.0 * tokens * model.rows * stack.hidden_size
+    if run.tiled_mlp:
+        found += TILED_MLP_AGAIN * 2.0 * tokens * stack.mlp_weights(stack.experts_per_token)
     return found
 
 

@@ -15,19 +15,30 @@ from ds_trainer.utils.host_memory import total_host_memory
 @pytest.mark.parametrize(
     ("name", "memory", "link"),
     [
-        ("H100-80GB", 80, 450),
-        ("H100", 80, 450),
-        ("NVIDIA H100 80GB HBM3", 80, 450),
-        ("A100-40GB", 40, 300),
-        ("v100-16gb", 16, 150),
-        ("V100 PCIe", 32, 16),
-        ("H100 PCIe", 80, 300),
-        ("MI300X", 192, 448),
+        ("H100-80GB", 84.9, 450),
+        ("H100", 84.9, 450),
+        ("NVIDIA H100 80GB HBM3", 84.9, 450),
+        ("A100-40GB", 42.4, 300),
+        ("A100-80GB", 84.9, 300),
+        ("H200-141GB", 150.1, 450),
+        ("H100-60GB", 60, 450),  # is not sold: a part of one
+        ("v100-16gb", 16.9, 150),
+        ("V100 PCIe", 34, 16),
+        ("H100 PCIe", 84.9, 300),
+        ("MI300X", 206.1, 448),
     ],
 )
 def test_devices_are_found_by_name(name: str, memory: float, link: float) -> None:
     cluster = Cluster.of(name, 2, 4)
     assert (cluster.board.memory, cluster.board.link, cluster.world_size) == (memory, link, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes"),  # "GPU 0 has a total capacity of" in messages of PyTorch
+    [("H100", 79.10), ("A100-40GB", 39.50), ("L40", 44.40), ("A30", 23.53), ("RTX 4090", 23.64), ("RTX 5090", 31.36)],
+)
+def test_memory_is_what_cuda_reports(name: str, gibibytes: float) -> None:
+    assert Cluster.of(name, 1, 1).board.memory == pytest.approx(gibibytes * 2**30 / 1e9, rel=0.005)
 
 
 def test_every_board_is_that_of_a_known_device() -> None:

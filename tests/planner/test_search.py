@@ -44,6 +44,19 @@ def test_what_is_fixed_is_kept() -> None:
     assert found and all(getattr(one, name) == value for one in found for name, value in fixed)
 
 
+def test_what_is_known_of_a_run_counts() -> None:
+    fixed = (("stage", 0), ("micro_batch", 1), ("tp", 1), ("cp", 1), ("sp", 1), ("checkpointing", False))
+    [adam] = candidates(MODEL, NODE, Goal(2048, 8, fixed=fixed), [])
+    [lion] = candidates(MODEL, NODE, Goal(2048, 8, fixed=(*fixed, ("state_bytes", 4.0), ("attention", "eager"))), [])
+    assert (adam.state_bytes, adam.attention, lion.state_bytes, lion.attention) == (8, "sdpa", 4, "eager")
+    states = [estimate_memory(MODEL, one).moments[0].items["optimizer states"] for one in (adam, lion)]
+    assert states[0] == 2 * states[1]
+    assert (
+        estimate_memory(MODEL, lion).moments[0].items["activations"]
+        > 2e9 + (estimate_memory(MODEL, adam).moments[0].items["activations"])
+    )
+
+
 def test_impossible_layouts_are_named() -> None:
     few_heads = {**LLAMA_8B, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1024}
     result = search(PlannedModel.from_config(few_heads), NODE, Goal(8192, 64))

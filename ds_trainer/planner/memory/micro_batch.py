@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.candidate import CHUNK_TOKENS, Candidate
 from ds_trainer.planner.layer_sizes import layer_sizes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.transformer_shape import Stack
-
-CHUNK_TOKENS = 1024
-"""Tokens of a rank whose logits exist at a time with a chunked loss."""
 
 _IN_TRANSFER = 2  # inputs of layers that are on their way to or from host memory
 

@@ -18,11 +18,12 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration
-from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.candidate import FEATURES, SEARCHED_FEATURES, Candidate
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Goal, Plan, SearchResult, search
 from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
+from ds_trainer.training.planning.candidates import attention_of, optimizer_name, state_bytes
 from ds_trainer.training.planning.job_devices import JobDevices
 from ds_trainer.training.planning.run_estimator import RunEstimator
 from ds_trainer.training.planning.sequence_length import SequenceLength, main_input_name, sequence_length
@@ -42,7 +43,9 @@ _FIELDS = {
     "sp": "sequence_parallel_size",
     "checkpointing": "activation_checkpointing",
 }
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_FIELDS |= {name: next(iter(FEATURES[name])) for name in SEARCHED_FEATURES}
+_MICRO_BATCH = "per_device_train_batch_size"
+_BATCH = (_MICRO_BATCH, "gradient_accumulation_steps")
 
 
 def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstimator) -> TrainingArguments:
@@ -67,13 +70,20 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     config = None if args.deepspeed is None else compile_run(inputs, ParallelLayout.of(args, args.world_size))
     precision = ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32") if config is None else config.precision.dtype
     fixed = {**_of_file(config), **_fixed(inputs, devices)}
-    goal = Goal(length.tokens, _global_batch(args), precision, fixed=tuple(fixed.items()))
+    optimizer = optimizer_name(inputs) or (config and config.optimizer_type) or str(args.optim)
+    known = {"attention": attention_of(inputs.model), "state_bytes": state_bytes(optimizer)}
+    goal = Goal(length.tokens, _global_batch(args), precision, fixed=tuple({**fixed, **known}.items()))
     cluster = devices.cluster
     if cluster.nodes == 1:  # other machines may have other corrections, and all ranks must choose alike
         calibration = read_calibration(cluster.device, model.family)
         if calibration is not None:
             cluster, goal = calibration.applied(cluster, goal)
-    found = search(model, cluster, goal)
+    found = None
+    if args.given(_MICRO_BATCH) and not accelerator_config(args).split_batches:
+        with_given = (*goal.fixed, ("micro_batch", args.per_device_train_batch_size))
+        found = search(model, cluster, replace(goal, fixed=with_given))
+    if found is None or found.best is None:  # then the global batch is what counts
+        found = search(model, cluster, goal)
     if found.best is None:
         raise ConfigError(_nothing_fits(args, found, model, devices, goal, length))
     return _first_that_runs(inputs, trainer, found, {_FIELDS[name] for name in fixed})
@@ -116,7 +126,7 @@ def _changed(given: TrainingArguments, candidate: Candidate, fixed: Collection[s
     values = {
         name: value
         for name, value in values.items()
-        if name in _BATCH or (name not in fixed and value != getattr(given, name))
+        if name == "gradient_accumulation_steps" or (name not in fixed and value != getattr(given, name))
     }
     if "activation_checkpointing" in values:
         values["gradient_checkpointing"] = values["activation_checkpointing"]  # its other name
@@ -156,7 +166,9 @@ def _fixed(inputs: TrainerInputs, devices: JobDevices) -> dict[str, object]:
     for name, field in _FIELDS.items():
         if _is_given(args, field):
             value = getattr(args, field)
-            found[name] = str(value) != "none" if name.startswith("offload") else value
+            found[name] = str(value) != "none" if name in ("offload_optimizer", "offload_param") else value
+            if name in FEATURES:
+                found[name] = bool(value)
     if gradient_checkpointing_problems(inputs.model, None, reentrant=False):
         found.setdefault("checkpointing", False)
     if not devices.is_gpu:  # the memory of the host is that of the ranks
@@ -187,7 +199,9 @@ def _nothing_fits(
     """Reasons, and what to change."""
     cluster = devices.cluster
     fixed = [
-        f"{_FIELDS[name]}={getattr(args, _FIELDS[name])!r}" for name, _ in goal.fixed if _is_given(args, _FIELDS[name])
+        f"{_FIELDS[name]}={getattr(args, _FIELDS[name])!r}"
+        for name, _ in goal.fixed
+        if name in _FIELDS and _is_given(args, _FIELDS[name])
     ]
     kept = f" with {', '.join(fixed)}" if fixed else ""
     problems = [

@@ -62,7 +62,9 @@ def test_ranks_choose_alike_and_train_as_without_it(world_size: int, tmp_path: P
     assert all(rank["chosen"] == found[0]["chosen"] for rank in found)
     assert found[0]["total"] == plain[0]["total"] == 2 * 2 * world_size
     assert found[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-3)
-    assert found[0]["sources"]["per_device_train_batch_size"] == "parallelism='auto'"
+    assert found[0]["sources"]["gradient_accumulation_steps"] == "parallelism='auto'"
+    assert found[0]["chosen"]["per_device_train_batch_size"] == 2  # it was given, and fits
+    assert found[0]["sources"]["per_device_train_batch_size"] == "argument"
     assert found[0]["requested"] == ("auto", 2, None)  # the script's object stays
     assert found[0]["now"] is None
 
