@@ -37,8 +37,8 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def mark_leaf_modules(model: nn.Module) -> list[str]:
     """Marks leaf modules of ``model``, before ``deepspeed.initialize``; returns their names.
 
-    These are MoE blocks, heads with LoRA, and tiled MLPs: their parts run once per tile, and all tiles together need one
-    gather.
+    These are MoE blocks, heads with LoRA, and tiled MLPs: their parts run once per tile, and all tiles together need
+    one gather.
     """
     from deepspeed.utils import set_z3_leaf_module
 
