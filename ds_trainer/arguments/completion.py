@@ -12,7 +12,9 @@ from ds_trainer.arguments.compat.dict_fields import mapping_of_text, read_dict_f
 from ds_trainer.arguments.compat.renamed_arguments import OLDER_NAMES
 from ds_trainer.arguments.enums import CHOICES, DebugOption, IntervalStrategy, LogLevel
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
+from ds_trainer.arguments.redefined import is_redefined
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -39,6 +41,9 @@ _AS_ENUM = (
     "hub_strategy",
     "generation_gather",
 )
+
+LONG_CONTEXT_TOKENS = 2**17
+"""``max_length`` from which ``long_context`` is on by default."""
 
 
 def fill_in(args: Any) -> None:
@@ -85,6 +90,11 @@ def _defaults_from_others(args: TrainingArguments) -> None:
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
         setattr(args, old, getattr(args, new))
+    length = None if is_redefined(args, "max_length") else args.max_length
+    if isinstance(length, str):
+        args.max_length = length = parse_tokens(length)
+    if args.long_context is None:
+        args.long_context = length is not None and length >= LONG_CONTEXT_TOKENS
     if args.activation_checkpointing is None:
         args.activation_checkpointing = args.gradient_checkpointing = args.long_context
     if args.tiled_mlp is None:

@@ -87,9 +87,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     adam_epsilon: float = _optimizer("Adam family: added to the denominator.", 1e-8)
     optim_target_modules: None | str | list[str] = _optimizer("Modules to which GaLore and APOLLO apply.")
     gradient_accumulation_steps: int = _length("Micro-batches of each replica per optimizer step.", 1)
-    max_length: int | None = _length(
-        "(own) Tokens of a packed row; default: the positions of the model. Without packing, only the memory estimate "
-        "uses it."
+    max_length: int | str | None = _length(
+        "(own) Tokens of a packed row, also as '64K' or '1M'; default: the positions of the model. From 128K on, "
+        "long_context is on by default."
     )
     packing: bool = _length("(own) Pack samples of different lengths into rows of max_length tokens.", False)
     packing_strategy: PackingStrategy | str = _length(
@@ -133,10 +133,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     tiled_mlp: bool | None = _memory(
         "(own) Run MLPs and norms on a few tokens at a time, forward and backward; default: with long_context."
     )
-    long_context: bool = _memory(
+    long_context: bool | None = _memory(
         "(own) Save memory for long sequences: turns on activation_checkpointing, activation_offload and tiled_mlp, "
-        "unless they are given.",
-        False,
+        "unless they are given; default: if max_length is 128K or more."
     )
     torch_compile: bool = _memory("Compile the model with torch.compile.", False)
     torch_compile_backend: str | None = _memory("Backend of torch.compile; setting it turns torch_compile on.")

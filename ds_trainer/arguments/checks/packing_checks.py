@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ds_trainer.arguments.redefined import is_redefined, packs
+from ds_trainer.utils.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -12,9 +13,7 @@ if TYPE_CHECKING:
 
 def packing_argument_problems(args: TrainingArguments) -> list[str]:
     """One sentence for each invalid value or combination."""
-    problems = []
-    if not is_redefined(args, "max_length") and args.max_length is not None and args.max_length < 1:
-        problems.append(f"max_length={args.max_length!r} must be a positive number of tokens, or None.")
+    problems = _length_problems(args.max_length) if not is_redefined(args, "max_length") else []
     if not packs(args):
         if not is_redefined(args, "eval_packing") and args.eval_packing:
             problems.append("eval_packing=True needs packing=True.")
@@ -35,3 +34,12 @@ def packing_argument_problems(args: TrainingArguments) -> list[str]:
             "use_cache=False."
         )
     return problems
+
+
+def _length_problems(length: int | str | None) -> list[str]:
+    try:
+        if length is None or (parse_tokens(length) if isinstance(length, str) else length) > 0:
+            return []
+    except ValueError:
+        pass
+    return [f"max_length={length!r} must be a positive number of tokens, such as 4096, '64K' or '1M', or None."]

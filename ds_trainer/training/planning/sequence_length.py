@@ -39,7 +39,7 @@ def sequence_length(args: Any, dataset: Any, main_input: str, model_length: int 
         model_length: positions for which the model was made; None if unknown.
     """
     if packs(args) and args.max_length is not None:
-        return SequenceLength(args.max_length, "max_length, the length of packed rows", True)
+        return SequenceLength(int(args.max_length), "max_length, the length of packed rows", True)
     fixed = getattr(dataset, "sequence_length", None)
     if isinstance(fixed, int):
         return SequenceLength(fixed, "the training data", True)

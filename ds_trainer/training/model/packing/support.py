@@ -36,7 +36,7 @@ _WITHOUT = "Or set packing=False."
 def row_length(args: TrainingArguments, model: nn.Module) -> int | None:
     """Tokens of a packed row: ``max_length``, else the positions of the model; None if both are unknown."""
     if not is_redefined(args, "max_length") and args.max_length is not None:
-        return args.max_length
+        return int(args.max_length)
     for config in _configs(model):
         for name in ("max_position_embeddings", "n_positions"):
             value = getattr(config, name, None)
