@@ -35,7 +35,7 @@ _FUNCTION = "_gradient_checkpointing_func"  # of transformers' layers
 def offloads_activations(args: TrainingArguments) -> bool:
     """Whether a run moves the inputs of checkpointed layers to the host."""
     if args.activation_offload is None:
-        return args.long_context and bool(args.activation_checkpointing) and args.device_type != "cpu"
+        return bool(args.long_context and args.activation_checkpointing) and args.device_type != "cpu"
     return args.activation_offload
 
 
