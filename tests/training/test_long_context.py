@@ -12,10 +12,11 @@ import torch
 from ds_trainer import ConfigError, Trainer, TrainingArguments
 from ds_trainer.engine.tiling import tiled_forward
 from ds_trainer.training.model import activation_offload
-from tests.support.compare import assert_equal
+from tests.support.collectives import Collectives
+from tests.support.compare import assert_equal, distances
 from tests.support.layouts import DATA, MODELS, Documents, documents_as_rows, pad
 from tests.support.oracle import Trajectory, train_plainly
-from tests.support.pool import pool
+from tests.support.pool import RankFailure, pool
 from tests.support.runs import train_and_report
 
 ADAM_EPSILON = 1e-5
@@ -129,17 +130,30 @@ def test_trajectory_is_that_of_one_process(name: str, tmp_path: Path) -> None:
 
 
 class LosesATile(Watched):
-    """Negative control: the gradient of the last tile is missing."""
+    """Negative control: of all gradients of tiles only that of the last counts, after the verification at the start."""
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         added, tiled_forward._added = tiled_forward._added, lambda total, new: new
         try:
-            return super().train(*args, **kwargs)
+            return super().training_step(*args, **kwargs)
+        finally:
+            tiled_forward._added = added
+
+
+class LosesATileAtTheStart(Watched):
+    """The same from the start: the verification finds it."""
+
+    def build_engine(self, num_training_steps: int) -> None:
+        added, tiled_forward._added = tiled_forward._added, lambda total, new: new
+        try:
+            super().build_engine(num_training_steps)
         finally:
             tiled_forward._added = added
 
 
 def test_control_a_lost_tile_is_detected(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"no MLP of LlamaForCausalLM can be tiled \(model.layers.0.mlp: its result"):
+        run(2, tmp_path, trainer=LosesATileAtTheStart, zero_stage=1, tiled_mlp=True)
     for found in run(2, tmp_path, trainer=LosesATile, zero_stage=1, tiled_mlp=True):
         assert distances(found, reference("llama"))["weights"] > 1e-3
 
@@ -157,9 +171,7 @@ def gatherings(output_dir: str, tiled: bool) -> int:
             per_device_train_batch_size=8,
             tiled_mlp=tiled,
             self_test="never",
-            deepspeed={
-                "zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-            },
+            deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
         )
     return counted["_dist_allgather_fn"]
 
@@ -227,4 +239,5 @@ def test_the_prediction_of_a_run_knows_them(tmp_path: Path) -> None:
     job = Trainer(llama(), args, train_dataset=DATA["padded"](), data_collator=pad)
     estimate = job.estimate_run()
     assert estimate is not None
-    assert estimate.run.tiled_mlp and estimate.run.offload_activations and estimate.run.checkpointing
+    run = estimate.candidate
+    assert run.tiled_mlp and run.offload_activations and run.checkpointing

@@ -13,7 +13,7 @@ import torch
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, write_json, write_text_atomic
 from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process, set_seed
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.sizes import parse_size, parse_tokens
 
 
 def test_one_problem_is_a_sentence_and_several_are_numbered() -> None:
@@ -58,6 +58,20 @@ def test_sizes(text: str, size: int) -> None:
 def test_malformed_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("64K", 65536), ("1M", 2**20), ("1.5 m", 3 * 2**19), ("131072", 131072), ("4_096", 4096)],
+)
+def test_lengths_in_tokens(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1K", "64KB", "64 kilo", "0", "1.5", "1e6", "1..5K"])
+def test_malformed_lengths(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of tokens"):
+        parse_tokens(text)
 
 
 def test_seed_this_process_matches_set_seed() -> None:
