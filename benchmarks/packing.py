@@ -86,7 +86,9 @@ def build_model(hidden: int, length: int) -> nn.Module:
     )
 
 
-def make_trainer(name: str, options: argparse.Namespace, samples: int, data: Any, out: str, done: Callable[[], None]) -> Any:
+def make_trainer(
+    name: str, options: argparse.Namespace, samples: int, data: Any, out: str, done: Callable[[], None]
+) -> Any:
     """The Trainer of one loop; ``samples`` are those of a step without packing."""
     import transformers
 

@@ -290,13 +290,13 @@ def _refusal(
     if miscounted:
         return (
             f"{before}: their loss has {counts[1]:,} targets in the rows, and {counts[0]:,} alone, so every sample "
-            f"would have another weight. A loss must count the labels that are not -100, and the first token of a sample is "
-            f"no target of the sample before it. {after}"
+            f"would have another weight. A loss must count the labels that are not -100, and the first token of a "
+            f"sample is no target of the sample before it. {after}"
         )
     return (
         f"{before}: the loss of the rows differs by a relative {loss:.2g} from the losses of the samples alone, "
-        f"weighted by their tokens (rounding allows {limits[1]:.0e}), although outputs and targets are equal: the loss is not a "
-        f"mean over the labels that are not -100. {after}"
+        f"weighted by their tokens (rounding allows {limits[1]:.0e}), although outputs and targets are equal: the loss "
+        f"is not a mean over the labels that are not -100. {after}"
     )
 
 

@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "bidirectional flex": (
         library("BertForMaskedLM", "flex_attention"),
         {},
-        "which attn_implementation='flex_attention'",
+        "flex_attention' does not take",
     ),
     "no length": (Custom, {"max_length": None}, "packing=True needs max_length"),
     "group_by_length": (tiny_llama, {"train_sampling_strategy": "group_by_length"}, "all rows have the same length"),
