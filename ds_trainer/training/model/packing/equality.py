@@ -1,4 +1,4 @@
-"""Proves before the first step that packed samples train like the same samples alone, on real samples of the first batch.
+"""Proves before the first step that packed samples train like the same samples alone, on samples of the first batch.
 
 Two comparisons, in evaluation mode and without gradients, on a few tokens of a few samples:
 
@@ -91,7 +91,8 @@ class Equality:
             for name, value in (("outputs", self.outputs), ("loss", self.loss), ("other neighbors", self.neighbors))
             if value is not None
         ]
-        return f"packed samples equal the same samples alone ({self.samples} compared; largest differences: {', '.join(parts)})"
+        differences = f"{self.samples} compared; largest differences: {', '.join(parts)}"
+        return f"packed samples equal the same samples alone ({differences})"
 
 
 class _Rows:
@@ -288,14 +289,14 @@ def _refusal(
         )
     if miscounted:
         return (
-            f"{before}: their loss has {counts[1]:,} targets in the rows, and {counts[0]:,} alone, so every sample would "
-            f"have another weight. A loss must count the labels that are not -100, and the first token of a sample is "
-            f"no target of the sample before it. {after}"
+            f"{before}: their loss has {counts[1]:,} targets in the rows, and {counts[0]:,} alone, so every sample "
+            f"would have another weight. A loss must count the labels that are not -100, and the first token of a "
+            f"sample is no target of the sample before it. {after}"
         )
     return (
-        f"{before}: the loss of the rows differs by a relative {loss:.2g} from the losses of the samples alone, weighted "
-        f"by their tokens (rounding allows {limits[1]:.0e}), although outputs and targets are equal: the loss is not a "
-        f"mean over the labels that are not -100. {after}"
+        f"{before}: the loss of the rows differs by a relative {loss:.2g} from the losses of the samples alone, "
+        f"weighted by their tokens (rounding allows {limits[1]:.0e}), although outputs and targets are equal: the loss "
+        f"is not a mean over the labels that are not -100. {after}"
     )
 
 
