@@ -85,9 +85,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, nargs=2, default=[1024, 32768], metavar=("TOKENS", "CLASSES"))
     options = parser.parse_args()
     results = Results(options.json, "cpu", tokens=TOKENS, classes=CLASSES, timed=options.timed)
-    print(
-        "| weights | width | plain MB | tiles MB | their gradients | ratio | without them | plain s | tiles s |"
-    )
+    print("| weights | width | plain MB | tiles MB | their gradients | ratio | without them | plain s | tiles s |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, dtype in DTYPES.items():
         for width in options.widths:

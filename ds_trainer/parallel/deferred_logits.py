@@ -95,25 +95,31 @@ class DeferredLogits(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The real logits, with their graph."""
-        if self.known is None:
+        if self.known is None or not self.has_known():
             logits = self.reader.logits(self.hidden)
             for function in self.functions:
                 logits = function(logits, slice(0, _classes(self)))
             self.known = logits
         return self.known
 
+    def has_known(self) -> bool:
+        """Whether the real logits are known, with a graph if one is recorded now."""
+        known, graph = self.known, torch.is_grad_enabled() and self.hidden.requires_grad
+        return known is not None and (known.requires_grad or not graph)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record ``func``, or call it with the real logits."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
         if func in _ABOUT_SHAPES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         record = _RECORDED.get(func)
-        first = args[0] if args else kwargs.get("input")
         if record is not None:
-            logits = first if isinstance(first, DeferredLogits) else args[1]
-            if isinstance(logits, DeferredLogits) and logits.known is None:
+            logits = next((value for value in args if isinstance(value, DeferredLogits)), None)
+            if logits is not None and not logits.has_known():
                 result = record(func, args, kwargs)
                 if result is not NotImplemented:
                     return result

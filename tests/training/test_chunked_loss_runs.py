@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from ds_trainer import Trainer
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.parallel import deferred_logits
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.linear_cross_entropy import linear_cross_entropy
+from ds_trainer.training.loop.first_loss_check import check_first_loss, prefix_of
 from ds_trainer.training.model.chunked_loss import linear_head
+from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.layouts import DATA, MODELS, pad
-from tests.support.oracle import Trajectory
-from tests.support.pool import pool
+from tests.support.models import VOCABULARY, RaggedTokens, tiny_llama
+from tests.support.oracle import Trajectory, train_plainly
+from tests.support.pool import RankFailure, pool
 from tests.support.runs import train_and_report
+from tests.training.model.test_label_smoothing import FACTOR, smoothed_token_loss
 from tests.training.test_layouts import Case, arguments_of, case_of, reference
 
 CHUNK = 5  # tokens: borders inside every sequence
@@ -63,9 +71,142 @@ LAYOUTS = {
 }
 
 
+def test_a_partitioned_vocabulary_without_gathered_logits(tmp_path: Any) -> None:
+    case = case_of(ParallelLayout(2, tp=2), 1, **PADDED)
+    wanted = reference(case.model, case.data, case.optimizer, case.clip)
+    for found in run(case, tmp_path, deepspeed={"tensor_parallel": {"vocab_parallel_lm_head": True}}):
+        assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lora_on_the_head(stage: int, tmp_path: Any) -> None:
+    arguments = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0, "zero_stage": 0}
+    job = partial(train_and_report, adapted, partial(RaggedTokens, 37), str(tmp_path), **arguments)
+    (wanted,) = pool(1).run(partial(job, per_device_train_batch_size=16, loss_chunk_tokens=0))
+    job = partial(
+        train_in_tiles, adapted, partial(RaggedTokens, 37), str(tmp_path), **{**arguments, "zero_stage": stage}
+    )
+    for found in pool(2).run(partial(job, per_device_train_batch_size=4, gradient_accumulation_steps=2)):
+        assert_equal(found, wanted)
+
+
+def adapted() -> nn.Module:
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["lm_head", "q_proj"], r=3, lora_alpha=7, init_lora_weights=False)
+    model: nn.Module = peft.get_peft_model(tiny_llama(), config)
+    return model
+
+
+def test_label_smoothing_with_a_partitioned_vocabulary(tmp_path: Any) -> None:
+    make_data = partial(RaggedTokens, 37)
+    wanted = train_plainly(tiny_llama(), make_data(), loss=smoothed_token_loss, learning_rate=0.3, optimizer="sgd")
+    arguments = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0, "label_smoothing_factor": FACTOR}
+    job = partial(train_in_tiles, tiny_llama, make_data, str(tmp_path), tensor_parallel_size=2, **arguments)
+    for found in pool(2).run(partial(job, per_device_train_batch_size=8, gradient_accumulation_steps=2)):
+        assert_equal(found, wanted)
+
+
+def test_a_wrong_scale_ends_the_run_before_the_first_step(tmp_path: Any) -> None:
+    case = case_of(ParallelLayout(2), 3, **PADDED)
+    with pytest.raises(RankFailure, match="differs from the loss"):
+        run(case, tmp_path, scale=57 / 56)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trajectory_is_that_of_one_process(name: str, tmp_path: Any) -> None:
     case = LAYOUTS[name]
     wanted = reference(case.model, case.data, case.optimizer, case.clip)
     for found in run(case, tmp_path):
         assert_equal(found, wanted)
+
+
+# -- the comparison on the first batch: the whole model ----------------------------------------------------------------
+
+
+def trainer_of(model: nn.Module, output_dir: Any, **keywords: Any) -> Trainer:
+    args = TrainingArguments(str(output_dir), use_cpu=True, loss_chunk_tokens=CHUNK, report_to="none")
+    return Trainer(model, args, train_dataset=RaggedTokens(8), **keywords)
+
+
+def compare(trainer: Trainer, fused: bool = False) -> None:
+    batch = next(iter(trainer.get_train_dataloader()))
+    check_first_loss(trainer.losses, trainer.model, batch, trainer._prepare_inputs, fused)
+
+
+def of_user(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    logits = outputs.logits[..., :-1, :].contiguous()
+    total = F.cross_entropy(logits.view(-1, VOCABULARY), labels[..., 1:].reshape(-1), reduction="sum")
+    return total / num_items_in_batch
+
+
+@pytest.mark.parametrize("function", [None, of_user])
+def test_a_loss_divided_by_one_item_less_is_refused(function: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    trainer = trainer_of(tiny_llama(), tmp_path, compute_loss_func=function)
+    random = torch.get_rng_state()
+    compare(trainer)
+    assert torch.equal(torch.get_rng_state(), random)
+    record = deferred_logits._RECORDED[F.cross_entropy]
+
+    def wrong(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        targets = args[1].ne(-100).sum()
+        return record(func, args, kwargs) * targets / (targets - 1)
+
+    monkeypatch.setitem(deferred_logits._RECORDED, F.cross_entropy, wrong)
+    with pytest.raises(ConfigError, match=r"whole logits of a prefix .* differs .* by a relative 0\.\d+"):
+        compare(trainer)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_fused_loss_that_is_not_the_models_is_refused(wrong: bool, tmp_path: Any) -> None:
+    """Liger puts such a forward into the model; here it is a Llama's own, without the last token if wrong."""
+    model: Any = tiny_llama()
+
+    def fused(self: Any, input_ids: Any, labels: Any, num_items_in_batch: Any = None, **rest: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=rest.get("attention_mask")).last_hidden_state
+        logits = hidden @ self.lm_head.weight.t()
+        labels = torch.cat([labels[:, :-1], labels.new_full((len(labels), 1), -100)], 1) if wrong else labels
+        loss = self.loss_function(logits, labels, VOCABULARY, num_items_in_batch=num_items_in_batch)
+        return {"loss": loss}
+
+    trainer = trainer_of(model, tmp_path)
+    model.forward = MethodType(fused, model)
+    if not wrong:
+        compare(trainer, fused=True)
+    else:
+        with pytest.raises(ConfigError, match=r"Liger's fused loss of a prefix .*fused_linear_cross_entropy"):
+            compare(trainer, fused=True)
+    assert model.forward.__func__ is fused
+
+
+def test_the_prefix_begins_at_the_first_target() -> None:
+    labels = torch.full((2, 90), -100)
+    labels[0, 50:] = 7
+    ids = torch.arange(180).reshape(2, 90)
+    prefix = prefix_of({"input_ids": ids, "labels": labels}, ("labels",))
+    assert prefix is not None and torch.equal(prefix["input_ids"], ids[:1, 49:82])
+    assert prefix_of({"input_ids": ids, "labels": labels, "pixel_values": ids}, ("labels",)) is None
+    assert prefix_of({"input_ids": ids, "labels": labels[:, 0]}, ("labels",)) is None
+
+
+def right(found: Any) -> dict[str, float]:
+    return {"right": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+
+def evaluated(output_dir: str, chunk: int, metrics: bool) -> dict[str, float]:
+    args = TrainingArguments(
+        output_dir, use_cpu=True, loss_chunk_tokens=chunk, z_loss_factor=0.1, report_to="none", disable_tqdm=True
+    )
+    function = (
+        (lambda found: {"right": float((found.predictions.argmax(-1) == found.label_ids).mean())}) if metrics else None
+    )
+    trainer = Trainer(tiny_llama(), args, eval_dataset=RaggedTokens(12), compute_metrics=function)
+    found = trainer.evaluate()
+    return {key: found[key] for key in ("eval_loss", "eval_right") if key in found}
+
+
+def test_evaluations_with_and_without_predictions(tmp_path: Any) -> None:
+    wanted = evaluated(str(tmp_path), 0, True)
+    assert evaluated(str(tmp_path), CHUNK, True) == pytest.approx(wanted, rel=1e-6)
+    assert evaluated(str(tmp_path), CHUNK, False)["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-6)

@@ -54,9 +54,12 @@ def mark_leaf_modules(model: nn.Module) -> list[str]:
 def adapted_heads(model: nn.Module) -> dict[str, nn.Module]:
     """Output embeddings with LoRA, by name: a loss in tiles needs all their weights together."""
     modules = dict(model.named_modules())
+    adapted = {name: module for name, module in modules.items() if hasattr(module, "lora_A")}
+    if not adapted:
+        return {}
     getters = (getattr(module, "get_output_embeddings", None) for module in modules.values())
     heads = {id(getter()) for getter in getters if callable(getter)}
-    return {name: module for name, module in modules.items() if id(module) in heads and hasattr(module, "lora_A")}
+    return {name: module for name, module in adapted.items() if id(module) in heads}
 
 
 def delay_leaf_reduction(model: nn.Module) -> None:

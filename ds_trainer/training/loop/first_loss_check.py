@@ -2,8 +2,8 @@
 
 :mod:`ds_trainer.training.model.chunked_loss.head_check` compares what the head computes. This compares what comes out
 of the whole model or loss function, with its division by the items, for a prefix of the first sample: a loss that
-misses a token, or is divided by one more, differs by more than a hundredth. Liger's fused loss, if there is one, is compared
-with ours in the same way.
+misses a token, or is divided by one more, differs by more than a hundredth. Liger's fused loss, if there is one, is
+compared with ours in the same way.
 """
 
 from __future__ import annotations

@@ -180,6 +180,17 @@ class LossComputation:
         Raises:
             ConfigError: the model returned no loss.
         """
+        # The loop does this in `of`, and not where it wants the outputs of an evaluation.
+        with nullcontext() if self.for_loop else self.chunked.deferring(model):
+            loss, outputs = self._loss_and_outputs(model, inputs, items)
+        if not self.for_loop and items is not None and self.rule.normalized:
+            loss = loss * self._layout.seq_data_parallel_size
+        return loss, outputs
+
+    def _loss_and_outputs(
+        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss of the user's function, of label smoothing, or of the model."""
         if self._loss_function is not None:
             name = labels_in(inputs, self.label_names)
             labels = inputs.pop(name) if name is not None else None
@@ -197,8 +208,6 @@ class LossComputation:
             outputs = self._smoother.with_loss(outputs, loss)
         else:
             loss, outputs = self._of_model(model, inputs, items)
-        if not self.for_loop and items is not None and self.rule.normalized:
-            loss = loss * self._layout.seq_data_parallel_size
         return loss, outputs
 
     def _warn_of_missing_labels(self) -> None:

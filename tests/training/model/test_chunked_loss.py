@@ -117,6 +117,16 @@ def test_logits_that_are_read_are_the_logits() -> None:
     assert torch.equal(outputs.logits.argmax(-1), wanted.logits.argmax(-1))
 
 
+def test_metrics_without_a_graph_do_not_take_it_from_a_later_loss() -> None:
+    model = tiny_llama().train()
+    with ChunkedLoss(CHUNK).deferring(model):
+        outputs = model(**batch())
+    with torch.no_grad():
+        assert not outputs.logits.log_softmax(-1).requires_grad
+    found = outputs.logits.log_softmax(-1).square().mean()
+    assert_same(results(model, found), results(model, model(**batch()).logits.log_softmax(-1).square().mean()))
+
+
 def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A loss function of a user: each token has a weight."""
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")

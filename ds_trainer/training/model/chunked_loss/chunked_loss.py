@@ -67,12 +67,14 @@ class ChunkedLoss:
         self._model: nn.Module | None = None
         self._head: LinearHead | None = None
         self._module: nn.Module | None = None
+        self._is_known = False  # of these three, what they are now
         self._active = False
         self._checked = False
 
     def release(self) -> None:
         """Drop the references to the model."""
         self._model = self._head = self._module = None
+        self._is_known = False
 
     def uses_tiles(self, model: nn.Module, tokens: int) -> bool:
         """Whether the loss of a batch of ``tokens`` is computed in tiles."""
@@ -84,12 +86,12 @@ class ChunkedLoss:
         """Inside, the loss has tiles of ``chunk_tokens`` whatever the size of the batch; 0: no tiles. No z-loss."""
         before = self._chunk_tokens, self._checked, self._z_loss
         self._chunk_tokens, self._checked, self._z_loss = chunk_tokens, True, 0.0
-        self._head = None
+        self._is_known = False
         try:
             yield
         finally:
             self._chunk_tokens, self._checked, self._z_loss = before
-            self._head = None
+            self._is_known = False
 
     @contextmanager
     def deferring(self, model: nn.Module) -> Iterator[None]:
@@ -129,8 +131,8 @@ class ChunkedLoss:
 
     def _head_of(self, core: nn.Module) -> LinearHead | None:
         module = output_embedding(core)
-        if self._model is not core or self._module is not module or self._head is None:
-            self._model, self._module, self._head = core, module, None
+        if not (self._model is core and self._module is module and self._is_known):
+            self._model, self._module, self._head, self._is_known = core, module, None, True
             if module is not None and head_problem(module) is None:
                 size = self._chunk_tokens or CHUNK_TOKENS
                 self._head = LinearHead(
