@@ -19,7 +19,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 """What saves activations at little or no cost in time: field of :class:`Candidate`, and arguments that turn it on."""
 
-SEARCHED_FEATURES: tuple[str, ...] = ()
+SEARCHED_FEATURES: tuple[str, ...] = tuple(FEATURES)
 """Those of :data:`FEATURES` that ``TrainingArguments`` has."""
 
 _FEATURE_NAMES = {

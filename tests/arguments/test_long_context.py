@@ -38,7 +38,7 @@ def test_what_follows_from_the_length(given: dict[str, Any], wanted: tuple[Any, 
 
 @pytest.mark.parametrize("value", ["long", 0, -5, "0K", "1.00001K"])
 def test_no_length(value: Any) -> None:
-    with pytest.raises(ConfigError, match="max_length=.* must be a positive number of tokens, such as"):
+    with pytest.raises(ConfigError, match=r"max_length=.* must be a positive number of tokens, such as"):
         TrainingArguments("out", max_length=value)
 
 

@@ -21,6 +21,7 @@ from ds_trainer.cli.plan_solve import QUANTITIES, solve
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import record_run
+from ds_trainer.planner.candidate import FEATURES
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, fits, search
@@ -204,7 +205,8 @@ def test_measured_runs_correct_the_plans(
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_inverse_questions(quantity: str) -> None:
-    model, goal = PlannedModel.from_config(LLAMA_8B), Goal(8192, fixed=tuple(FIXED.items()))
+    without = dict.fromkeys(FEATURES, False)
+    model, goal = PlannedModel.from_config(LLAMA_8B), Goal(8192, fixed=tuple({**FIXED, **without}.items()))
     if quantity == "devices":
         goal = replace(goal, length=32768)
 

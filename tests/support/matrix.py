@@ -218,7 +218,8 @@ GRIDS = {
     "tests/training/test_library_runs.py::test_every_stage_trains_like_one_process": 2,
     "tests/training/test_library_runs.py::test_stage_0_trains_like_one_process": 2,
     "tests/training/stopping/test_stopping.py::test_a_signal_to_one_rank_stops_all": 2,
-    "tests/training/stopping/test_stops_and_evaluations.py::test_an_interrupted_evaluation_is_repeated_after_resuming": 2,
+    "tests/training/stopping/test_stops_and_evaluations.py::"
+    "test_an_interrupted_evaluation_is_repeated_after_resuming": 2,
     "tests/parity/test_events.py::test_events_and_their_arguments": 2,
     "tests/parity/test_events.py::test_callbacks_that_set_the_control": 2,
     "tests/parity/test_steps.py::test_logs_have_the_same_steps": 2,
