@@ -9,9 +9,6 @@ from ds_trainer.planner import candidate
 from ds_trainer.planner.candidate import CHUNK_TOKENS, Candidate
 from ds_trainer.planner.planned_model import PlannedModel
 
-_FREE = "chunked_loss"
-"""It costs no time, so that the others are tried only with it."""
-
 
 def feature_sets(model: PlannedModel, run: Candidate, fixed: Collection[str]) -> list[tuple[str, ...]]:
     """Sets of features that ``run`` could have in addition: none, all that have an effect, then fewer to more.
@@ -26,13 +23,7 @@ def feature_sets(model: PlannedModel, run: Candidate, fixed: Collection[str]) ->
     useful = [name for name in candidate.SEARCHED_FEATURES if name not in fixed and _has_effect(model, run, name)]
     if not useful:
         return [()]
-    always = tuple(name for name in useful if name == _FREE)
-    others = [name for name in useful if name != _FREE]
-    between = [
-        (*always, *chosen)
-        for number in range(0 if always else 1, len(others))
-        for chosen in combinations(others, number)
-    ]
+    between = [chosen for number in range(1, len(useful)) for chosen in combinations(useful, number)]
     return [(), tuple(useful), *between]
 
 

@@ -13,6 +13,7 @@ from ds_trainer.planner.activations.table import activations_of
 from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.parameters.decoders import decoder_parameters
 from ds_trainer.planner.parameters.groups import ParameterGroup, total
+from ds_trainer.planner.parameters.partition import has_tensor_parallel_plan, with_partition
 from ds_trainer.planner.transformer_shape import Stack, Transformer, read_transformer
 from ds_trainer.utils.errors import ConfigError
 
@@ -89,7 +90,7 @@ class PlannedModel:
         groups = module_parameters(module)
         if not groups:
             raise ConfigError(f"{type(base).__name__} has no parameters to plan for.")
-        own = tuple(group for group in groups if group.kind != "adapter")
+        own = with_partition((group for group in groups if group.kind != "adapter"), has_tensor_parallel_plan(base))
         adapters = tuple(group for group in groups if group.kind == "adapter")
         config = _as_mapping(getattr(base, "config", None))
         transformer = module_transformer(module, own)

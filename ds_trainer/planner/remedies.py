@@ -99,7 +99,8 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
         for batch in evaluation:
             one = replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
             for features in feature_sets(plan.model, one, kept):
-                yield replace(one, **dict.fromkeys(features, True)) if features else one
+                turned_on: dict[str, Any] = dict.fromkeys(features, True)
+                yield replace(one, **turned_on) if turned_on else one
 
 
 def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:

@@ -199,7 +199,8 @@ def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[st
             if key in too_large or (others, every) in too_large or (enough is not None and len(features) > enough):
                 yield None
                 continue
-            run = replace(candidate, **dict.fromkeys(features, True)) if features else candidate
+            turned_on: dict[str, Any] = dict.fromkeys(features, True)
+            run = replace(candidate, **turned_on) if turned_on else candidate
             plan = Plan(model, run, cluster, estimator.estimate(run), goal.margin)
             if not plan.fits:
                 too_large.add(key)

@@ -27,13 +27,12 @@ EFFICIENCY = {
 HOST_ADAM = 1.9e9
 """Elements that DeepSpeed's CPU Adam updates per second on one machine."""
 
-CHUNKED_LOSS_AGAIN = 0
-"""Products with the LM head that a chunked loss repeats: none, since it computes gradients in the forward pass. It is 1
-for one that recomputes logits in the backward pass."""
+CHUNKED_LOSS_AGAIN = 1
+"""Products with the LM head that a chunked loss repeats: the backward pass computes the logits again."""
 
 TILED_MLP_AGAIN = 1
 """Forward passes of the MLPs that tiling repeats: that of a tile in its backward pass, also if the layer has been
-recomputed before (DeepSpeed's ``TiledMLP``)."""
+recomputed before."""
 
 _LAUNCH_SECONDS = 4e-4  # kernels of a layer's forward pass in eager mode
 

@@ -84,7 +84,7 @@ def test_less_room_never_fits_more(change: str) -> None:
     else:
         harder = (goal, replace(cluster, board=replace(cluster.board, memory=40.0)))
     fixed = [("stage", 3), ("checkpointing", True), ("tp", 1), ("cp", 1), ("sp", 1), ("micro_batch", 1)]
-    fixed += [("offload_optimizer", False), *((name, False) for name in FEATURES)]
+    fixed += [(name, False) for name in ("offload_optimizer", *FEATURES)]
     easy = search(MODEL, cluster, replace(goal, fixed=tuple(fixed)))
     hard = search(MODEL, harder[1], replace(harder[0], fixed=tuple(fixed)))
     assert len(hard.fitting) <= len(easy.fitting)
@@ -109,7 +109,7 @@ def test_thousands_of_candidates_take_a_moment() -> None:
 )
 def test_what_is_not_evaluated_does_not_fit(length: int, global_batch: int, memory: float) -> None:
     cluster = replace(NODE, board=replace(NODE.board, memory=memory))
-    goal = Goal(length, global_batch, fixed=tuple((name, False) for name in FEATURES))
+    goal = Goal(length, global_batch, fixed=tuple(dict.fromkeys(FEATURES, False).items()))
     result = search(MODEL, cluster, goal)
     every = [Plan(MODEL, one, cluster, estimate_memory(MODEL, one)) for one in candidates(MODEL, cluster, goal, [])]
     assert len(every) == result.tried > len(result.fitting) + len(result.rejected)

@@ -122,7 +122,7 @@ class MemoryEstimator:
 
     def _shared_items(self, run: Candidate) -> SharedItems:
         numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)
-        features = (run.offload_optimizer, run.offload_param, run.checkpointing, run.chunked_loss)
+        features = (run.offload_optimizer, run.offload_param, run.checkpointing)
         key = (run.world_size, run.tp, run.stage, numbers, features)
         found = self._shared.get(key)
         if found is None:

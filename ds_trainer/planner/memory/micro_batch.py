@@ -27,7 +27,7 @@ class MicroBatch:
         evaluation: what exists at most in a forward pass without gradients: a layer, or logits and loss in float32.
         output: the last layer's output.
         logits: the logits, or their gradient, in the dtype of the model.
-        output_gradient: the gradient of the last layer's output, which a chunked loss has from its forward pass on.
+        output_gradient: the gradient of the last layer's output, which a chunked loss adds in float32 and then casts.
         offloaded: what is kept in host memory instead.
     """
 
@@ -76,7 +76,7 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         backward=tokens * (found.backward + tile),
         loss=tokens * found.loss,
         output=boundary,
-        output_gradient=boundary if run.chunked_loss else 0.0,
+        output_gradient=boundary + tokens * 4 * sizes["hidden"] * (run.weight_bytes < 4) if run.chunked_loss else 0.0,
         logits=run.weight_bytes * logits,
         evaluation=share * (boundary + max(forward, logits * (8 if run.weight_bytes == 4 else 10))),
     )

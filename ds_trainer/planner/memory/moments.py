@@ -112,7 +112,7 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
     gradients = _Gradients(elements, run, layers)
     at = (
         {**turn, "gather buffer": gathered.buffer},
-        {**turn, **(gradients.head if run.chunked_loss else {})},
+        turn,
         {**turn, **gradients.head},
         {"gathered weights": gathered.without_head, **before, **gradients.head_reduction},
         {**before, "gathered weights": gathered.without_head, **gradients.first},
@@ -138,7 +138,7 @@ def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, 
     gradient = {"gradient of the output": batch.output_gradient}
     return (
         {"activations": batch.kept, "a layer": batch.forward},
-        {"activations": output, "logits and loss": batch.loss, **gradient},
+        {"activations": output, "logits and loss": batch.loss},
         {"activations": output, "gradient of logits": batch.logits, **gradient},
         {"activations": output, **gradient},
         {"activations": batch.kept, **layer},

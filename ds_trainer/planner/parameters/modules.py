@@ -23,8 +23,9 @@ _ENCODERS_OF_MEDIA = ("vision", "visual", "image", "audio", "speech")
 def module_parameters(model: nn.Module) -> list[ParameterGroup]:
     """The parameters of ``model``, tied ones once. Its weights are not read.
 
-    ``stack`` of a group is its index in :func:`layer_lists`. The partition of a tensor-parallel model is not known
-    here: ``split`` is None. Quantized weights of bitsandbytes have the shape of the layer, and the bytes of an element.
+    ``stack`` of a group is its index in :func:`layer_lists`.
+    ``split`` is None: :mod:`ds_trainer.planner.parameters.partition` adds it. Quantized weights of bitsandbytes have
+    the shape of the layer, and the bytes of an element.
     """
     from torch import nn
 

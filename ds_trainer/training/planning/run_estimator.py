@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -23,21 +21,6 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
-
-
-_PARTITIONED = ("attention", "mlp", "head")  # kinds of weights
-
-
-def with_partition(model: PlannedModel) -> PlannedModel:
-    """``model``, of a module, with what tensor parallelism partitions: all linear layers of its layers, and the head.
-
-    Which dimension it is makes no difference to sizes.
-    """
-    groups = tuple(
-        replace(group, split=0) if len(group.shape) == 2 and group.kind in _PARTITIONED else group
-        for group in model.parameters
-    )
-    return replace(model, parameters=groups)
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -89,7 +72,7 @@ class RunEstimator:
     def read(self, model: nn.Module) -> PlannedModel:
         """The model as the planner needs it. It is read once: the engine partitions its parameters later."""
         if self._read is None or self._read[0] is not model:
-            self._read = (model, with_partition(PlannedModel.from_module(model)))
+            self._read = (model, PlannedModel.from_module(model))
         return self._read[1]
 
     def text(self) -> str:

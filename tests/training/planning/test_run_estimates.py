@@ -17,7 +17,6 @@ from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.recipes.text_dataset import TokenBlocks
 from ds_trainer.training.planning.candidates import state_bytes
 from ds_trainer.training.planning.job_devices import cpu_cluster, gpu_cluster
-from ds_trainer.training.planning.run_estimator import with_partition
 from ds_trainer.training.planning.sequence_length import SequenceLength, sequence_length
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
@@ -88,7 +87,7 @@ def test_optimizers_have_states_of_different_sizes() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_module_has_the_elements_of_its_configuration(tp: int) -> None:
     model = llama(tie_word_embeddings=False)
-    of_module = elements_of(with_partition(PlannedModel.from_module(model)), tp)
+    of_module = elements_of(PlannedModel.from_module(model), tp)
     assert of_module == elements_of(PlannedModel.from_config(model.config.to_dict()), tp)
 
 
