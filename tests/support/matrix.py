@@ -29,6 +29,9 @@ MATRIX = {
     "tests/checkpoint/loading/test_verification_cost.py::test_verifying_8b_takes_thousands_of_small_reads[64]": (
         "the same test with one rank, and tests/checkpoint/loading/test_range_reader.py"
     ),
+    "tests/training/test_long_context.py::test_trajectory_is_that_of_one_process[all axes]": (
+        "the same test with each axis on two ranks; all axes at once: tests/training/test_layouts.py"
+    ),
     # Grids in which a part has every kind of fault.
     "tests/training/test_mixed_batches.py::"
     "test_at_stage_3_different_modules_end_all_ranks_and_are_named[not in one of the second epoch-4-100000]": (
