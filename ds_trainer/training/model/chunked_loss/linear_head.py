@@ -82,7 +82,8 @@ class LinearHead:
         self._z_loss = z_loss
         self._check = check
         # Read now: in a forward pass under ZeRO-3, to look at a weight is to gather it.
-        weight = self._head.base_layer.weight if _is_lora(head) else self._head.weight
+        linear: Any = head.base_layer if _is_lora(head) else head
+        weight = linear.weight
         whole = getattr(weight, "ds_shape", weight.shape)[0]
         self.classes = int(whole) if self._slice is None else self._slice.classes
 
