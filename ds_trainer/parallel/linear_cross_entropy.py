@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-VOCABULARY_CHUNK = 8192
+VOCABULARY_CHUNK = 4096
 """Rows of the vocabulary in a tile."""
 
 # Products of 16-bit matrices with a float32 result, without a copy of the operands (CUDA, torch >= 2.8).

@@ -68,6 +68,9 @@ class LinearHead:
         chunk_tokens: tokens of a tile.
         z_loss: the factor of the z-loss, now.
         check: called with what is computed and the result, while the weights are whole; None: nothing to check.
+
+    Attributes:
+        classes: the size of the vocabulary, over all ranks.
     """
 
     def __init__(
@@ -78,14 +81,11 @@ class LinearHead:
         self._chunk_tokens = chunk_tokens
         self._z_loss = z_loss
         self._check = check
-
-    @property
-    def classes(self) -> int:
-        """The size of the vocabulary, over all ranks."""
-        if self._slice is not None:
-            return self._slice.classes
-        weight = self._head.weight if not _is_lora(self._head) else self._head.base_layer.weight
-        return int(getattr(weight, "ds_shape", weight.shape)[0])
+        # Read now: in a forward pass under ZeRO-3, to look at a weight is to gather it.
+        linear: Any = head.base_layer if _is_lora(head) else head
+        weight = linear.weight
+        whole = getattr(weight, "ds_shape", weight.shape)[0]
+        self.classes = int(whole) if self._slice is None else self._slice.classes
 
     def can_run(self) -> bool:
         """Whether the state of the head allows tiles now: LoRA that is merged into the weight does not."""
