@@ -162,6 +162,7 @@ MATRIX = {
 """Beginning of a test's name -> the tests of the default run that notice the same mistakes."""
 
 GRIDS = {
+    "tests/training/test_packed_runs.py::test_every_layout_trains_like_the_samples_alone": 2,
     "tests/training/test_layouts.py::test_trajectory_is_that_of_one_process": 2,
     "tests/training/test_exact_resume.py::test_a_resumed_run_is_bit_identical": 2,
     "tests/engine/state/test_round_trip.py::test_state_moves_from_every_optimizer_wrapper_to_another": 2,
