@@ -213,7 +213,7 @@ def ratio(result: dict[str, Any], other: str, clock: str) -> float:
 def table(result: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
     lines = [
-        "| loop | padding | tokens/s (CPU time) | packed, faster by (CPU time) | (wall clock) | held-out loss | tokens |",
+        "| loop | padding | tokens/s (CPU time) | packed is faster by (CPU) | (wall clock) | held-out loss | tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, loop in result["loops"].items():
