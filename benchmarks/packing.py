@@ -6,8 +6,9 @@ transformers' Trainer with padding. A step has about as many tokens in every loo
 
 All loops run in one process, in threads that take turns (``turns.py``): a loop runs a block of steps while the others
 sleep. So other load on the machine affects all of them, and the *ratio within a round* is meaningful even if single
-rates are not. Afterwards every loop evaluates the same held-out paragraphs; the losses are compared at the number of
-tokens that was trained on.
+rates are not. ``group_by_length`` begins with the longest samples of each 50 global batches, so its rate is that of the
+whole data only after a multiple of 50 steps. Afterwards every loop evaluates the same held-out paragraphs; the losses
+are compared at the number of tokens that was trained on.
 
     python benchmarks/packing.py                 the table, a few minutes
     python benchmarks/packing.py --rounds 3      the same with few rounds
@@ -213,7 +214,7 @@ def ratio(result: dict[str, Any], other: str, clock: str) -> float:
 def table(result: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
     lines = [
-        "| loop | padding | tokens/s (CPU time) | packed is faster by (CPU time) | (wall clock) | held-out loss | tokens |",
+        "| loop | padding | tokens/s (CPU time) | packed is faster by (CPU) | (wall clock) | held-out loss | tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, loop in result["loops"].items():

@@ -133,9 +133,16 @@ def packed_rows(
     for _, part in parts:
         ends.append(part.offsets[1:] + ends[-1][-1])
         summary = summary + part.summary
-    columns = [[samples for samples, _ in parts], [p.starts for _, p in parts], [p.lengths for _, p in parts]]
-    joined = (np.concatenate(column) if column else np.zeros(0, np.int64) for column in columns)
-    return PackedRows(*joined, np.concatenate(ends), summary)
+    if not parts:
+        empty = np.zeros(0, np.int32)
+        return PackedRows(ends[0][:0], empty, empty, ends[0], summary)
+    return PackedRows(
+        np.concatenate([samples for samples, _ in parts]),
+        np.concatenate([part.starts for _, part in parts]),
+        np.concatenate([part.lengths for _, part in parts]),
+        np.concatenate(ends),
+        summary,
+    )
 
 
 def _windows(lengths: Integers, max_length: int, strategy: PackingStrategy) -> Iterator[slice]:
