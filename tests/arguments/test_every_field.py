@@ -147,6 +147,7 @@ _RUN = "tests.training.test_argument_behaviour::"
 _DIVERGENCE = "tests.training.loop.test_divergence_guard::"
 _GENERATION = "tests.training.generation.test_seq2seq_trainer"
 _TRACKERS = "tests.callbacks.integrations."
+_PROTOCOL = "tests.checkpoint.protocol."
 _STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 _WORKERS: dict[str, Any] = {"dataloader_num_workers": 1}
 
@@ -257,24 +258,18 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "save_strategy": Effect("no", switches, {"save_steps": 2}),
     "save_steps": Effect(2, switches),
     "save_only_model": Shown(_RUN + "test_save_only_model"),
-    "save_on_each_node": Shown(
-        "tests.checkpoint.protocol.test_writer_groups::test_every_node_commits_its_own_directory"
-    ),
+    "save_on_each_node": Shown(_PROTOCOL + "test_writer_groups::test_every_node_commits_its_own_directory"),
     "save_total_limit": Shown(
         "tests.training.resume.test_resumption::test_old_checkpoints_are_removed_beyond_the_limit"
     ),
-    "save_keep_every": Shown(
-        "tests.checkpoint.protocol.test_checkpoint_directory::test_save_keep_every_keeps_checkpoints"
-    ),
+    "save_keep_every": Shown(_PROTOCOL + "test_checkpoint_directory::test_save_keep_every_keeps_checkpoints"),
     "trust_checkpoint": Shown("tests.checkpoint.converters.test_conversion::test_code_in_a_checkpoint_is_not_executed"),
     "hang_timeout": Shown("tests.monitor.health.test_hangs::test_a_sleeping_rank_is_named"),
     "hang_factor": Shown("tests.monitor.health.test_heartbeat::test_a_hang_is_many_median_steps"),
     "hang_policy": Shown("tests.monitor.health.test_hangs::test_a_hung_job_is_ended"),
     "profile_steps": Shown("tests.training.loop.test_step_profiler::test_the_page_says_where_the_time_goes"),
     "straggler_steps": Shown("tests.monitor.health.test_stragglers_in_runs::test_a_slow_rank_is_named"),
-    "save_failure_policy": Shown(
-        "tests.checkpoint.protocol.test_save_failures::test_the_run_continues_with_save_failure_continue"
-    ),
+    "save_failure_policy": Shown(_PROTOCOL + "test_save_failures::test_the_run_continues_with_save_failure_continue"),
     "verify_weights": Shown(
         "tests.training.loading.test_weight_check::test_the_weight_check_raises_only_if_users_cannot_have_changed_the_weights"
     ),

@@ -7,6 +7,7 @@ rule that turns the loss of a micro-batch into a contribution to the loss of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -161,10 +162,12 @@ class LossComputation:
         if method.takes_item_count:
             keywords["num_items_in_batch"] = items
         before, self.for_loop = self.for_loop, True
+        labels = inputs.get(self.label_names[0]) if self.label_names and isinstance(inputs, Mapping) else None
+        tokens = labels.numel() if isinstance(labels, torch.Tensor) else math.inf
         # In an evaluation that wants outputs, the logits are made anyway.
-        wanted = bool(keywords.get("return_outputs"))
+        plain = bool(keywords.get("return_outputs")) or tokens < self.chunked.tokens_from
         try:
-            with nullcontext() if wanted else self.chunked.deferring(model):
+            with nullcontext() if plain else self.chunked.deferring(model):
                 return method.call(model, inputs, **keywords)
         finally:
             self.for_loop = before

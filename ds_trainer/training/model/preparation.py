@@ -91,8 +91,8 @@ def check_model(
         problems += compile_problems(args)
     problems += chunked_loss_problems(
         model,
-        _own_value(args, "loss_chunk_tokens"),
-        _own_value(args, "z_loss_factor"),
+        args.loss_chunk_tokens,
+        args.z_loss_factor,
         _compiles(args, compiled),
     )
     if problems:
@@ -103,7 +103,7 @@ def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> Chunke
     """What computes the loss without whole logits, as the arguments say."""
     if _compiles(args, compiled):
         return ChunkedLoss(0)
-    return ChunkedLoss(_own_value(args, "loss_chunk_tokens"), _own_value(args, "z_loss_factor"))
+    return ChunkedLoss(args.loss_chunk_tokens, args.z_loss_factor)
 
 
 def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, tokens: int) -> bool:
@@ -112,7 +112,7 @@ def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledCon
     if _compiles(args, compiled) or head_problem(head) is not None:
         return False
     classes = getattr(head, "out_features", None)
-    return classes is not None and uses_tiles(_own_value(args, "loss_chunk_tokens"), tokens, classes)
+    return classes is not None and uses_tiles(args.loss_chunk_tokens, tokens, classes)
 
 
 def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, processing_class: Any) -> None:
@@ -139,12 +139,6 @@ def prepared_for_training(model: nn.Module, args: TrainingArguments, layout: Par
         if _watches(args):
             stack.enter_context(detect_overflow(model))
         yield
-
-
-def _own_value(args: TrainingArguments, name: str) -> Any:
-    """The value of a field; its default here if a subclass of the arguments has a field of its own by this name."""
-    own = TrainingArguments.__dataclass_fields__[name]
-    return getattr(args, name) if type(args).__dataclass_fields__[name] is own else own.default
 
 
 def _compiles(args: TrainingArguments, compiled: CompiledConfig) -> bool:

@@ -95,7 +95,7 @@ class DataLoading(Packing):
         if self.train_dataset is None:
             raise ConfigError("There is no train_dataset: pass one to the Trainer.")
         source = self.train_dataset
-        dataset, collate = self._packed_for_training(source) if packs(self.args) else self._wanted_columns(source)
+        dataset, collate = self.packed_for_training(source) if packs(self.args) else self._wanted_columns(source)
         source = dataset if packs(self.args) else source
         order = None if is_stream(source) else self._get_train_sampler(source)
         sampling = (
@@ -146,8 +146,8 @@ class DataLoading(Packing):
     def _loader_in_order(self, dataset: Any, name: str) -> Any:
         plan = evaluation_plan_of(self.args, self.layout)
         check_dataset(dataset, name, plan)
-        if name == "eval_dataset" and self._packs_evaluation():
-            rows, collate = self._packed_for_evaluation(dataset)
+        if name == "eval_dataset" and self.packs_evaluation():
+            rows, collate = self.packed_for_evaluation(dataset)
             loader = planned_loader(rows, plan, self.args, collate)
         else:
             lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)

@@ -38,15 +38,17 @@ class Packing(PrivateMethods):
     """The rows of the datasets."""
     compute_loss: Callable[..., Any]
 
-    def _packed_for_training(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+    def packed_for_training(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """The rows of the training data, and their collator."""
         in_order = self.args.train_sampling_strategy == SamplingStrategy.SEQUENTIAL
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return self._packed(dataset, "train_dataset", None if in_order else seed)
 
-    def _packed_for_evaluation(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+    def packed_for_evaluation(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """The rows of evaluation data, in its order, and their collator."""
         return self._packed(dataset, "eval_dataset", None)
 
-    def _packs_evaluation(self) -> bool:
+    def packs_evaluation(self) -> bool:
         """Whether evaluations use packed rows: not if predictions of single samples are needed."""
         args = self.args
         wanted = True if is_redefined(args, "eval_packing") or args.eval_packing is None else args.eval_packing

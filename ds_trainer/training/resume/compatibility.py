@@ -46,7 +46,7 @@ _PLAIN = (
         "torch_autocast",
     ),
     *("seed", "data_seed", "train_sampling_strategy", "sortish_sampler", "remove_unused_columns"),
-    *("packing", "packing_strategy"),
+    *("packing", "packing_strategy", "max_length"),
 )
 _ENGINE = (
     *("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "torch_autocast", "data_types"),

@@ -7,6 +7,7 @@ computed in tiles. Code that reads logits gets them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,9 @@ class ChunkedLoss:
     Args:
         chunk_tokens: ``loss_chunk_tokens``: tokens of a tile, 0 for no tiles, None to use them where they pay.
         z_loss: ``z_loss_factor``; in training only, so that the loss of an evaluation stays a likelihood.
+
+    Attributes:
+        tokens_from: with fewer tokens in a micro-batch, :meth:`deferring` has no effect; 0 until the model is known.
     """
 
     def __init__(self, chunk_tokens: int | None, z_loss: float = 0.0) -> None:
@@ -68,13 +72,14 @@ class ChunkedLoss:
         self._head: LinearHead | None = None
         self._module: nn.Module | None = None
         self._is_known = False  # of these three, what they are now
+        self.tokens_from = 0.0 if chunk_tokens != 0 or z_loss else math.inf
         self._active = False
         self._checked = False
 
     def release(self) -> None:
         """Drop the references to the model."""
         self._model = self._head = self._module = None
-        self._is_known = False
+        self._is_known, self.tokens_from = False, 0.0
 
     def uses_tiles(self, model: nn.Module, tokens: int) -> bool:
         """Whether the loss of a batch of ``tokens`` is computed in tiles."""
@@ -91,7 +96,7 @@ class ChunkedLoss:
             yield
         finally:
             self._chunk_tokens, self._checked, self._z_loss = before
-            self._is_known = False
+            self._is_known, self.tokens_from = False, 0.0
 
     @contextmanager
     def deferring(self, model: nn.Module) -> Iterator[None]:
@@ -107,8 +112,11 @@ class ChunkedLoss:
         head = self._head_of(core)
         module = self._module
         if head is None or module is None:
+            self.tokens_from = math.inf
             yield
             return
+        if self._chunk_tokens is None and not self._z_loss:
+            self.tokens_from = PAYS_FROM / (4 * head.classes)
         outer = model if model is not core else None
         kept: list[tuple[Any, DeferredLogits]] = []
         # DeepSpeed's hooks at the outputs of modules are operations on tensors, which would read the logits.
