@@ -107,7 +107,7 @@ class _Phases(TrainerCallback):
 
     def _at_gradient(self, output: Any, phase: str) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
+        if type(hidden) is torch.Tensor and hidden.requires_grad:  # not the logits of a chunked loss
             hidden.register_hook(lambda gradient: self._begin(phase))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
