@@ -71,7 +71,7 @@ class ChunkedLoss:
         self._model: nn.Module | None = None
         self._head: LinearHead | None = None
         self._module: nn.Module | None = None
-        self._is_partitioned = False  # by ZeRO-3
+        self._is_partitioned = False  # by ZeRO-3 or tensor parallelism
         self._is_known = False  # of these four, what they are now
         self.tokens_from = 0.0 if chunk_tokens != 0 or z_loss else math.inf
         self._active = False
@@ -120,7 +120,7 @@ class ChunkedLoss:
             self.tokens_from = PAYS_FROM / (4 * head.classes)
         outer = model if model is not core else None
         kept: list[tuple[Any, DeferredLogits]] = []
-        # ZeRO-3's hooks at the outputs of modules are operations on tensors, which would read the logits.
+        # Then DeepSpeed's hooks at the outputs of modules are operations on tensors, which would read the logits.
         handles = []
         if outer is not None and self._is_partitioned:
             handles += [
@@ -142,7 +142,8 @@ class ChunkedLoss:
         module = output_embedding(core)
         if not (self._model is core and self._module is module and self._is_known):
             self._model, self._module, self._head, self._is_known = core, module, None, True
-            self._is_partitioned = any(hasattr(parameter, "ds_id") for parameter in core.parameters())
+            by_zero = any(hasattr(parameter, "ds_id") for parameter in core.parameters())
+            self._is_partitioned = by_zero or bool(getattr(core, "ds_autotp_parsed", False))
             if module is not None and head_problem(module) is None:
                 size = self._chunk_tokens or CHUNK_TOKENS
                 self._head = LinearHead(
