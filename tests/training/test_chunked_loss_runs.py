@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.parallel import deferred_logits
+from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.linear_cross_entropy import linear_cross_entropy
 from ds_trainer.training.loop.first_loss_check import check_first_loss, prefix_of
@@ -43,14 +45,22 @@ class Tiles:
 
 
 def train_in_tiles(*arguments: Any, scale: float = 1.0, **keywords: Any) -> Trajectory:
-    """:func:`train_and_report`, and all losses of the training were computed in tiles."""
-    tiles = Tiles(scale)
+    """:func:`train_and_report`; all losses of the training were computed in tiles, and nothing has read the logits."""
+    tiles, read, readers = Tiles(scale), DeferredLogits.read, []
+
+    def reading(logits: DeferredLogits) -> torch.Tensor:
+        readers.append("".join(traceback.format_stack(limit=12)))
+        return read(logits)
+
     linear_head.linear_cross_entropy = tiles  # type: ignore[assignment]
+    DeferredLogits.read = reading  # type: ignore[method-assign]
     try:
         report = train_and_report(*arguments, **{"loss_chunk_tokens": CHUNK, **keywords})
     finally:
         linear_head.linear_cross_entropy = linear_cross_entropy
+        DeferredLogits.read = read  # type: ignore[method-assign]
     assert tiles.count >= 4  # steps
+    assert not readers, readers[0]
     return report
 
 

@@ -299,3 +299,19 @@ def test_functions_of_logits_are_part_of_the_comparison() -> None:
     with pytest.raises(ConfigError, match="differs"):
         other = replace(settings, functions=(lambda tile, rows: tile * 2,))
         head_check.check_tiles([(hidden, weight)], None, targets, other, losses)
+
+
+def test_a_hook_of_the_user_reads_whole_logits() -> None:
+    """A hook on the model runs before the logits of an engine are given back, so they are not deferred then."""
+    engine = nn.Module()
+    engine.module = model = tiny_llama()
+    engine.forward = lambda **inputs: model(**inputs)  # type: ignore[method-assign]
+    read: list[Any] = []
+    plain = model(**batch()).logits
+    with ChunkedLoss(CHUNK).deferring(engine):
+        assert isinstance(engine(**batch()).logits, DeferredLogits)
+    model.register_forward_hook(lambda module, given, output: read.append(output.logits))
+    with ChunkedLoss(CHUNK).deferring(engine):
+        engine(**batch())
+    assert type(read[0]) is torch.Tensor
+    assert torch.equal(read[0], plain)

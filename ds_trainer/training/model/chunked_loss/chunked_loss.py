@@ -71,8 +71,7 @@ class ChunkedLoss:
         self._model: nn.Module | None = None
         self._head: LinearHead | None = None
         self._module: nn.Module | None = None
-        self._is_partitioned = False  # by ZeRO-3 or tensor parallelism
-        self._is_known = False  # of these four, what they are now
+        self._is_known = False  # of these three, what they are now
         self.tokens_from = 0.0 if chunk_tokens != 0 or z_loss else math.inf
         self._active = False
         self._checked = False
@@ -116,13 +115,16 @@ class ChunkedLoss:
             self.tokens_from = math.inf
             yield
             return
+        if _has_other_hooks(core):
+            yield
+            return
         if self._chunk_tokens is None and not self._z_loss:
             self.tokens_from = PAYS_FROM / (4 * head.classes)
         outer = model if model is not core else None
         kept: list[tuple[Any, DeferredLogits]] = []
-        # Then DeepSpeed's hooks at the outputs of modules are operations on tensors, which would read the logits.
+        # DeepSpeed's hooks at the outputs of modules are operations on tensors, which would read the logits.
         handles = []
-        if outer is not None and self._is_partitioned:
+        if outer is not None:
             handles += [
                 core.register_forward_hook(lambda _, __, output: _taken(output, kept), prepend=True),
                 outer.register_forward_hook(lambda _, __, output: _given_back(output, kept)),
@@ -142,8 +144,6 @@ class ChunkedLoss:
         module = output_embedding(core)
         if not (self._model is core and self._module is module and self._is_known):
             self._model, self._module, self._head, self._is_known = core, module, None, True
-            by_zero = any(hasattr(parameter, "ds_id") for parameter in core.parameters())
-            self._is_partitioned = by_zero or bool(getattr(core, "ds_autotp_parsed", False))
             if module is not None and head_problem(module) is None:
                 size = self._chunk_tokens or CHUNK_TOKENS
                 self._head = LinearHead(
@@ -169,6 +169,12 @@ class ChunkedLoss:
             return DeferredLogits.of(head, hidden, head.classes, dtype)
 
         return call
+
+
+def _has_other_hooks(core: nn.Module) -> bool:
+    """Whether code of others may read the output of ``core`` before the logits are given back."""
+    modules = (getattr(hook, "__module__", None) or "" for hook in core._forward_hooks.values())
+    return any(not name.startswith(("deepspeed.", "ds_trainer.")) for name in modules)
 
 
 def _taken(output: Any, kept: list[tuple[Any, DeferredLogits]]) -> Any:
