@@ -41,6 +41,7 @@ from ds_trainer.arguments.parser_values import (
     metavar,
     strict,
 )
+from ds_trainer.arguments.redefined import left_to_others
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -95,6 +96,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         self._topics: dict[str, Any] = {}
         self._hints: dict[Any, dict[str, Any]] = {}
         self._collecting = False
+        self._left = left_to_others(self.dataclass_types)
         for cls in self.dataclass_types:
             self._add_dataclass_arguments(cls)
 
@@ -107,7 +109,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         """Add the flags of a dataclass. Subclasses call and override it."""
         for field in dataclasses.fields(dtype):
-            if field.init:
+            if field.init and (dtype, field.name) not in self._left:
                 self._add_field(dtype, field)
         if isinstance(dtype, ArgumentsType):
             self._add_old_names(dtype)
@@ -212,7 +214,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         with self._collecting_problems():
             namespace, remaining = self.parse_known_args(argv)
         sources = sources_of(self._actions, namespace)
-        fields = {name for cls in self.dataclass_types for name in _accepted(cls)}
+        fields = {name for cls in self.dataclass_types for name in self._accepted(cls)}
         wrong = wrong_values(namespace)
         problems = [f"{sources[name]}: {problem}" for name, found in wrong.items() for problem in found]
         given = {
@@ -294,7 +296,12 @@ class HfArgumentParser(argparse.ArgumentParser):
         root, problems = read_yaml(read_user_file(name, name, "YAML file"), name)
         if not isinstance(root.value, dict):
             raise ConfigError(f"{root.where}: expected a mapping of argument names to values.")
-        hints = {key: hint for cls in self.dataclass_types for key, hint in self._hints_of(cls).items()}
+        hints = {
+            key: hint
+            for cls in self.dataclass_types
+            for key, hint in self._hints_of(cls).items()
+            if (cls, key) not in self._left
+        }
         hints = {**{old: row.hint for old, row in RENAMED.items()}, **hints}
         values: dict[str, Any] = {}
         for key, entry in root.value.items():
@@ -310,7 +317,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _from_values(
         self, values: dict[str, Any], sources: dict[str, str], problems: list[str], allow_extra: bool
     ) -> tuple[Any, ...]:
-        known = [name for cls in self.dataclass_types for name in _accepted(cls)]
+        known = [name for cls in self.dataclass_types for name in self._accepted(cls)]
         unknown = [name for name in values if name not in known]
         if not allow_extra:
             problems = problems + [
@@ -328,7 +335,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         """
         objects, rest = [], dict(given)
         for cls in self.dataclass_types:
-            values = {name: rest.pop(name) for name in _accepted(cls) if name in rest}
+            values = {name: rest.pop(name) for name in self._accepted(cls) if name in rest}
             missing = [
                 field.name
                 for field in dataclasses.fields(cls)
@@ -360,17 +367,16 @@ class HfArgumentParser(argparse.ArgumentParser):
             raise ConfigError(problems)
         return objects, rest
 
+    def _accepted(self, cls: Any) -> list[str]:
+        """Names that the constructor of a dataclass accepts from here."""
+        names = [field.name for field in dataclasses.fields(cls) if field.init and (cls, field.name) not in self._left]
+        return [*names, *(old for old in RENAMED if old not in names)] if isinstance(cls, ArgumentsType) else names
+
     def _unknown_flag(self, text: str) -> str:
         flag = text.partition("=")[0]
         flags = [known for known in self._option_string_actions if "-" not in known.removeprefix("--")]
         near = did_you_mean(flag.replace("-", "_").replace("__", "--", 1), flags)
         return f"{COMMAND_LINE}: unknown argument {flag}.{near}"
-
-
-def _accepted(cls: Any) -> list[str]:
-    """Names that the constructor of a dataclass accepts."""
-    names = [field.name for field in dataclasses.fields(cls) if field.init]
-    return [*names, *(old for old in RENAMED if old not in names)] if isinstance(cls, ArgumentsType) else names
 
 
 def _spellings(flag: str) -> list[str]:
