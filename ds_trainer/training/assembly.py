@@ -345,9 +345,17 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate, save, profiler)
 
     def check_first_batch(self, batch: Any) -> None:
-        """Before the first step, check the keys of a batch, and that neither sharding nor tiles change the results."""
+        """Before the first step, check a batch, and that neither sharding, tiles nor packing change the results."""
+        self.check_keys(batch)
+        self.compare_first_batch(batch)
+
+    def check_keys(self, batch: Any) -> None:
+        """Check that the model takes the keys of a batch."""
         if self.losses.overlap_count:
             check_names(batch, self.model)
+
+    def compare_first_batch(self, batch: Any) -> None:
+        """Compare the results of a batch with those without sharding, tiles and packing. Collective."""
         if "compute_loss" not in self.overridden:
             liger = bool(self.args.use_liger_kernel) and "forward" in vars(base_model(self.model))
             check_first_loss(self.losses, self.model_wrapped, batch, self._prepare_inputs, liger)

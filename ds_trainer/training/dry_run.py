@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.enums import SelfTest, VerifyWeights
+from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback
 from ds_trainer.checkpoint.protocol import checkpoint_selection
@@ -250,7 +251,7 @@ class _Rehearsal:
             raise ValueError("make_trainer did not pass the arguments of its Trainer through the given function.")
         _drop_weights(trainer.model)
         runs: list[TrainingRun] = []
-        make, check_first_batch = trainer.make_checkpointer, trainer.check_first_batch
+        make = trainer.make_checkpointer
 
         def make_checkpointer(run: TrainingRun, *rest: Any) -> Checkpointer:
             runs.append(run)
@@ -259,10 +260,11 @@ class _Rehearsal:
             return checkpointer
 
         def check_first(batch: Any) -> None:
-            if trainer.sequence_sharder is None:
-                check_first_batch(batch)
-            else:
+            trainer.check_keys(batch)
+            if trainer.sequence_sharder is not None:
                 self.not_rehearsed.append("the comparison of sharded sequences with whole ones")
+            if packs(trainer.args):
+                self.not_rehearsed.append("the comparison of packed samples with the samples alone")
             raise _StartedUp
 
         _replace(trainer, "make_checkpointer", make_checkpointer)
