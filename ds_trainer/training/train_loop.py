@@ -317,6 +317,8 @@ class TrainLoop:
         self._raise_stopped()
 
     def _raise_stopped(self) -> NoReturn:
+        if self._profiler is not None:
+            self._profiler.finish()
         stopped = self._stop.stopped(self._events.state.global_step, self._checkpointer.newest())
         if self._run.is_main_process:
             print(str(stopped), flush=True)

@@ -67,7 +67,6 @@ class ChunkedLoss:
     def __init__(self, chunk_tokens: int | None, z_loss: float = 0.0) -> None:
         self._chunk_tokens = chunk_tokens
         self._z_loss = z_loss
-        self._forced: int | None = None
         self._model: nn.Module | None = None
         self._head: LinearHead | None = None
         self._module: nn.Module | None = None
