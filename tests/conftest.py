@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for function, all_cases in cases.items():
+    for all_cases in cases.values():
         for number, item in enumerate(all_cases):
             if is_left_out(item.nodeid, number):
                 item.add_marker("matrix")
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("clients")
         rest = [item for item in all_cases if not any(item.get_closest_marker(name) for name in ("matrix", "clients"))]
         for number, item in enumerate(rest):
-            if is_extended(function, number, len(rest)) or OPERATORS_FIXTURE in getattr(item, "fixturenames", ()):
+            if is_extended(item.nodeid, number, len(rest)) or OPERATORS_FIXTURE in getattr(item, "fixturenames", ()):
                 item.add_marker("extended")
     for marker in ("matrix", "clients", "extended"):
         if marker not in config.option.markexpr:

@@ -3,17 +3,19 @@
 Both runs together are what CI runs. A function takes its share of the default run: as many of its cases as fit into
 ``BUDGET``, evenly spaced, from the times of an earlier run (``seconds.json``, written by tools/seconds_of_tests.py). A
 function of which one case takes longer than ``LONGEST`` is left out, and so is whatever starts whole jobs: launchers,
-SLURM, compiled operators. A function without a time runs whole.
+SLURM, compiled operators. A function without a time runs whole, and so do the cases by which a mistake of
+tools/mutants is noticed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 BUDGET = 4.0
 """Seconds of a function in the default run, on one core that does nothing else."""
-LONGEST = 8.0
+LONGEST = 10.0
 """Seconds of one case, above which a function is left to the extended run."""
 
 # They start launchers and machines; several processes begin with them, so that none is left alone with one at the end.
@@ -23,6 +25,14 @@ OPERATORS_FIXTURE = "extensions"
 
 SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("seconds.json").read_text(encoding="utf-8"))
 """Test function -> mean seconds of a case; functions that take less than a second in all are not in it."""
+
+_MISTAKES = Path(__file__).resolve().parents[2] / "tools" / "mutants"
+NOTICING = {
+    name
+    for path in _MISTAKES.glob("*.yaml")
+    for name in re.findall(r'"(tests/[^"]+::[^"]+)"', path.read_text(encoding="utf-8"))
+}
+"""Tests that the lists of tools/mutants name one by one."""
 
 
 def cases_by_default(function: str, number: int) -> int:
@@ -35,7 +45,10 @@ def cases_by_default(function: str, number: int) -> int:
     return min(number, max(1, int(BUDGET / seconds)))
 
 
-def is_extended(function: str, case: int, number: int) -> bool:
-    """Whether case ``case`` (0 to ``number`` - 1) of a test function is left to the extended run."""
+def is_extended(nodeid: str, case: int, number: int) -> bool:
+    """Whether the test ``nodeid``, case ``case`` (0 to ``number`` - 1) of its function, is left to the extended run."""
+    if nodeid in NOTICING:
+        return False
+    function = nodeid.partition("[")[0]
     chosen = cases_by_default(function, number)
     return case * chosen % number >= chosen

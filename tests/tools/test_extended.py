@@ -9,7 +9,7 @@ import pytest
 import seconds_of_tests
 
 from tests.support import extended
-from tests.support.extended import JOBS, SECONDS, cases_by_default, is_extended
+from tests.support.extended import JOBS, NOTICING, SECONDS, cases_by_default, is_extended
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
         (0.5, 16, [0, 2, 4, 6, 8, 10, 12, 14]),
         (2.0, 5, [0, 3]),
         (3.0, 2, [0]),
-        (7.9, 3, [0]),
-        (8.1, 3, []),
+        (9.9, 3, [0]),
+        (10.1, 3, []),
         (0.1, 3, [0, 1, 2]),
     ],
 )
@@ -36,6 +36,12 @@ def test_a_function_keeps_as_many_cases_as_fit(
 def test_jobs_are_left_to_the_extended_run() -> None:
     assert all((ROOT / path).exists() for path in JOBS)
     assert cases_by_default("tests/cluster/test_new.py::test_of_which_no_time_is_known", 3) == 0
+
+
+def test_what_notices_a_mistake_stays() -> None:
+    grids = [name for name in NOTICING if not name.startswith(JOBS) and name.endswith("]")]
+    assert len(grids) > 5
+    assert not any(is_extended(name, 1, 1000) for name in grids)
 
 
 def test_times_are_those_of_functions_that_exist() -> None:
