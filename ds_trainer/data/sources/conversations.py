@@ -89,13 +89,13 @@ def check_text(value: Any, key: str) -> str:
         BadRecord: it is something else.
     """
     if not isinstance(value, str):
-        raise BadRecord(f"{key!r} must be a string, got {type_name(value)}")
+        raise BadRecord(f"{_shown(key)} must be a string, got {type_name(value)}")
     if not value.strip():
-        raise BadRecord(f"{key!r} is empty")
+        raise BadRecord(f"{_shown(key)} is empty")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but half of a surrogate pair
-        raise BadRecord(f"{key!r} cannot be encoded as UTF-8: {error.reason}") from error
+        raise BadRecord(f"{_shown(key)} cannot be encoded as UTF-8: {error.reason}") from error
     return value
 
 
@@ -108,7 +108,7 @@ def parsed_json(text: str, key: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRecord(f"{key!r} is a text, and not valid JSON: {error}") from error
+        raise BadRecord(f"{_shown(key)} is a text, and not valid JSON: {error}") from error
 
 
 def without_nulls(value: Any) -> Any:
@@ -127,6 +127,11 @@ def image_parts(turns: list[dict[str, Any]]) -> int:
     """Content parts that stand for an image of the sample's list."""
     parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
     return sum(part["type"] == "image" and len(part) == 1 for part in parts)
+
+
+def _shown(key: str) -> str:
+    """A key in quotes; a description, which has spaces, without."""
+    return key if " " in key else repr(key)
 
 
 def _turn(turn: Any, name: str, directory: Path) -> dict[str, Any]:

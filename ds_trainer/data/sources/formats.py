@@ -108,7 +108,10 @@ def _question(row: Mapping[str, Any], keys: tuple[str, ...], directory: Path) ->
     if extra is not None and check_text(extra, "input"):
         question = f"{question}\n\n{extra}"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for number, pair in enumerate(reversed(row.get("history") or []), 1):
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise BadRecord(f"'history' must be a list of pairs, question and answer, got {type_name(history)}")
+    for number, pair in enumerate(reversed(history), 1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRecord(f"'history' must be a list of pairs, question and answer; entry {-number} is not")
         earlier = [check_text(text, f"history[{-number}]") for text in pair]
