@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
@@ -97,6 +98,22 @@ class Mixture(Dataset[Any]):
         source, position = self.locate(index)
         sample = self.datasets[source][position]
         return {**sample, SOURCE_KEY: source} if isinstance(sample, dict) else sample
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of every sample of the epoch that is set, int32 ``[samples]``, from ``lengths`` of the datasets."""
+        found = []
+        for source, (dataset, samples) in enumerate(zip(self.datasets, self.samples, strict=True)):
+            own = getattr(dataset, "lengths", None)
+            lengths = np.asarray([len(row["input_ids"]) for row in dataset] if own is None else own, np.int32)
+            found.append(lengths[self._positions(source, samples)] if self.weighted else lengths)
+        return np.concatenate(found)
+
+    def _positions(self, source: int, samples: int) -> npt.NDArray[np.int64]:
+        size = len(self.datasets[source])
+        draws = np.arange(samples) + int(self._epoch[0]) * samples
+        turns = draws // size
+        return np.concatenate([self._order(source, int(t)).at(draws[turns == t] % size) for t in np.unique(turns)])
 
     def _order(self, source: int, turn: int) -> StoredOrder | ComputedPermutation:
         """The order of pass ``turn`` over a source. The last two of each source are kept: a part may end within one."""

@@ -188,5 +188,5 @@ def test_two_kinds_in_one_row_have_to_be_chosen(folder: Path) -> None:
     (folder / "x.jsonl").write_text(json.dumps(row))
     assert "set kind of the source to messages or preference" in problems_of(folder / "x.jsonl")[0]
     for kind in ("messages", "preference"):
-        source = Source(SourceSpec(path=(str(folder / "x.jsonl"),), kind=kind), "x")  # type: ignore[arg-type]
+        source = Source(SourceSpec(path=(str(folder / "x.jsonl"),), kind=kind), "x")
         assert [record.kind for record in source.read(BadLines())] == [kind]
