@@ -83,8 +83,8 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     if recipe is not None:
         taken = []
         if length is None:
-            length = recipe.data.sequence_length
-            taken.append(f"{length:,} tokens (data.sequence_length)")
+            length = recipe.tokens_per_sample
+            taken.append(f"{length:,} tokens (data.{'max_length' if recipe.fine_tunes else 'sequence_length'})")
         if batch is None and options.micro_batch is None:
             plan = _batch(recipe, cluster)
             batch = plan.global_batch_size
@@ -273,7 +273,7 @@ def _batch(recipe: Recipe, cluster: Cluster) -> BatchPlan:
 
 def _evaluation(recipe: Recipe) -> int | None:
     """The recipe's batch of evaluation; None if it has no data for one."""
-    if not recipe.data.eval and recipe.data.held_out_every is None:
+    if not recipe.data.has_eval:
         return None
     return recipe.training_arguments().per_device_eval_batch_size
 

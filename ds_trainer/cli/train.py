@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         overrides = [*overrides, f"--arguments.profile_steps={options.profile}"]
     recipe = load_recipe(options.recipe, overrides)
 
-    from ds_trainer.recipes.language_model_job import run as run_job  # after the quick checks, since it imports torch
+    from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch
 
     run_job(recipe)
     return 0
