@@ -171,6 +171,10 @@ class Encoder:
         """Tokens with labels for ``spans`` of ``text``, checked; before them the tokens ``beginning``."""
         if not any(span.end > span.start for span in spans):
             raise SampleProblem(source, "no_trained_token", f"no token is trained on (train_on: {self._train_on()}).")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise SampleProblem(source, "bad_unicode", f"has a lone surrogate, {text[error.start]!r}.") from error
         edges = sorted({edge for span in spans for edge in span})
         try:
             ids, borders, in_parts = tokenize(self.tokenizer, text, edges)
@@ -245,7 +249,9 @@ class Encoder:
             notices.add("empty_reasoning")
         if "end_of_turn_differs" in turns.notices:  # known, and the last turn has its token
             trained = trained[-1:]
-        if not all(any(match.end() == len(part) for match in self._special.finditer(part)) for part in trained):
+        if isinstance(self.options.train_on, str) and not all(
+            any(match.end() == len(part) for match in self._special.finditer(part)) for part in trained
+        ):
             notices.add("no_end_of_turn")
         return notices
 

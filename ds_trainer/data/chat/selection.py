@@ -108,6 +108,7 @@ def _without(turns: Turns, messages: list[dict[str, object]], excluded: list[int
 
 def _not_found(index: int, count: int, role: str) -> str:
     return (
-        f"message {index + 1} of {count} ({role}) cannot be found with certainty in the text of the chat"
-        " template. Use one that marks what the assistant generates, with {% generation %}."
+        f"message {index + 1} of {count} ({role}) cannot be found with certainty in the text of the "
+        "chat template. Use one that marks what the assistant generates, with {% generation %}, or exclude it with "
+        '"train": false.'
     )

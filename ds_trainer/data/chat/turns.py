@@ -75,13 +75,14 @@ class Turns:
         stripped = content.lstrip()
         marked[index] = {**marked[index], "content": content[: len(content) - len(stripped)] + SENTINEL + stripped}
         start = self._position(marked, self.text)
-        if start is None:
+        marked[index] = next(with_inserted(self._messages[index], SENTINEL))
+        content_end = self._position(marked, self.text)
+        if start is None or content_end is None or content_end < start:
             return None
         end = len(self.text) if index == len(self._messages) - 1 else self._end(index)
-        if end is None:
-            marked[index] = next(with_inserted(self._messages[index], SENTINEL))
-            end = self._position(marked, self.text)
-        return None if end is None or end < start else Span(start, self._trimmed(start, end))
+        # A message that is written as a part of another one has no end of its own.
+        end = content_end if end is None or end < content_end else end
+        return Span(start, self._trimmed(start, end))
 
     def is_end_of_turn(self, start: int, end: int) -> bool:
         """Whether the characters ``start`` to ``end`` are one special token, and white space."""

@@ -53,6 +53,23 @@ def test_train_on(train_on, parts):
     assert trained(shown(CHAT, train_on=train_on)) == parts
 
 
+def test_a_message_within_another_can_be_trained_on():
+    """Gemma writes the system message in the first user turn."""
+    assert trained(shown(CHAT, "gemma-3", train_on=("system",))) == ["Be brief."]
+    assert trained(shown(CHAT, "gemma-3", train_on=("user",))) == ["One?<end_of_turn>", "Two?<end_of_turn>"]
+
+
+def test_conversations_that_begin_with_the_assistant():
+    """Qwen's template cannot write the prompt of the first turn alone."""
+    messages = [{"role": "assistant", "content": "Hello"}, *CHAT[1:3]]
+    assert refused(messages, family="qwen-3").message.startswith("message 1 of 3 (assistant) cannot be found")
+    messages[0]["train"] = False
+    assert trained(shown(messages, "qwen-3")) == ["<think>\n\n</think>\n\n1<|im_end|>"]
+    assert trained(shown(messages, "chatml")) == ["1<|im_end|>"]
+    messages[0]["train"] = True
+    assert trained(shown(messages, "chatml")) == ["Hello<|im_end|>", "1<|im_end|>"]
+
+
 def test_train_on_all():
     text = shown(CHAT, train_on="all")
     assert text == f"⟦{text[1:-1]}⟧"
@@ -224,6 +241,7 @@ def test_tokenizers_without_offsets():
             "bad_messages",
             "arguments are not JSON",
         ),
+        ([CHAT[1], {"role": "assistant", "content": "\ud800"}], "bad_unicode", "has a lone surrogate"),
         ([{"role": "user", "content": "a"}], "no_trained_token", r"no token is trained on \(train_on: assistant\)"),
     ],
 )
