@@ -66,17 +66,12 @@ class Encoder:
         )
 
     def __call__(self, record: Record) -> list[Sample]:
-        """The samples of ``record``; none if it cannot be encoded and ``bad_samples`` is ``skip``.
+        """The samples of ``record``.
 
         Raises:
             SampleProblem: it cannot be encoded, or its labels would be wrong.
         """
-        try:
-            return self.encode(record).samples
-        except SampleProblem:
-            if self.options.bad_samples == "skip":
-                return []
-            raise
+        return self.encode(record).samples
 
     def encode(self, record: Record) -> Encoded:
         """The samples of ``record``, with what was noticed.

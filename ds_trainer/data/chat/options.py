@@ -11,7 +11,6 @@ from ds_trainer.utils.errors import ConfigError
 
 TRAIN_ON = ("assistant", "last_turn", "all")
 LONG_SAMPLES = ("truncate", "drop", "split", "error")
-BAD_SAMPLES = ("error", "skip")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -31,7 +30,6 @@ class EncodeOptions:
         template_kwargs: further variables of the template, as pairs: ``(("enable_thinking", False),)``.
         date: what a template that asks for the current date gets (ISO format), so that samples do not depend on the
             day they are made on.
-        bad_samples: what happens to a record that cannot be encoded: ``error`` refuses it, ``skip`` leaves it out.
 
     Raises:
         ConfigError: a value cannot work; lists all.
@@ -43,11 +41,11 @@ class EncodeOptions:
     long_samples: str = "truncate"
     template_kwargs: tuple[tuple[str, Any], ...] = ()
     date: str = "2025-01-01"
-    bad_samples: str = "error"
 
     def __post_init__(self) -> None:
-        if isinstance(self.train_on, list):
-            object.__setattr__(self, "train_on", tuple(self.train_on))
+        if not isinstance(self.train_on, str):
+            roles = tuple(self.train_on)
+            object.__setattr__(self, "train_on", "assistant" if roles == ("assistant",) else roles)
         if isinstance(self.template_kwargs, Mapping):
             object.__setattr__(self, "template_kwargs", tuple(sorted(self.template_kwargs.items())))
         if problems := self._problems():
@@ -67,8 +65,6 @@ class EncodeOptions:
             problems.append(f"max_length={self.max_length} must be 2 or more tokens.")
         if self.long_samples not in LONG_SAMPLES:
             problems.append(f"long_samples={self.long_samples!r} is not one of {', '.join(LONG_SAMPLES)}.")
-        if self.bad_samples not in BAD_SAMPLES:
-            problems.append(f"bad_samples={self.bad_samples!r} is not one of {', '.join(BAD_SAMPLES)}.")
         try:
             datetime.date.fromisoformat(self.date)
         except ValueError:

@@ -356,14 +356,10 @@ def test_encoders_can_be_pickled_and_options_hashed():
     assert "enable_thinking" in (encoder.options.chat_template or "")
 
 
-def test_bad_samples_are_skipped_only_when_asked_for():
-    record = Record("a", "messages", {"messages": CHAT[:2]})
-    assert Encoder(tokenizer_of("chatml"), EncodeOptions(bad_samples="skip"))(record) == []
-
-
 def test_options_that_cannot_work():
     with pytest.raises(ConfigError) as caught:
-        EncodeOptions(train_on="user", max_length=1, long_samples="cut", date="today", bad_samples="no")
-    assert len(caught.value.problems) == 5
+        EncodeOptions(train_on="user", max_length=1, long_samples="cut", date="today")
+    assert len(caught.value.problems) == 4
+    assert EncodeOptions(train_on=("assistant",)) == EncodeOptions()
     with pytest.raises(ConfigError, match="'bot' is no role"):
         EncodeOptions(train_on=("assistant", "bot"))
