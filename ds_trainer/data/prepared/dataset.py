@@ -71,6 +71,16 @@ class PreparedDataset(Dataset[Sample]):
         """Tokens of every sample, int32 ``[samples]``, mapped from the file. No token is read."""
         return self._lengths.read(0, 4 * self._samples).view("<i4")
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.manifest.tokens
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that are targets; the first one of a sample is none."""
+        return self.manifest.trained_tokens
+
     def __getitem__(self, index: int) -> Sample:
         index = range(self._samples)[index]
         shard = bisect.bisect_right(self._first_sample, index) - 1

@@ -63,9 +63,9 @@ class Manifest:
         key: SHA-256 of everything that decides the samples (:mod:`ds_trainer.data.prepared.key`).
         content: what the key was computed from, to be read by people.
         dtype: numpy name of the type of tokens.
-        trained_tokens: tokens with a label.
-        dropped: records without a sample.
-        untrained: samples without a trained token.
+        trained_tokens: tokens that are targets; the first one of a sample is none, as nothing predicts it.
+        counts: ``records`` that were read, ``dropped`` ones that gave no sample, ``samples``, ``untrained`` ones
+            without a target, and what ``encode`` noticed.
         lengths: record of the file with the tokens of every sample, int32 ``[samples]``.
         offsets: record of the file with the first token of every sample, counted over all shards, int64 ``[samples]``.
         shards: the shards that have samples, in order.
@@ -75,8 +75,7 @@ class Manifest:
     content: Mapping[str, Any]
     dtype: str
     trained_tokens: int
-    dropped: int
-    untrained: int
+    counts: Mapping[str, int]
     lengths: FileRecord
     offsets: FileRecord
     shards: tuple[ShardRecord, ...]

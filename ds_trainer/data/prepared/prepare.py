@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class PreparationReport:
     """What it took to write a dataset.
 
     Attributes:
-        samples, tokens, trained_tokens, dropped, untrained, bytes: of the dataset.
+        manifest: of the dataset.
         directory: where it is.
         source_bytes: size of the source files.
         seconds: wall-clock time of encoding and writing.
@@ -51,12 +52,7 @@ class PreparationReport:
         processes: their number.
     """
 
-    samples: int
-    tokens: int
-    trained_tokens: int
-    dropped: int
-    untrained: int
-    bytes: int
+    manifest: Manifest
     directory: Path
     source_bytes: int
     seconds: float
@@ -65,19 +61,17 @@ class PreparationReport:
 
     def text(self) -> str:
         """A few lines for a terminal."""
-        per_core = self.tokens / max(self.cpu_seconds, 1e-9)
+        made, seconds = self.manifest, max(self.seconds, 1e-9)
+        others = [f"{count:,} {name}" for name, count in made.counts.items() if count and name != "samples"]
         lines = [
-            f"{self.samples:,} samples, {self.tokens:,} tokens, {self.trained_tokens:,} of them trained on "
-            f"({100 * self.trained_tokens / max(self.tokens, 1):.1f} %)",
-            f"{self.bytes / 1e6:,.1f} MB from {self.source_bytes / 1e6:,.1f} MB of source",
-            f"{self.seconds:,.1f} s in {self.processes} processes, {self.tokens / max(self.seconds, 1e-9):,.0f} "
-            f"tokens/s; {per_core:,.0f} tokens/s per core",
+            f"{made.samples:,} samples, {made.tokens:,} tokens, {made.trained_tokens:,} of them trained on "
+            f"({made.trained_tokens / max(made.tokens, 1):.1%}); {', '.join(others)}",
+            f"{made.bytes / 1e6:,.1f} MB from {self.source_bytes / 1e6:,.1f} MB of source",
+            f"{self.seconds:,.1f} s in {self.processes} processes, {made.tokens / seconds:,.0f} tokens/s; "
+            f"{made.tokens / max(self.cpu_seconds, 1e-9):,.0f} tokens/s per core",
+            f"in {self.directory}",
         ]
-        if self.dropped:
-            lines.append(f"{self.dropped:,} records gave no sample")
-        if self.untrained:
-            lines.append(f"{self.untrained:,} samples have no token that is trained on")
-        return "\n".join([*lines, f"in {self.directory}"])
+        return "\n".join(lines)
 
 
 def default_directory() -> Path:
@@ -105,8 +99,9 @@ def prepare(
 
     Args:
         parts: the source; its records are read only if they have to be encoded.
-        encode: gives the sample of a record (``input_ids`` and ``labels``, one number per token), several samples, or
-            None. It can be pickled if there are several processes.
+        encode: gives the samples of a record (``input_ids`` and ``labels``, one number per token): one, an iterable of
+            some, None, or an object with ``samples`` and ``notices``, names that are counted. It can be pickled if
+            there are several processes.
         directory: holds prepared datasets of any content.
         files: the files behind ``parts``, in order; their content is part of the key.
         identity: everything else that decides the samples: tokenizer, options of reading and encoding, code
@@ -196,12 +191,7 @@ class _DatasetWriter:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return PreparationReport(
-            manifest.samples,
-            manifest.tokens,
-            manifest.trained_tokens,
-            manifest.dropped,
-            manifest.untrained,
-            manifest.bytes,
+            manifest,
             self._final,
             source_bytes,
             time.perf_counter() - began,
@@ -273,9 +263,10 @@ class _Index:
         """
         lengths: FileRecord = self._lengths.finish()
         offsets: FileRecord = self._offsets.finish()
-        dropped = sum(result.dropped for result in self._results)
+        counts = sum((result.counts for result in self._results), Counter[str]())
         if not self._tokens:
-            raise ConfigError(f"There is nothing to train on: {dropped} records were read, and none gave a sample.")
+            records = counts["records"]
+            raise ConfigError(f"There is nothing to train on: {records} records were read, and none gave a sample.")
         for result in self._results:
             if not result.record.samples:
                 (self._directory / result.record.file_name).unlink()
@@ -284,8 +275,7 @@ class _Index:
             content=content,
             dtype=dtype,
             trained_tokens=sum(result.trained_tokens for result in self._results),
-            dropped=dropped,
-            untrained=sum(result.untrained for result in self._results),
+            counts=dict(sorted(counts.items())),
             lengths=lengths,
             offsets=offsets,
             shards=tuple(result.record for result in self._results if result.record.samples),

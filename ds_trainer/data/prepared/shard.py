@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,9 @@ _MOST_PROBLEMS = 20
 _NOTED_EVERY = 256  # samples
 
 Encoded = Mapping[str, Any]
-Encode = Callable[["Record"], "Encoded | Iterable[Encoded] | None"]
+Encode = Callable[["Record"], Any]
+"""Gives the sample of a record, an iterable of samples, None, or an object with ``samples`` and ``notices`` (names that
+are counted)."""
 ReadRecords = Callable[[], Iterable["Record"]]
 
 
@@ -45,7 +48,7 @@ class ShardResult:
     Attributes:
         record: its entry in the manifest.
         lengths: tokens of each sample, int32 ``[samples]``.
-        trained_tokens, dropped, untrained: see :class:`~ds_trainer.data.prepared.manifest.Manifest`.
+        trained_tokens, counts: see :class:`~ds_trainer.data.prepared.manifest.Manifest`.
         seconds: CPU time of reading, encoding and writing.
         problems: what is wrong with records; the shard is of no use if there are any.
     """
@@ -53,8 +56,7 @@ class ShardResult:
     record: ShardRecord
     lengths: npt.NDArray[np.int32]
     trained_tokens: int = 0
-    dropped: int = 0
-    untrained: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -78,7 +80,7 @@ def write_shard(
         directory: of the dataset.
         number: of the shard.
         reads: each opens some of the records.
-        encode: gives the sample of a record, several samples, or None for none.
+        encode: gives the samples of a record (:data:`Encode`).
         vocab_size: all ids are below it.
         note: is told the tokens of some samples now and then, for a progress bar.
 
@@ -108,11 +110,14 @@ def _encode_all(read: ReadRecords, encode: Encode, samples: _Samples, most: int)
     try:
         for record in read():
             try:
-                made = _samples_of(encode(record))
+                encoded = encode(record)
+                samples.counts.update(getattr(encoded, "notices", ()))
+                made = _samples_of(encoded)
+                before = samples.counts["samples"]
                 for sample in made:
                     samples.add(record.source, sample)
-                if not made:
-                    samples.drop()
+                samples.counts["records"] += 1
+                samples.counts["dropped"] += samples.counts["samples"] == before
             except ConfigError as error:
                 problems += error.problems
                 if len(problems) >= most:
@@ -124,7 +129,8 @@ def _encode_all(read: ReadRecords, encode: Encode, samples: _Samples, most: int)
     return problems
 
 
-def _samples_of(encoded: Encoded | Iterable[Encoded] | None) -> list[Encoded]:
+def _samples_of(encoded: Any) -> list[Encoded]:
+    encoded = getattr(encoded, "samples", encoded)
     if encoded is None:
         return []
     return [encoded] if isinstance(encoded, Mapping) else list(encoded)
@@ -141,20 +147,20 @@ class _Samples:
         self._trained: list[npt.NDArray[np.bool_]] = []
         self._lengths: list[int] = []
         self._sources = _Sources()
-        self._dropped = self._untrained = self._noted = 0
-
-    def drop(self) -> None:
-        self._dropped += 1
+        self._noted = self._targets = 0
+        self.counts: Counter[str] = Counter()
 
     def add(self, source: str, sample: Encoded) -> None:
         ids, trained = self._checked(source, sample)
         if not len(ids):
-            self.drop()
             return
         self._writer.write(ids.astype(self._dtype).tobytes())
         self._trained.append(trained)
         self._lengths.append(len(ids))
-        self._untrained += not trained.any()
+        targets = int(np.count_nonzero(trained[1:]))
+        self._targets += targets
+        self.counts["samples"] += 1
+        self.counts["untrained"] += not targets
         self._sources.add(source)
         self._noted += len(ids)
         if len(self._lengths) % _NOTED_EVERY == 0:
@@ -171,7 +177,7 @@ class _Samples:
         self._tell()
         lengths = np.asarray(self._lengths, np.int32)
         record = ShardRecord(number, len(lengths), len(trained), masked, file.size, file.checksum)
-        return ShardResult(record, lengths, int(trained.sum()), self._dropped, self._untrained)
+        return ShardResult(record, lengths, self._targets, self.counts)
 
     def _tell(self) -> None:
         self._note(self._noted)

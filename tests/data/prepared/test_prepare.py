@@ -8,7 +8,7 @@ import shutil
 import tracemalloc
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -107,7 +107,7 @@ def test_a_mask_is_stored_only_if_something_is_masked(tmp_path: Path) -> None:
     dataset = of_records(records, tmp_path, encode_ids)
     assert [shard.masked for shard in dataset.manifest.shards] == [False]
     assert all(sample["labels"].equal(sample["input_ids"]) for sample in map(dataset.__getitem__, range(1000)))
-    assert dataset.manifest.trained_tokens == dataset.manifest.tokens
+    assert dataset.trained_tokens == dataset.tokens - len(records)  # nothing predicts the first token of a sample
 
 
 def test_records_may_give_several_samples_or_none(tmp_path: Path) -> None:
@@ -117,7 +117,21 @@ def test_records_may_give_several_samples_or_none(tmp_path: Path) -> None:
 
     dataset = of_records([ids_record(number) for number in range(8)], tmp_path, encode)
     assert [dataset.source(index) for index in range(6)] == [f"made, row {number}" for number in (1, 1, 3, 5, 5, 7)]
-    assert dataset.manifest.dropped == 4
+    assert dataset.manifest.counts == {"records": 8, "samples": 6, "dropped": 4, "untrained": 1}
+
+
+class Noticed(NamedTuple):
+    samples: list[dict[str, Any]]
+    notices: set[str]
+
+
+def test_what_encode_notices_is_counted(tmp_path: Path) -> None:
+    def encode(record: Record) -> Noticed:
+        odd = int(record.source.split()[-1]) % 2
+        return Noticed([encode_ids(record)], {"odd", "seen"} if odd else {"seen"})
+
+    dataset = of_records([ids_record(number) for number in range(7)], tmp_path, encode)
+    assert dataset.manifest.counts["odd"] == 3 and dataset.manifest.counts["seen"] == 7
 
 
 @pytest.mark.parametrize("source", ["a:7", "a:007", "a", "7", "", "a:-7", "ü\udcff:3", "row 99999999999999999999"])
