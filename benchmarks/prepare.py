@@ -1,10 +1,10 @@
 """Measures tokenizing into a prepared dataset, beside ``datasets.map`` with the same tokenizer.
 
 The text is Python's own standard library, file by file, repeated with a different first line until there are enough
-tokens; the tokenizer is a byte-level BPE of 16,000 tokens trained on a part of it. Both write the same samples to the disk
-with the same number of processes, in turns, so that other load affects both. What a round wrote is removed after it. The
-rate per core is tokens divided by the CPU time of all processes (those that encode and the one that directs them), which
-other load affects less than the wall clock.
+tokens; the tokenizer is a byte-level BPE of 16,000 tokens trained on a part of it. Both write the same samples to the
+disk with the same number of processes, in turns, so that other load affects both. What a round wrote is removed after
+it. The rate per core is tokens divided by the CPU time of all processes (those that encode and the one that directs
+them), which other load affects less than the wall clock.
 
     python benchmarks/prepare.py                       2 million tokens a round, three rounds
     python benchmarks/prepare.py --tokens 100000000 --rounds 3 --out benchmarks/results/prepare.json
