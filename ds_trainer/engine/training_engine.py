@@ -148,7 +148,7 @@ class TrainingEngine:
         self.scales_loss = scales_loss(self.deepspeed)
         by_deepspeed = config.uses_deepspeed_compiler
         self.before_step: Callable[[], None] | None = None
-        self.during_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.during_backward: AbstractContextManager[None] = nullcontext()
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
             compile_module(self.deepspeed, compile_options)  # DeepSpeed's configuration alone compiles nothing
@@ -177,7 +177,7 @@ class TrainingEngine:
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagates ``loss``, a scalar already divided by the item count of the global batch."""
         ranks = self._averaged_over
-        with self.during_backward():
+        with self.during_backward:
             self.deepspeed.backward(loss * (loss_factor(loss, ranks) if self.guarded else ranks), scale_wrt_gas=False)
 
     def backward_mean(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -189,7 +189,7 @@ class TrainingEngine:
         # DeepSpeed 0.19.8 divides the gradient of the tensor that its forward pass returned by the accumulation steps,
         # even with scale_wrt_gas=False; it does not do so for tensors computed from it.
         factor = loss_factor(loss, 1) if self.guarded else 1.0
-        with self.during_backward():
+        with self.during_backward:
             self.deepspeed.backward(loss * factor, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, skip_update: bool = False) -> bool:

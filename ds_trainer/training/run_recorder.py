@@ -26,12 +26,12 @@ from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.monitor.header import RunSummary, header_lines
-from ds_trainer.monitor.phase_clock import PhaseClock
 from ds_trainer.monitor.report.facts import changed_arguments, process_facts, restart_count
 from ds_trainer.monitor.report.history import RunHistory, rounded
 from ds_trainer.monitor.report.writing import write_report
+from ds_trainer.monitor.throughput import PhaseClock
 from ds_trainer.training.loop.training_run import TrainingRun
-from ds_trainer.utils import distributed
+from ds_trainer.utils import distributed, failures
 from ds_trainer.utils.files import read_json
 from ds_trainer.utils.logging import CHECK, get_logger
 from ds_trainer.utils.secrets import redacted
@@ -86,7 +86,8 @@ class RunRecorder:
         messages, package = _Messages(self), logging.getLogger("ds_trainer")
         package.addHandler(messages)
         try:
-            yield
+            with failures.before_exit(self._end_by_peer):
+                yield
         except BaseException as error:
             self.end(error)
             raise
@@ -96,6 +97,9 @@ class RunRecorder:
             package.removeHandler(messages)
             if self._history is not None:
                 self._history.close()
+
+    def _end_by_peer(self, reason: str) -> None:
+        self.end(None, reason)
 
     def message(self, values: dict[str, Any]) -> None:
         """Record a message of the log."""
@@ -194,6 +198,8 @@ class RunRecorder:
 def _ending(error: BaseException | None, why: str | None) -> dict[str, Any]:
     if error is None:
         return {"outcome": "finished"} if why is None else {"outcome": "killed", "text": why}
+    if (cause := failures.cause_of(error)) is not None:
+        return {"outcome": "failed", "error": failures.PeerFailure.__name__, "text": redacted(cause)}
     kind = type(error).__name__
     text = redacted(str(error)).strip()
     if isinstance(error, SystemExit):

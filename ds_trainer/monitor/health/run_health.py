@@ -11,19 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ds_trainer.monitor import phase_clock
+from ds_trainer.monitor import throughput
 from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE, Heartbeat, Limit
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StepTimes, StragglerReport
 from ds_trainer.monitor.health.waits import WaitClock
 from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
-from ds_trainer.monitor.phase_clock import PhaseClock
-from ds_trainer.monitor.throughput import TimedIterator
+from ds_trainer.monitor.throughput import PhaseClock, TimedIterator
 from ds_trainer.utils import distributed
 
 T = TypeVar("T")
 
-_PHASES = {DATA: phase_clock.DATA, COMPUTE: phase_clock.FORWARD, UPDATE: phase_clock.OPTIMIZER}
+_PHASES = {DATA: throughput.DATA, COMPUTE: throughput.FORWARD, UPDATE: throughput.OPTIMIZER}
 FOLDER = "health"
 STRAGGLERS = "stragglers.jsonl"
 
@@ -128,7 +127,7 @@ class RunHealth:
         """End optimizer step number ``step``; the loop waited ``data_seconds`` of it for data."""
         first = self._heartbeat.patient
         seconds = self._heartbeat.step_done(step)
-        self.clock.enter(phase_clock.BETWEEN)
+        self.clock.enter(throughput.BETWEEN)
         waited = self._waits.seconds
         communication, self._waited = waited - self._waited - self._waited_paused, waited
         self._waited_paused = 0.0

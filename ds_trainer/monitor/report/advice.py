@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ds_trainer.monitor import phase_clock
+from ds_trainer.monitor import throughput
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.monitor.report.time_use import ENGINE, PROCESS, TimeUse
 from ds_trainer.monitor.units import human_bytes, human_duration
@@ -97,7 +97,7 @@ def _speed(use: TimeUse, speed: Mapping[str, Any], memory: Mapping[str, Any]) ->
     elif mfu is not None and best is None and mfu < _LOW_MFU:
         how = "Profile a few steps (profile_steps=5): larger micro-batches, longer or packed rows, torch_compile."
         found.append(Advice(how, f"MFU is {mfu:.0%}, which is low."))
-    communication = use.share(phase_clock.COMMUNICATION)
+    communication = use.share(throughput.COMMUNICATION)
     if communication > _LARGE_SHARE:
         how = "Raise gradient_accumulation_steps or the micro-batch, or lower the ZeRO stage if memory allows."
         found.append(Advice(how, f"{communication:.0%} of the time is waiting for other ranks."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from statistics import median
 
@@ -15,6 +15,7 @@ Points = Sequence[Sequence[float]]
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 24
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
 _SMOOTH_FROM = 60
+_LARGEST = 1e150
 SERIES = 6
 """Number of series colors."""
 
@@ -72,6 +73,7 @@ def smoothed(points: Points) -> list[list[float]] | None:
 
 def draw(chart: Chart) -> str:
     """The chart with its title and legend; empty without points."""
+    chart = replace(chart, series=[_drawable(series) for series in chart.series])
     points = [point for series in chart.series for point in series.points]
     if not points:
         return ""
@@ -89,6 +91,11 @@ def draw(chart: Chart) -> str:
         legend = f'<div class="legend">{"".join(keys)}</div>'
     svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg}{legend}</figure>"
+
+
+def _drawable(series: Series) -> Series:
+    """Without values whose differences overflow: of a diverged run."""
+    return replace(series, points=[point for point in series.points if abs(point[1]) < _LARGEST])
 
 
 @dataclass(frozen=True)

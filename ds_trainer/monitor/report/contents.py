@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.monitor import phase_clock
+from ds_trainer.monitor import throughput
 from ds_trainer.monitor.report.advice import advice_of
 from ds_trainer.monitor.report.outcome import checks_of, incidents_of, outcome_of
 from ds_trainer.monitor.report.published import best_published
@@ -35,7 +35,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
     outcome, use, spikes = outcome_of(files), time_use(files), spikes_of(files)
     speed, memory = _speed(files, use), _memory(files)
     start = files.start
-    price = device_hour_price if device_hour_price is not None else start.get("report_device_hour_price")
+    price = device_hour_price if device_hour_price is not None else start.get("device_hour_price")
     loss_spikes = sum(spike["name"] == "loss" for spike in spikes)
     return {
         "format": FORMAT,
@@ -132,7 +132,7 @@ def _speed(files: RunFiles, use: TimeUse) -> dict[str, Any]:
     published = None
     if is_number(total) and is_number(trainable):
         published = best_published(float(total), float(trainable) < 0.5 * float(total), device)  # type: ignore[arg-type]
-    waits = use.parts.get(phase_clock.DATA, 0.0)
+    waits = use.parts.get(throughput.DATA, 0.0)
     return {
         "tokens_per_second": _usual(files.curve("tokens_per_second")),
         "samples_per_second": rates,

@@ -41,8 +41,11 @@ def outcome_of(files: RunFiles) -> Outcome:
     session = files.sessions[-1]
     end = session.end
     if end is None:
+        host = session.start.get("host")
         if is_alive(session):
             return Outcome("running", f"The run is training; the last record is of {where}.")
+        if host != socket.gethostname():
+            return Outcome("unknown", f"It trains on {host} or was killed there; the last record is of {where}.")
         return Outcome(
             "killed",
             f"The process was killed after {where}: it left no word about its end (SIGKILL, out of host memory, or the "

@@ -50,8 +50,8 @@ svg{{display:block;width:100%;height:auto}}
 .scroll{{overflow-x:auto;max-width:100%}}
 table{{border-collapse:collapse;width:100%;font-size:.88rem}}
 td,th{{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid var(--line);
-vertical-align:top;overflow-wrap:anywhere}}
-th{{color:var(--soft);font-weight:600}}.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}}
+vertical-align:top;overflow-wrap:break-word}}
+th{{color:var(--soft);font-weight:600;white-space:nowrap}}.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}}
 pre,code{{font:.85em/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}}
 pre{{background:var(--page);border:1px solid var(--line);border-radius:6px;padding:10px;white-space:pre-wrap;
 overflow-wrap:anywhere;margin:.4em 0}}

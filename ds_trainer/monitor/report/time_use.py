@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ds_trainer.monitor import phase_clock
+from ds_trainer.monitor import throughput
 from ds_trainer.monitor.report.history import Session
 from ds_trainer.monitor.report.run_files import RunFiles
 
 PROCESS, ENGINE, LOST = "start-up: process and data", "start-up: model and engine", "lost to restarts"
 _OF_STEPS = (
-    *(phase_clock.DATA, phase_clock.FORWARD, phase_clock.BACKWARD, phase_clock.COMMUNICATION),
-    *(phase_clock.OPTIMIZER, phase_clock.BETWEEN),
+    *(throughput.DATA, throughput.FORWARD, throughput.BACKWARD, throughput.COMMUNICATION),
+    *(throughput.OPTIMIZER, throughput.BETWEEN),
 )
 _NAMES = {
-    phase_clock.BETWEEN: "logging and callbacks",
-    phase_clock.START: ENGINE,
+    throughput.BETWEEN: "logging and callbacks",
+    throughput.START: ENGINE,
     "on_train_begin": "logging and callbacks",
     "the end of training": "end of the training",
 }
-_ORDER = (PROCESS, ENGINE, phase_clock.CHECKS, *_OF_STEPS[:-1], "logging and callbacks", "evaluation", "saving")
+_ORDER = (PROCESS, ENGINE, throughput.CHECKS, *_OF_STEPS[:-1], "logging and callbacks", "evaluation", "saving")
 
 
 @dataclass

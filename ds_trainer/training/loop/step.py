@@ -20,8 +20,7 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.loader import Dummy
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.run_health import RunHealth
-from ds_trainer.monitor.phase_clock import CHECKS
-from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
+from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter, TimedIterator
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.parallel.groups import parallel_groups
