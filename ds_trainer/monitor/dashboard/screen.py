@@ -53,9 +53,9 @@ def _progress(files: RunFiles, outcome: Outcome, width: int) -> list[str]:
         first += f". {outcome.text}"
     if not is_number(planned) or not planned:
         return [first, f"step {step:,}"]
-    share = step / float(planned)  # type: ignore[arg-type]  # is_number has checked it
+    share = step / float(planned)
     text = f" {100 * share:3.0f} %  step {step:,}/{planned:,}"
-    remaining = _remaining(files, float(planned))  # type: ignore[arg-type]
+    remaining = _remaining(files, float(planned))
     if remaining is not None and outcome.state in ("running", "unknown"):
         text += f"  ETA {human_duration(remaining)}"
     return [first, bar(share, max(10, width - len(text))) + text]
@@ -87,7 +87,7 @@ def _values(files: RunFiles) -> list[str]:
     speed = phrases({name: last[name] for name in _SPEED if name in last})
     if is_number(last.get("memory_gb")):
         limit = files.start.get("memory_limit_bytes")
-        of_limit = f" of {human_bytes(limit)}" if is_number(limit) else ""
+        of_limit = f" of {human_bytes(limit)}" if isinstance(limit, int) else ""
         speed.append(f"memory {human_bytes(last['memory_gb'] * _GIB)}{of_limit}")
     return ["  ".join(phrases(model)) or "no values yet", "  ".join(speed)]
 

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from ds_trainer.data.order import epoch_order
 from ds_trainer.monitor.report.run_files import Points, RunFiles, is_number
 
@@ -55,7 +57,7 @@ def spikes_of(files: RunFiles) -> list[dict[str, Any]]:
             found.append(Spike(name, before + 1, int(step), None, usual))
     found.sort(key=lambda spike: -(spike.value / spike.usual if spike.value and spike.usual else float("inf")))
     chosen = sorted(found[:MOST_SPIKES], key=lambda spike: (spike.step, spike.name))
-    return [asdict(_with_samples(spike, files)) for spike in chosen]
+    return [asdict(with_samples(spike, files)) for spike in chosen]
 
 
 def find_spikes(name: str, points: Points, ratio: float) -> list[Spike]:
@@ -75,7 +77,8 @@ def find_spikes(name: str, points: Points, ratio: float) -> list[Spike]:
     return found
 
 
-def _with_samples(spike: Spike, files: RunFiles) -> Spike:
+def with_samples(spike: Spike, files: RunFiles) -> Spike:
+    """``spike`` with its epoch and samples, if the order of the data is known."""
     order = _order_of(files)
     if order is None:
         return spike
@@ -86,15 +89,9 @@ def _with_samples(spike: Spike, files: RunFiles) -> Spike:
     if start >= stop:
         return spike
     shown = range(start, min(stop, start + _MOST_SAMPLES))
-    places = epoch_order(int(order["samples"]), int(order["seed"]), epoch, bool(order["shuffle"])).at(_array(shown))
+    places = epoch_order(int(order["samples"]), int(order["seed"]), epoch, bool(order["shuffle"])).at(np.array(shown))
     values = {**asdict(spike), "epoch": epoch, "samples": [int(place) for place in places]}
     return Spike(**{**values, "more": stop - start - len(shown)})
-
-
-def _array(positions: range) -> Any:
-    import numpy as np
-
-    return np.arange(positions.start, positions.stop)
 
 
 def _order_of(files: RunFiles) -> dict[str, Any] | None:
