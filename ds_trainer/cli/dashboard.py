@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE
@@ -16,6 +20,9 @@ DESCRIPTION = (
     "Show curves, speed, memory and ranks of the run in RUN, from its files: start it in any shell on a machine that "
     "sees them. Ctrl-C ends the dashboard, not the run. Without a terminal it prints one snapshot."
 )
+
+LOG_NAME = "train.log"
+_SHOWN_LINES = 25
 
 
 def configure(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -44,3 +51,57 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         show(options.run, sys.stdout, options.refresh)
     return DONE
+
+
+def train_with_dashboard(words: Sequence[str], directory: Path) -> int:
+    """Run ``ds-trainer`` with ``words`` as a process of its own, and show the run in this terminal.
+
+    Ctrl-C and SIGTERM stop the run, as they would without the dashboard. What it prints is in ``train.log``, whose end
+    is printed when the run has ended.
+
+    Args:
+        words: the arguments.
+        directory: output directory of the run.
+
+    Returns:
+        The exit code of the run.
+
+    Raises:
+        ConfigError: this is one of several ranks.
+    """
+    from ds_trainer.monitor.dashboard.terminal import show
+
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError("--dashboard is for a run of one process. Use `ds-trainer dashboard RUN` in another shell.")
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / LOG_NAME
+    with open(log, "wb") as output:
+        # A session of its own: the terminal sends Ctrl-C to this process alone, which passes it on once.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ds_trainer", *words], stdout=output, stderr=output, start_new_session=True
+        )
+
+    def end(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        if not show(directory, sys.stdout, 1.0, lambda files: process.poll() is not None):
+            print("Stopping the run; Ctrl-C again ends it at once.", flush=True)
+            process.send_signal(signal.SIGINT)
+        code = _wait(process)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join([f"The last lines of {log}:", *lines[-_SHOWN_LINES:]]), flush=True)
+    return code
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The exit code, as a shell gives it. Every Ctrl-C is passed on."""
+    while True:
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)

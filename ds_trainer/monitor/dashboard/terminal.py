@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -74,26 +75,42 @@ def show_once(directory: Path, stream: TextIO) -> None:
     stream.flush()
 
 
-def show(directory: Path, stream: TextIO, seconds: float) -> None:
+def show(directory: Path, stream: TextIO, seconds: float, has_ended: Callable[[RunFiles], bool] | None = None) -> bool:
     """Show the dashboard on the terminal ``stream``, every ``seconds``, until the run ends or Ctrl-C.
 
     The size of the terminal is read every time. The last state stays on the screen.
+
+    Args:
+        directory: output directory of the run.
+        stream: a terminal.
+        seconds: between two reads.
+        has_ended: whether there is no more to show; default: the files of the run say so.
+
+    Returns:
+        Whether the run has ended.
     """
+    has_ended = has_ended or _says_its_end
     run = RunFollower(directory)
     stream.write(_OTHER_SCREEN + _HIDE_CURSOR)
     try:
         while True:
             files = run.read()
             _draw(screen_lines(files, *_size(stream), run.age()), stream)
-            if outcome_of(files).state not in ("running", "unknown"):
+            if has_ended(files):
+                ended = True
                 break
             time.sleep(seconds)
     except KeyboardInterrupt:
-        pass
+        ended = False
     finally:
         stream.write(_SHOW_CURSOR + _FIRST_SCREEN)
         stream.flush()
     show_once(directory, stream)
+    return ended
+
+
+def _says_its_end(files: RunFiles) -> bool:
+    return outcome_of(files).state not in ("running", "unknown")
 
 
 def _draw(lines: list[str], stream: TextIO) -> None:

@@ -230,9 +230,10 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float]) -> st
         tip = f"{edges[number]:,.0f} to {edges[number + 1]:,.0f}: {count:,.0f}"
         parts.append(f'<rect class="f0" x="{_LEFT + number * step:.1f}" y="{height - _BOTTOM - tall:.1f}" '
                      f'width="{max(1.0, step - 1):.1f}" height="{tall:.1f}"><title>{tip}</title></rect>')  # fmt: skip
-    for place, edge in ((_LEFT, edges[0]), (width - _RIGHT, edges[-1])):
-        side = "end" if edge == edges[-1] else "start"
-        parts.append(f'<text class="tick {side}" x="{place}" y="{height - 6}">{edge:,.0f}</text>')
+    every = -(-len(edges) // 7)  # bars may be of different widths: their edges are labeled
+    for number in range(0, len(edges), every):
+        x = _LEFT + number * step
+        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{height - 6}">{edges[number]:,.0f}</text>')
     parts.append(f'<text class="tick end" x="{_LEFT - 6}" y="{_TOP + 8}">{top:,.0f}</text>')
     svg = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"

@@ -12,12 +12,13 @@ A piece with ``"new_row": true`` begins another sample within a packed row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from ds_trainer.monitor.report.charts import histogram
 from ds_trainer.monitor.report.html import rows_table, section, table
+from ds_trainer.monitor.report.run_files import is_number
 
 _MOST_SAMPLES, _MOST_CHARACTERS, _MOST_SOURCES = 20, 6000, 200
 
@@ -30,14 +31,16 @@ def data_section(data: Mapping[str, Any] | None) -> str:
     figures, sources, lengths = data.get("figures"), data.get("sources"), data.get("lengths")
     if isinstance(figures, Mapping):
         parts.append(rows_table((str(name), _number(value)) for name, value in figures.items()))
-    if isinstance(sources, Sequence) and sources and isinstance(sources[0], Mapping):
+    sources = [one for one in sources if isinstance(one, Mapping)] if isinstance(sources, list) else []
+    if sources:
         names = list(dict.fromkeys(name for source in sources for name in source))
         rows = [[_number(source.get(name, "")) for name in names] for source in sources[:_MOST_SOURCES]]
         parts.append(f"<h3>Sources</h3>{table(names, rows)}")
     if isinstance(lengths, Mapping):
-        parts.append(histogram("Tokens of a sample", lengths.get("edges", ()), lengths.get("counts", ())))
+        bars = histogram("Tokens of a sample", _numbers(lengths.get("edges")), _numbers(lengths.get("counts")))
+        parts.append(f'<div class="charts">{bars}</div>')
     samples = data.get("samples")
-    if isinstance(samples, Sequence) and samples:
+    if isinstance(samples, list) and samples:
         parts.append('<h3>Samples</h3><p class="small"><span class="trained">trained on</span> '
                      '<span class="masked">masked</span></p>')  # fmt: skip
         parts += [_sample(sample) for sample in samples[:_MOST_SAMPLES] if isinstance(sample, Mapping)]
@@ -46,7 +49,10 @@ def data_section(data: Mapping[str, Any] | None) -> str:
 
 def _sample(sample: Mapping[str, Any]) -> str:
     pieces, room = [], _MOST_CHARACTERS
-    for piece in sample.get("pieces", ()):
+    given = sample.get("pieces")
+    for piece in given if isinstance(given, list) else ():
+        if not isinstance(piece, Mapping):
+            continue
         text = str(piece.get("text", ""))[:room]
         room -= len(text)
         kind = "trained" if piece.get("trained") else "masked"
@@ -56,6 +62,11 @@ def _sample(sample: Mapping[str, Any]) -> str:
             break
     source = escape(str(sample.get("source", "")))
     return f'<div class="soft small">{source}</div><div class="sample">{"".join(pieces)}</div>'
+
+
+def _numbers(values: Any) -> list[float]:
+    """``values`` if they are numbers, else none."""
+    return values if isinstance(values, list) and all(map(is_number, values)) else []
 
 
 def _number(value: Any) -> str:

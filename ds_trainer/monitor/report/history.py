@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,11 @@ class RunHistory:
 
     def start_new(self) -> None:
         """Begin the history of a new run. That of an earlier one is renamed to ``run_history.previous.jsonl``."""
-        with self._lock:
-            if self._writer is not None:
-                try:
-                    self._writer.start_new()
-                except OSError as error:
-                    self._give_up(error)
+        self._do(lambda writer: writer.start_new())
 
     def add(self, event: str, values: Mapping[str, Any]) -> None:
         """Append an event."""
-        with self._lock:
-            if self._writer is None:
-                return
-            try:
-                self._writer.write({"event": event, "time": round(time.time(), 3), **values})
-            except OSError as error:
-                self._give_up(error)
+        self._do(lambda writer: writer.write({"event": event, "time": round(time.time(), 3), **values}))
 
     def progress(self, step: int, seconds: Mapping[str, float]) -> None:
         """Append the progress, at most every few seconds."""
@@ -71,10 +60,18 @@ class RunHistory:
             if self._writer is not None:
                 self._writer.close()
 
-    def _give_up(self, error: OSError) -> None:
-        assert self._writer is not None
-        path, self._writer = self._writer.path, None
-        logger.warning("%s cannot be written (%s); the report of the run will lack what happens now", path, error)
+    def _do(self, action: Callable[[MetricsWriter], object]) -> None:
+        with self._lock:
+            writer = self._writer
+            if writer is None:
+                return
+            try:
+                action(writer)
+                return
+            except OSError as error:
+                self._writer, reason = None, error
+        # Without the lock: a thread that logs may be waiting for it, and holds the lock of the log.
+        logger.warning("%s cannot be written (%s); the report of the run lacks what happens now", writer.path, reason)
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -36,12 +36,12 @@ def write_run(directory: Path, steps: int) -> None:
 
 
 class Screen:
-    """``ds-trainer dashboard`` on a pseudo-terminal."""
+    """``ds-trainer`` on a pseudo-terminal."""
 
-    def __init__(self, run: Path, columns: int, lines: int) -> None:
+    def __init__(self, words: list[str], columns: int, lines: int) -> None:
         self._master, slave = pty.openpty()
         self.resize(columns, lines)
-        command = [sys.executable, "-m", "ds_trainer", "dashboard", str(run), "--refresh", "0.05"]
+        command = [sys.executable, "-m", "ds_trainer", *words]
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
         os.close(slave)
         self.text = ""
@@ -69,7 +69,7 @@ class Screen:
 def test_the_screen_follows_the_run_and_the_size_of_the_terminal(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_run(run, 10)
-    screen = Screen(run, 100, 30)
+    screen = Screen(["dashboard", str(run), "--refresh", "0.05"], 100, 30)
     try:
         screen.wait_for("step 10/50")
         screen.wait_for("ETA 1 min 20 s")  # 2 s a step
@@ -99,7 +99,7 @@ def test_the_screen_follows_the_run_and_the_size_of_the_terminal(tmp_path: Path)
 def test_ctrl_c_ends_the_view_and_restores_the_terminal(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_run(run, 3)
-    screen = Screen(run, 80, 24)
+    screen = Screen(["dashboard", str(run), "--refresh", "0.05"], 80, 24)
     try:
         screen.wait_for("step 3/50")
         screen.process.send_signal(signal.SIGINT)
@@ -125,3 +125,31 @@ def test_bad_arguments_end_in_words(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert main(["dashboard", *argv]) == 2
         assert words in capsys.readouterr().err
+
+
+RECIPE = """
+model:
+  architecture: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+                 num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}
+data: {train: [FOLDER/*.txt], tokenizer: bytes, sequence_length: 32}
+arguments: {output_dir: FOLDER/out, max_steps: 100000, logging_steps: 1, self_test: never, save_strategy: steps,
+            save_steps: 50000, use_cpu: true}
+"""
+
+
+def test_a_training_with_its_dashboard_stops_by_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A run and its dashboard. " * 200)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
+    screen = Screen(["train", str(recipe), "--dashboard"], 100, 30)
+    try:
+        screen.wait_for("/100,000", 200)
+        screen.wait_for("grad norm")
+        screen.process.send_signal(signal.SIGINT)
+        screen.wait_for("Stopping the run")
+        screen.wait_for("The last lines of")
+        screen.wait_for("Stopped at step")
+        assert screen.process.wait(timeout=60) == 75
+    finally:
+        screen.close()
+    assert (tmp_path / "out" / "report.html").exists()

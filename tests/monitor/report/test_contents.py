@@ -142,6 +142,20 @@ def test_files_that_are_cut_or_wrong_do_not_prevent_a_report(name: str, content:
     assert write_report(run).exists()
 
 
+@pytest.mark.parametrize(
+    "card",
+    [
+        {"figures": 3, "sources": "x", "lengths": [], "samples": {}},
+        {"sources": [3, {"name": None}], "lengths": {"edges": ["a"], "counts": None}, "samples": [{"pieces": 3}, 4]},
+        {"lengths": {"edges": [1], "counts": [1, 2, 3]}, "samples": [{"pieces": ["x", {"text": None}]}]},
+    ],
+)
+def test_a_data_card_of_another_form_does_not_prevent_a_report(card: dict[str, Any], tmp_path: Path) -> None:
+    run = example_run(tmp_path)
+    (run / "data_card.json").write_text(json.dumps(card))
+    assert write_report(run).exists()
+
+
 def test_nothing_from_the_run_is_html(tmp_path: Path) -> None:
     run = example_run(tmp_path)
     attack = "<script>alert(1)</script>"

@@ -14,6 +14,7 @@ import pytest
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.cli.main import main
 from ds_trainer.monitor.health.divergence import TrainingDiverged
+from ds_trainer.monitor.metrics_file import MetricsWriter
 from ds_trainer.monitor.report.writing import write_report
 from ds_trainer.training.stopping.stop_controller import TrainingStopped
 from ds_trainer.utils import distributed, failures
@@ -121,6 +122,22 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(
         train(tmp_path, [Ends(3, fail)])
     assert "The report of the run was not written" in log.text and "ds-trainer report" in log.text
     assert write_report(tmp_path).exists() and report(tmp_path)["summary"]["outcome"]["state"] == "failed"
+
+
+def test_a_full_disk_ends_the_record_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    original = MetricsWriter.write
+
+    def write(self: MetricsWriter, values: Any) -> None:
+        if self.path.name == "run_history.jsonl":
+            raise OSError("no space left")
+        original(self, values)
+
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    train(tmp_path, max_steps=3)
+    assert log.text.count("run_history.jsonl cannot be written") == 1
+    assert report(tmp_path)["summary"]["outcome"]["state"] == "finished"  # from the metrics
 
 
 def test_a_diverged_run_names_the_samples(tmp_path: Path) -> None:
