@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
-from tests.support.extended import JOBS, OPERATORS_FIXTURE, is_extended
+from tests.support.extended import JOBS, NOTICING, OPERATORS_FIXTURE, is_extended
 from tests.support.matrix import is_left_out
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for all_cases in cases.values():
         for number, item in enumerate(all_cases):
-            if is_left_out(item.nodeid, number):
+            if item.nodeid not in NOTICING and is_left_out(item.nodeid, number):
                 item.add_marker("matrix")
             if item.nodeid.startswith("tests/clients/"):
                 item.add_marker("clients")

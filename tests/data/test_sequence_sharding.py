@@ -166,6 +166,8 @@ def test_padding_values_of_a_sequence() -> None:
     assert shard["token_type_ids"].tolist() == [[1, 1, 1, 0]]
     assert shard["flags"].tolist() == [[True, True, True, False]]
     assert shard["extra"].sum() == 6
+    (shard,), _ = all_shards(sharder_for(ParallelLayout(1)), batch | {"position_ids": torch.tensor([[0, 1, 2]])})
+    assert shard["position_ids"].tolist() == [[0, 1, 2, 2]]  # those that a batch brings too: 0 would begin a document
     without = sharder_for(
         ParallelLayout(1), accepts=("input_ids", "position_ids", "labels"), accepts_any=False, shifts_labels=False
     )
