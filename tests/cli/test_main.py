@@ -51,8 +51,7 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
-        f"Valid subcommands: {', '.join(SUBCOMMANDS)}.\n"
+        f"ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? Valid subcommands: {', '.join(SUBCOMMANDS)}.\n"
     )
 
 
