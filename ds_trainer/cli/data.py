@@ -1,4 +1,4 @@
-"""``ds-trainer data``: shows the training data of a recipe as it is trained on."""
+"""``ds-trainer data``: shows the training data of a recipe as it is trained on, and tokenizes it before a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
 
-HELP = "show the training data of a recipe"
-DESCRIPTION = """Show what a recipe trains on. Any value of the recipe can be overridden, as in `ds-trainer train`."""
+HELP = "show the training data of a recipe, or tokenize it before a run"
+DESCRIPTION = """Show what a recipe trains on, or tokenize it before a run. Any value of the recipe can be overridden, as in
+`ds-trainer train`."""
 
 
 class Action(NamedTuple):
@@ -63,6 +64,19 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> int:
     return DONE if show(recipe, options.source, PageOptions(options.samples, options.tokens, color)) else CANNOT_WORK
 
 
+def _prepare(options: argparse.Namespace, recipe: Recipe) -> int:
+    from ds_trainer.recipes.fine_tuning_job import prepare
+
+    if not recipe.fine_tunes:
+        raise ConfigError(
+            f"{recipe.path}: only samples of up to data.max_length tokens are prepared, not text in blocks."
+        )
+    for line in prepare(recipe, recipe.training_arguments()).data.lines:
+        print(line)
+    return DONE
+
+
 ACTIONS = {
     "show": Action("print samples with what is trained on, and figures of all of them", _show_arguments, _show),
+    "prepare": Action("read, check and tokenize all data", lambda parser: None, _prepare),
 }

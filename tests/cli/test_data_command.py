@@ -106,3 +106,15 @@ def test_recipes_of_text_in_blocks(folder, capsys):
     assert "set data.max_length for conversations" in capsys.readouterr().err
     assert main(["data", "shwo", "recipe.yaml"]) == 2
     assert "Did you mean 'show'?" in capsys.readouterr().err
+
+
+def test_preparing_checks_all_data(folder, capsys):
+    for name in ("faq.jsonl", "sums.jsonl"):
+        (folder / name).write_text('{"prompt": "Why?", "completion": " So."}\n' * 6)
+    assert main(["data", "prepare", "recipe.yaml", "--data.prepared_dir", "prepared"]) == 0
+    text = capsys.readouterr().out
+    assert "faq.jsonl" in text and "sums.jsonl" in text
+    with open("sums.jsonl", "a") as stream:
+        stream.write("no json\n")
+    assert main(["data", "prepare", "recipe.yaml", "--data.prepared_dir", "prepared"]) == 2
+    assert "sums.jsonl:7: " in capsys.readouterr().err
