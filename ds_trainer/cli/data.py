@@ -13,8 +13,8 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
 
 HELP = "show the training data of a recipe, or tokenize it before a run"
-DESCRIPTION = """Show what a recipe trains on, or tokenize it before a run. Any value of the recipe can be overridden, as in
-`ds-trainer train`."""
+DESCRIPTION = """Show what a recipe trains on, or tokenize it before a run.
+Any value of the recipe can be overridden, as in `ds-trainer train`."""
 
 
 class Action(NamedTuple):
