@@ -62,7 +62,7 @@ class DataSpec:
     max_length: int | str | None = None
     long_samples: Literal["truncate", "drop", "split", "error"] = "truncate"
     chat_template: str | None = None
-    train_on: str | tuple[str, ...] = "assistant"
+    train_on: Literal["assistant", "last_turn", "all"] | tuple[str, ...] = "assistant"
     prepared_dir: str | None = None
 
     @property

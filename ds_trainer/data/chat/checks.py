@@ -42,14 +42,19 @@ def mask_problem(tokenizer: Any, ids: np.ndarray, labels: np.ndarray, text: str,
     for (first, last), span in zip(runs, joined, strict=True):
         expected = text[span.start : span.end]
         decoded = tokenizer.decode(ids[first:last].tolist())
-        if decoded != expected and decoded != _as_decoded(tokenizer, expected):
+        if decoded != expected and not _same_in_context(tokenizer, ids, first, last, expected):
             return f"{_ends(decoded)} is trained on, not {_ends(expected)}"
     return None
 
 
-def _as_decoded(tokenizer: Any, text: str) -> str:
-    """What tokenizers that normalize text, or add a space to its beginning, make of ``text``."""
-    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)))
+def _same_in_context(tokenizer: Any, ids: np.ndarray, first: int, last: int, expected: str) -> bool:
+    """Whether tokens ``first`` to ``last`` mean ``expected``, for tokenizers that change a text or treat its beginning
+    differently (SentencePiece adds a space, and drops it when it decodes).
+    """
+    before, whole = tokenizer.decode(ids[:first].tolist()), tokenizer.decode(ids[:last].tolist())
+    normalized = tokenizer.decode(tokenizer.encode(expected, add_special_tokens=False))
+    within = whole[len(before) :] if whole.startswith(before) else None
+    return within in (expected, normalized) or tokenizer.decode(ids[first:last].tolist()) == normalized
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

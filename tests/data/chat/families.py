@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ds_trainer.data.chat.checks import trained_runs
@@ -103,6 +103,33 @@ def tokenizer_of(family: str) -> Any:
 def make_tokenizer(family: Family) -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()), bos_token=family.bos, eos_token=family.eos
+    )
+    tokenizer.add_tokens(list(family.others), special_tokens=True)
+    tokenizer.chat_template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    return tokenizer
+
+
+def sentence_piece_tokenizer(family: Family, spaces: str) -> Any:
+    """As SentencePiece models are converted: spaces are "▁", and unknown characters are bytes.
+
+    Args:
+        family: special tokens and template.
+        spaces: ``none`` adds no space (Gemma), ``first`` one to the beginning of a text (Mistral), ``each`` also one
+            after every special token (Llama 2).
+    """
+    inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spaces == "first":
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        prepended = [normalizers.Prepend("▁")] if spaces == "each" else []
+        inner.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(steps if spaces == "none" else [*steps, decoders.Strip(" ", 1, 0)])
+    known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=1200, special_tokens=known, show_progress=False, max_token_length=12)
+    inner.train_from_iterator(Path(textwrap.__file__).read_text(encoding="utf-8").splitlines(), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=family.bos, eos_token=family.eos, unk_token="<unk>"
     )
     tokenizer.add_tokens(list(family.others), special_tokens=True)
     tokenizer.chat_template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from ds_trainer.data.chat.encoder import Encoder
 from ds_trainer.data.chat.options import EncodeOptions
 from ds_trainer.data.chat.problems import SampleProblem
 from ds_trainer.data.sources.record import Record
-from tests.data.chat.families import BAR, FAMILIES, make_tokenizer, marked, tokenizer_of
+from tests.data.chat.families import BAR, FAMILIES, make_tokenizer, marked, sentence_piece_tokenizer, tokenizer_of
 from tests.data.chat.test_families import TOOLS
 
 IM = r"(<\|im_start\|>assistant\n)(.*?<\|im_end\|>)"
@@ -132,3 +132,22 @@ def test_a_broken_template():
     record = Record("a:1", "messages", {"messages": messages, "tools": TOOLS})
     with pytest.raises(SampleProblem, match=r"message 4 of 6 \(assistant\) cannot be found with certainty"):
         Encoder(tokenizer_of("deepseek-v3"))(record)
+
+
+@pytest.mark.parametrize("spaces", ["none", "first", "each"])
+@pytest.mark.parametrize("family", ["chatml", "mistral-v0.3", "gemma-3"])
+def test_tokenizers_that_add_spaces(family, spaces):
+    """Trained parts are those of a byte-level tokenizer, whose decoded text is exact."""
+    draw = random.Random(f"spaces of {family}")
+    exact = Encoder(tokenizer_of(family))
+    tokenizer = sentence_piece_tokenizer(FAMILIES[family], spaces)
+    encoder = Encoder(tokenizer)
+    for number in range(8):
+        messages = [message for message in conversation(draw, "gemma-2") if message["role"] != "system"]
+        messages[-1]["content"] = draw.choice(["  two spaces", "\n\nlines", "\ttab", "日本 "])
+        record = Record(str(number), "messages", {"messages": messages})
+        ids, labels = encoder(record)[0].values()
+        _, expected = exact(record)[0].values()
+        found = "".join(tokenizer.decode(labels[labels != -100]).split())
+        assert found == "".join(exact.tokenizer.decode(expected[expected != -100]).split())
+        assert len(ids) > (labels != -100).sum() > 1

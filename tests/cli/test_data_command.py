@@ -1,0 +1,120 @@
+"""``ds-trainer data show`` with recipes, files and tokenizers made here."""
+
+import json
+
+import pytest
+
+from ds_trainer.cli.main import main
+from tests.data.chat.families import FAMILIES, make_tokenizer
+
+RECIPE = """
+model:
+  architecture: {model_type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}
+data:
+  train:
+    - {path: faq.jsonl, weight: 2}
+    - {path: sums.jsonl, weight: 1}
+  tokenizer: tokenizer
+  max_length: 48
+arguments:
+  output_dir: out
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_tokenizer(FAMILIES["chatml"]).save_pretrained("tokenizer")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    for name, question in (("faq.jsonl", "Why"), ("sums.jsonl", "How much is")):
+        lines = [
+            {"messages": [{"role": "user", "content": f"{question} {n}?"}, {"role": "assistant", "content": f"N{n}."}]}
+            for n in range(6)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def show(capsys, *args):
+    code = main(["data", "show", "recipe.yaml", *args])
+    return code, capsys.readouterr().out
+
+
+def test_all_sources(folder, capsys):
+    code, text = show(capsys, "--samples", "2")
+    assert code == 0
+    assert text.count("\n--- faq.jsonl, ") + text.startswith("--- faq.jsonl, ") == 2
+    assert "user\nHow much is 1?<|im_end|>\n<|im_start|>assistant\n⟦N1.<|im_end|>⟧" in text
+    assert "=== faq.jsonl ===\n6 records, 6 samples" in text
+    assert "=== sums.jsonl ===\n6 records, 6 samples" in text
+    assert "\x1b" not in text
+
+
+def test_one_source_token_by_token(folder, capsys):
+    code, text = show(capsys, "--source", "sums.jsonl", "--tokens", "--samples", "1", "--data.train_on=[user]")
+    assert code == 0
+    assert "faq.jsonl" not in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["trained", "'<|im_end|>'"] in [line[2:] for line in lines]
+    assert ["-", "'<|im_start|>'"] in [line[2:] for line in lines]
+    assert main(["data", "show", "recipe.yaml", "--source", "sum.jsonl"]) == 2
+    assert "'sum.jsonl' is none of faq.jsonl, sums.jsonl. Did you mean 'sums.jsonl'?" in capsys.readouterr().err
+
+
+def test_what_is_trained_on(folder, capsys):
+    """A word is one of the choices, a list names roles."""
+    for given, part in (
+        ("last_turn", "⟦N0.<|im_end|>⟧"),
+        ("all", "⟦<|im_start|>user"),
+        ("[user]", "⟦Why 0?<|im_end|>⟧"),
+    ):
+        code, text = show(capsys, f"--data.train_on={given}", "--samples", "1", "--source", "faq.jsonl")
+        assert code == 0 and part in text
+
+
+def test_sources_of_one_name_are_told_apart(folder, capsys):
+    (folder / "more").mkdir()
+    (folder / "sums.jsonl").rename(folder / "more" / "faq.jsonl")
+    (folder / "recipe.yaml").write_text(RECIPE.replace("sums.jsonl", "more/faq.jsonl"))
+    _, text = show(capsys)
+    assert "=== faq.jsonl (data.train[0]) ===" in text and "=== faq.jsonl (data.train[1]) ===" in text
+
+
+def test_rows_of_a_packing_recipe(folder, capsys):
+    _, text = show(capsys, "--arguments.packing", "true")
+    assert "packed: 12 samples in " in text
+    assert "; row 0, tokens 0 to " in text or "; row 1, tokens 0 to " in text
+
+
+def test_what_has_to_be_mended(folder, capsys):
+    """Bad lines and samples that cannot be encoded are listed, and the exit code says that there are some."""
+    template = "{% for m in messages %}{{ m.content }}{{ raise_exception('no') if m.content == 'Why 3?' }}{% endfor %}"
+    with open("faq.jsonl", "a") as stream:
+        stream.write('{"messages": [{"role": "user", "content": "Unanswered"}]}\n')
+    code, text = show(capsys, "--data.chat_template", template)
+    assert code == 2
+    assert "refused       1: " in text and "faq.jsonl:4: the chat template refuses it: no" in text
+    assert "faq.jsonl:7: " in text
+    code, text = show(capsys, "--data.chat_template", template, "--data.bad_lines", "skip")
+    assert code == 0
+
+
+def test_recipes_of_text_in_blocks(folder, capsys):
+    recipe = RECIPE.replace("max_length", "sequence_length").replace(", weight: 2", "").replace(", weight: 1", "")
+    (folder / "recipe.yaml").write_text(recipe)
+    assert main(["data", "show", "recipe.yaml"]) == 2
+    assert "set data.max_length for conversations" in capsys.readouterr().err
+    assert main(["data", "shwo", "recipe.yaml"]) == 2
+    assert "Did you mean 'show'?" in capsys.readouterr().err
+
+
+def test_preparing_checks_all_data(folder, capsys):
+    for name in ("faq.jsonl", "sums.jsonl"):
+        (folder / name).write_text('{"prompt": "Why?", "completion": " So."}\n' * 6)
+    assert main(["data", "prepare", "recipe.yaml", "--data.prepared_dir", "prepared"]) == 0
+    text = capsys.readouterr().out
+    assert "faq.jsonl" in text and "sums.jsonl" in text
+    with open("sums.jsonl", "a") as stream:
+        stream.write("no json\n")
+    assert main(["data", "prepare", "recipe.yaml", "--data.prepared_dir", "prepared"]) == 2
+    assert "sums.jsonl:7: " in capsys.readouterr().err
