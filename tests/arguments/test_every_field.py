@@ -143,6 +143,7 @@ def printer(job: Trainer) -> bool:
     return any(isinstance(callback, PrinterCallback) for callback in job.callback_handler.callbacks)
 
 
+_WEIGHTS = "tests.checkpoint.weights."
 _RUN = "tests.training.test_argument_behaviour::"
 _DIVERGENCE = "tests.training.loop.test_divergence_guard::"
 _GENERATION = "tests.training.generation.test_seq2seq_trainer"
@@ -282,12 +283,8 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     ),
     "self_test": Shown("tests.training.startup.test_preflight::test_a_wrong_gradient_stops_startup"),
     "save_async": Shown("tests.training.resume.test_background_saves::test_without_memory_for_a_copy_training_waits"),
-    "save_model_in_checkpoints": Shown(
-        "tests.checkpoint.weights.test_model_files::test_checkpoints_without_a_model_resume"
-    ),
-    "max_shard_size": Shown(
-        "tests.checkpoint.weights.test_model_saving::test_files_are_filled_and_a_large_tensor_has_its_own_file"
-    ),
+    "save_model_in_checkpoints": Shown(_WEIGHTS + "test_model_files::test_checkpoints_without_a_model_resume"),
+    "max_shard_size": Shown(_WEIGHTS + "test_model_saving::test_files_are_filled_and_a_large_tensor_has_its_own_file"),
     "enable_jit_checkpoint": Shown("tests.training.stopping.test_stopping::test_a_run_without_checkpoints_stops"),
     "time_limit_margin": Shown("tests.training.stopping.test_stopping::test_a_run_stops_before_the_time_limit"),
     "auto_resume": Shown("tests.training.stopping.test_stopping::test_the_same_command_starts_and_resumes"),

@@ -115,7 +115,7 @@ def test_a_thinned_curve_keeps_its_spikes() -> None:
 
 
 def test_a_monstrous_run_stays_below_two_megabytes(tmp_path: Path) -> None:
-    names = [f"quantity_{number}" for number in range(80)]
+    names = [f"quantity_{number}" for number in range(60)]
     write_lines(
         tmp_path / "metrics.jsonl",
         [
