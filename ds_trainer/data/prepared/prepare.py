@@ -317,7 +317,7 @@ def _partial_prefix(final: Path) -> str:
 def _remove_leftovers(final: Path) -> None:
     """Remove incomplete directories of processes that ended: of this host at once, of others after a day."""
     prefix = _partial_prefix(final)
-    for found in final.parent.glob(f"{prefix}*.*.*.partial"):
+    for found in [*final.parent.glob(f"{prefix}*.*.*.partial"), *final.parent.glob(f"{prefix}*.*.*.damaged")]:
         host, process = found.name.removeprefix(prefix).rsplit(".", 3)[:2]
         try:
             age = time.time() - found.stat().st_mtime
