@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ds_trainer.data.prepared import workers
@@ -213,6 +214,26 @@ class TestKilled:
         assert killed >= 5
         assert read_all(slow.prepare(out)) == slow.samples
         assert [path.name for path in out.iterdir() if path.is_dir()] == [slow.prepare(out).directory.name]
+
+    def test_its_workers_end_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(workers, "SHARD_BYTES", 400)
+        slow, out = Source(tmp_path / "source", Encode(seconds=0.2)), tmp_path / "out"
+        process = os.fork()
+        if process == 0:
+            slow.prepare(out, processes=2)
+            os._exit(0)
+        deadline = time.monotonic() + 60
+        while not list(out.glob(".*.partial/shard-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = psutil.Process(process).children(recursive=True)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        assert len(children) >= 2
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+        assert not list(out.glob("*/manifest.json"))
+        slow.encode.seconds = 0.0
+        assert read_all(slow.prepare(out)) == slow.samples
 
     def test_at_every_file_operation(self, source: Source, tmp_path: Path) -> None:
         """Python reports each of them before it happens; the process kills itself at the n-th."""
