@@ -43,7 +43,7 @@ class Waiting:
     """Times in seconds.
 
     Attributes:
-        poll: between two looks.
+        poll: between two looks, at first; the longer it takes the more, up to ten times as much.
         beat: between two signs of life of the process that works.
         stale: without a sign of life, after which it is taken for dead.
         report: between two log lines of a process that waits.
@@ -154,22 +154,20 @@ def made_once(
     lock_path = target.parent / f".{target.name}.lock"
     beat_path = target.parent / f".{target.name}.writer"
     lock = FileLock(lock_path, mode=0o644, thread_local=False)
-    holder = _Holder(beat_path)
-    reported = time.monotonic()
-    if _local_rank() > 0:
-        time.sleep(waiting.head_start)
+    holder, leads = _Holder(beat_path), _local_rank() == 0
+    began = reported = time.monotonic()
     while True:
-        try:
-            _acquire(lock)
-        except Timeout:
+        waited = time.monotonic() - began
+        if not (leads or waited > waiting.head_start) or not _acquired(lock):
             silent = holder.silent_for(lock_path)
             if silent > waiting.stale:
                 logger.warning("%s: %s gave no sign of life for %d s and is taken for dead.", target, holder, silent)
                 holder.remove(lock_path)
             elif time.monotonic() - reported > waiting.report:
                 reported = time.monotonic()
-                logger.warning("Waiting for %s: %s is %s.", target, holder, holder.values.get("doing", "at work"))
-            time.sleep(waiting.poll)
+                log = logger.warning if leads else logger.debug  # once per machine
+                log("Waiting for %s: %s is %s.", target, holder, holder.values.get("doing", "at work"))
+            time.sleep(min(waiting.poll + 0.02 * waited, 10 * waiting.poll))
             found = find() if target.exists() else None
             if found is not None:
                 return found
@@ -189,17 +187,18 @@ def made_once(
                 lock.release()
 
 
-def _acquire(lock: FileLock) -> None:
-    """Take the lock, or raise Timeout. A file system without locks: go on without, which costs time only."""
+def _acquired(lock: FileLock) -> bool:
+    """Whether this process may work: it took the lock, or there are none here, which costs time only."""
     try:
         lock.acquire(timeout=0)
     except Timeout:  # which is an OSError
-        raise
+        return False
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             with writing(Path(lock.lock_file)):
                 raise
         logger.warning("%s cannot be locked here (%s): other processes may do the same work.", lock.lock_file, error)
+    return True
 
 
 def _local_rank() -> int:

@@ -285,19 +285,19 @@ class _Index:
 @contextmanager
 def _progress(source_bytes: int, heartbeat: Heartbeat) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, and the words that waiting processes log."""
-    tokens = 0
+    tokens = done = 0  # the bar does not count where there is no terminal
     began = time.perf_counter()
     with tqdm(
         total=source_bytes, unit="B", unit_scale=True, desc="tokenizing", disable=None, mininterval=_TQDM_EVERY
     ) as bar:
 
         def report(size: int, further: int) -> None:
-            nonlocal tokens
-            tokens += further
+            nonlocal tokens, done
+            tokens, done = tokens + further, done + size
             rate = tokens / max(time.perf_counter() - began, 1e-9)
             bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens, {rate:,.0f} tokens/s", refresh=False)
             bar.update(size)
-            heartbeat.doing = f"tokenizing: {tokens:,} tokens, {bar.n / max(source_bytes, 1):.0%} of the source"
+            heartbeat.doing = f"tokenizing: {tokens:,} tokens, {done / max(source_bytes, 1):.0%} of the source"
 
         yield report
 
@@ -317,7 +317,7 @@ def _partial_prefix(final: Path) -> str:
 def _remove_leftovers(final: Path) -> None:
     """Remove incomplete directories of processes that ended: of this host at once, of others after a day."""
     prefix = _partial_prefix(final)
-    for found in final.parent.glob(f"{prefix}*.*.*.partial"):
+    for found in [*final.parent.glob(f"{prefix}*.*.*.partial"), *final.parent.glob(f"{prefix}*.*.*.damaged")]:
         host, process = found.name.removeprefix(prefix).rsplit(".", 3)[:2]
         try:
             age = time.time() - found.stat().st_mtime

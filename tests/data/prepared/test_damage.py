@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ds_trainer.data.prepared import workers
@@ -20,6 +21,7 @@ from ds_trainer.data.prepared.block_file import DamagedDataset
 from ds_trainer.data.prepared.dataset import PreparedDataset
 from ds_trainer.data.prepared.manifest import MANIFEST_FILE, Manifest
 from ds_trainer.data.prepared.prepare import prepare
+from ds_trainer.data.prepared.verification import prepare_and_verify
 from ds_trainer.utils.errors import ConfigError
 from tests.data.prepared.conversations import IDENTITY, Encode, expected, parts_of, read_all, write_conversations
 
@@ -98,6 +100,19 @@ class TestWrongDatasets:
             assert read_all(again) == source.samples
             assert source.prepare(tmp_path, verify=True).report is None
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [made.directory.name]
+
+    def test_preparing_before_a_job_verifies_what_is_there(self, source: Source, tmp_path: Path) -> None:
+        def make() -> list[PreparedDataset]:
+            return [source.prepare(tmp_path), source.prepare(tmp_path, identity={"other": 1})]
+
+        assert "tokens/s per core" in prepare_and_verify(make)
+        assert prepare_and_verify(make).count("prepared before, all checksums are right") == 2
+        damaged = source.prepare(tmp_path)
+        flip(damaged.directory / "shard-000000", 5)
+        text = prepare_and_verify(make)
+        assert text.count("tokens/s per core") == 1 and text.count("prepared before") == 1
+        assert str(damaged.directory) in text.split("\n\n")[0]
+        assert read_all(source.prepare(tmp_path)) == source.samples
 
     def test_that_of_another_key_is_refused(self, source: Source, tmp_path: Path) -> None:
         one = source.prepare(tmp_path)
@@ -199,6 +214,26 @@ class TestKilled:
         assert killed >= 5
         assert read_all(slow.prepare(out)) == slow.samples
         assert [path.name for path in out.iterdir() if path.is_dir()] == [slow.prepare(out).directory.name]
+
+    def test_its_workers_end_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(workers, "SHARD_BYTES", 400)
+        slow, out = Source(tmp_path / "source", Encode(seconds=0.2)), tmp_path / "out"
+        process = os.fork()
+        if process == 0:
+            slow.prepare(out, processes=2)
+            os._exit(0)
+        deadline = time.monotonic() + 60
+        while not list(out.glob(".*.partial/shard-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = psutil.Process(process).children(recursive=True)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        assert len(children) >= 2
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+        assert not list(out.glob("*/manifest.json"))
+        slow.encode.seconds = 0.0
+        assert read_all(slow.prepare(out)) == slow.samples
 
     def test_at_every_file_operation(self, source: Source, tmp_path: Path) -> None:
         """Python reports each of them before it happens; the process kills itself at the n-th."""

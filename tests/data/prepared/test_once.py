@@ -148,6 +148,20 @@ def test_a_file_system_that_refuses_locks(
     assert "cannot be locked here" in caplog.text
 
 
+def test_the_first_rank_of_a_node_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, waiting = tmp_path / "it", Waiting(poll=0.02, head_start=1.0)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    threading.Timer(0.2, target.write_text, ("made by another one",)).start()
+    began = time.monotonic()
+    find = lambda: target.read_text() or None if target.exists() else None  # noqa: E731
+    assert made_once(target, find, lambda heartbeat: "made here", waiting) == "made by another one"
+    assert time.monotonic() - began < 1.0
+    target.unlink()
+    assert made_once(target, find, lambda heartbeat: "made here", waiting) == "made here"
+
+
 def test_an_error_of_the_maker_leaves_no_lock(tmp_path: Path) -> None:
     def make(heartbeat: Heartbeat) -> str:
         raise KeyError("broken")
