@@ -58,6 +58,8 @@ def cases() -> Iterator[Case]:
         for ranks in (1, 2):
             yield _case(stage, "bf16", ranks, "checkpointing", gradient_checkpointing=True)
             yield _case(stage, "bf16", ranks, "LoRA", lora=8)
+        yield _case(stage, "bf16", 2, "checkpointing of 1 in 2 layers", **_every(2))
+        yield _case(stage, "bf16", 2, "checkpointing of 1 in 3 layers, length 512", length=512, **_every(3))
         for length in (128, 512):
             yield _case(stage, "bf16", 2, f"length {length}", length=length)
         yield _case(stage, "fp32", 1, "batch 4", batch=4)
@@ -80,6 +82,10 @@ def cases() -> Iterator[Case]:
             yield _case(3, precision, ranks, "offload all", offload_optimizer="cpu", offload_param="cpu")
     for ranks in (2, 4):
         yield _case(0, "fp32", ranks, "tp 2", tensor_parallel_size=2)
+
+
+def _every(layers: int) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": layers}}
 
 
 def _case(
@@ -114,5 +120,6 @@ def candidate(case: Case) -> Candidate:
         offload_optimizer="offload_optimizer" in given,
         offload_param="offload_param" in given,
         checkpointing=given.get("gradient_checkpointing", False),
+        every_n_layers=given.get("gradient_checkpointing_kwargs", {}).get("every_n_layers", 1),
         precision=next((name for name in ("bf16", "fp16") if given.get(name)), "fp32"),
     )

@@ -52,6 +52,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--price", type=positive, metavar="X", help="price of a device for an hour; needs --tokens")
     add("--top", type=count, default=5, metavar="N", help="plans to show; default: 5")
     add("--config", metavar="FILE", help="write the DeepSpeed configuration of the best plan (-: print only that)")
+    add("--probe", action="store_true", help="run two layers on this machine's GPU or CPU, and correct the estimates")
     add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the best plan; needs ds-trainer[plot]")
     add("--json", action="store_true", help="print everything as JSON")
     add("--dry-run", type=count, metavar="N", help="run the start-up of rank 0 of N ranks, without GPUs")

@@ -88,6 +88,12 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
             taken.append(f"batches of evaluation of {evaluation} per device")
         if taken:
             notes.insert(0, f"From {recipe.path}: {', '.join(taken)}.")
+    if options.probe:
+        from ds_trainer.planner.activations.device_probe import describe, probe_device
+
+        probe = probe_device(model, config, number_format="fp32" if precision == "fp32" else "bf16")
+        notes.append(describe(model, probe))
+        model = replace(model, probe=probe)
     length = length or min(model.max_length or _DEFAULT_LENGTH, _LONGEST_DEFAULT)
     goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()), evaluation)
     if note := beyond_positions(model, length):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.planner.activations.formula import Activations
+from ds_trainer.planner.activations.formula import Activations, BytesPerToken
+from ds_trainer.planner.activations.probed import Probe
 from ds_trainer.planner.activations.table import activations_of
 from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.parameters.decoders import decoder_parameters
@@ -37,6 +38,7 @@ class PlannedModel:
         lora_rank: rank of adapters on all linear layers, which alone are trained; 0 without them.
         class_name: class of the model; empty for a decoder with an LM head that was read from a configuration.
         own_adapters: the adapters of a module of PEFT.
+        probe: what its layers took on a device, which corrects the formulas; None if that was not measured.
     """
 
     name: str
@@ -48,6 +50,7 @@ class PlannedModel:
     lora_rank: int = 0
     class_name: str = ""
     own_adapters: tuple[ParameterGroup, ...] = ()
+    probe: Probe | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "the model", lora_rank: int = 0) -> PlannedModel:
@@ -193,6 +196,29 @@ class PlannedModel:
         transformer = replace(self.transformer, stacks=(*self.transformer.stacks[:-1], stack))
         own = scaled(self.own_adapters)
         return replace(self, parameters=scaled(self.parameters), transformer=transformer, own_adapters=own)
+
+    def bytes_per_token(
+        self, sizes: Mapping[str, float], attention: str, number_format: str, stack: Stack | None = None
+    ) -> BytesPerToken:
+        """Activations of a stack for the dimensions of a rank, corrected by :attr:`probe`.
+
+        Args:
+            sizes: of :func:`~ds_trainer.planner.layer_sizes.layer_sizes`.
+            attention: see :meth:`activations`.
+            number_format: see :meth:`activations`.
+            stack: see :meth:`activations`.
+        """
+        found, probe = self.activations(attention, number_format, stack)[0].bytes_per_token(sizes), self.probe
+        if probe is None or (probe.attention, probe.number_format) != (attention, number_format):
+            return found
+        return probe.corrected(found, self._probed_layer(attention, number_format, sizes["length"]), sizes["length"])
+
+    def _probed_layer(self, attention: str, number_format: str, length: float) -> float:
+        """Bytes per token that a whole layer keeps, as the formulas say."""
+        from ds_trainer.planner.layer_sizes import layer_sizes
+
+        sizes = layer_sizes(self.stack, self.rows, int(length))
+        return self.activations(attention, number_format)[0].bytes_per_token(sizes).layer
 
     def activations(self, attention: str, number_format: str, stack: Stack | None = None) -> tuple[Activations, str]:
         """Formulas of the activations of a stack, and the family from which they are.

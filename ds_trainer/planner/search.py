@@ -311,7 +311,7 @@ def candidates(
             conflicts += found
             continue
         for sequences, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
-            for stage, offload in _states(cluster, tp, precision, tiers):
+            for stage, offload in _states(cluster, tp, precision, tiers, bool(fixed.get("param_on_nvme"))):
                 for checkpointing in (False, True):
                     values = {
                         "stage": stage,
@@ -356,8 +356,13 @@ def _batches(replicas: int, global_batch: int | None, micro_batch: Any) -> Itera
         yield from ((size, share // size) for size in sizes if share % size == 0)
 
 
-def _states(cluster: Cluster, tp: int, precision: str, tiers: str) -> Iterator[tuple[int, Mapping[str, bool]]]:
-    """ZeRO stage, and what is offloaded, as fields of a candidate."""
+def _states(
+    cluster: Cluster, tp: int, precision: str, tiers: str, weights: bool
+) -> Iterator[tuple[int, Mapping[str, bool]]]:
+    """ZeRO stage, and what is offloaded, as fields of a candidate; weights on NVMe only if they were asked for.
+
+    With its default of 5 buffers, DeepSpeed 0.19.8 runs out of them: a gathered weight keeps its buffer.
+    """
     ranks = cluster.world_size // tp
     for stage in (0, 1, 2, 3):
         if stage == 0 and (precision == "fp16" or (tp > 1 and precision != "fp32")):
@@ -373,4 +378,5 @@ def _states(cluster: Cluster, tp: int, precision: str, tiers: str) -> Iterator[t
         if tiers != HOST and stage == 3:
             yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, "optimizer_on_nvme": True}
             yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True}
-            yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True, "param_on_nvme": True}
+            if weights:
+                yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True, "param_on_nvme": True}

@@ -103,6 +103,6 @@ def test_features_and_disks_together() -> None:
         Goal(8192, 64, fixed=(("micro_batch", 1), ("stage", 3), ("chunked_loss", True))),
     )
     on_disk = [plan.candidate for plan in found.fitting if plan.candidate.uses_nvme]
-    assert {(run.offload_param, run.param_on_nvme) for run in on_disk} >= {(False, False), (True, False), (True, True)}
+    assert {(run.offload_param, run.param_on_nvme) for run in on_disk} == {(False, False), (True, False)}
     assert all(run.arguments()["loss_chunk_tokens"] for run in on_disk)
     assert found.best is not None and not found.best.candidate.uses_nvme

@@ -39,6 +39,8 @@ class MemoryEstimate:
         groups: groups of ranks that the rank communicates in.
         checkpoint: bytes of a checkpoint on the disk, of all ranks.
         factor: measured / predicted bytes of tensors in earlier runs.
+        context: bytes of a device that no tensor uses.
+        fragmentation: share of the largest moment that the allocator reserves beyond the tensors.
     """
 
     shared: SharedItems
@@ -46,6 +48,8 @@ class MemoryEstimate:
     groups: int
     checkpoint: float
     factor: float = 1.0
+    context: float = CONTEXT
+    fragmentation: float = FRAGMENTATION
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
@@ -71,9 +75,9 @@ class MemoryEstimate:
     def overhead(self) -> dict[str, float]:
         """Bytes of a device that no tensor uses: context, communicators, fragmentation."""
         return {
-            "CUDA context": CONTEXT,
+            "CUDA context": self.context,
             "communicators": COMMUNICATOR * self.groups,
-            "fragmentation": FRAGMENTATION * self.tensors,
+            "fragmentation": self.fragmentation * self.tensors,
         }
 
     @cached_property
@@ -109,6 +113,9 @@ class MemoryEstimator:
 
     def __init__(self, model: PlannedModel) -> None:
         self.model = model
+        probe = model.probe
+        slack = {} if probe is None else {"context": probe.context, "fragmentation": probe.fragmentation}
+        self._slack = {name: value for name, value in slack.items() if value is not None}
         self._elements: dict[int, Elements] = {}
         self._shared: dict[tuple[object, ...], SharedItems] = {}
         self._batches: dict[tuple[object, ...], MicroBatch] = {}
@@ -123,7 +130,7 @@ class MemoryEstimator:
         checkpoint = run.state_bytes * self.model.trainable + self.model.weight_bytes(run.weight_bytes)
         if run.weight_bytes == 2:
             checkpoint += 4.0 * self.model.trainable  # the masters; float32 weights are their own
-        return MemoryEstimate(self._shared_items(run), self._micro_batch(run), groups, checkpoint)
+        return MemoryEstimate(self._shared_items(run), self._micro_batch(run), groups, checkpoint, **self._slack)
 
     def _shared_items(self, run: Candidate) -> SharedItems:
         numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)

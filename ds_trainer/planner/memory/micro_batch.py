@@ -50,18 +50,18 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     """The bytes of a micro-batch of ``run``, from the formulas of :mod:`ds_trainer.planner.activations`."""
     before = sum(_kept(model, run, stack) for stack in model.transformer.stacks[:-1])
     stack = model.stack
-    formulas, _ = model.activations(run.attention, run.number_format)
+    kind = (run.attention, run.number_format)
     sizes = layer_sizes(stack, model.rows, run.length, tp=run.tp, cp=run.cp)
     tokens = _tokens(run, stack)
     if run.chunked_loss:
         sizes["vocabulary"] *= min(1.0, CHUNK_TOKENS / tokens)
-    found, tile = formulas.bytes_per_token(sizes), 0.0
+    found, tile = model.bytes_per_token(sizes, *kind), 0.0
     kept = found.layer
     if run.tiled_mlp:  # what a tile keeps exists while the tile is in its backward pass
         share = min(1.0, sizes["hidden"] / tokens)
-        kept = formulas.bytes_per_token({**sizes, "inner": 0}).layer
+        kept = model.bytes_per_token({**sizes, "inner": 0}, *kind).layer
         tile = share * (found.layer - kept)
-        found = formulas.bytes_per_token({**sizes, "inner": share * sizes["inner"]})
+        found = model.bytes_per_token({**sizes, "inner": share * sizes["inner"]}, *kind)
     everything, forward = tokens * kept, tokens * found.forward
     share = 1.0 if run.eval_micro_batch is None else run.eval_micro_batch / run.micro_batch
     logits = tokens * sizes["vocabulary"]

@@ -15,7 +15,7 @@ share them, ``w`` bytes of a weight and ``B`` elements of ``reduce_bucket_size``
     the gradients in the dtype of accumulation, and 4 buffers of 4 bytes x the largest sub-group
 
     weights on NVMe: on the disk w n / W; in host memory the first 10**9 elements of them, 5 buffers of w x 10**8 (or
-    the largest shard), and if there are more elements, one of w x the largest sub-group
+    the largest shard), and if there are more elements, one of W x w x the largest sub-group: its parameters as a whole
 
 Source: allocations of DeepSpeed's engines, counted in ``benchmarks/plan_memory.py``; the constructors in
 ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``; for NVMe ``runtime/swap_tensor/partitioned_optimizer_swapper.py``
@@ -55,7 +55,7 @@ def model_states(elements: Elements, run: Candidate) -> tuple[dict[str, float], 
             weights["weights"] = width * min(PARAMS_IN_HOST, trained)
             host["weight buffers"] = width * PARAM_BUFFERS * max(PARAM_BUFFER, elements.widest / shards)
             if trained > PARAMS_IN_HOST:
-                host["buffer of updated weights"] = width * largest_sub_group(elements, run)
+                host["buffer of updated weights"] = width * largest_sub_group(elements, run) * shards
         if shards > 1:
             device["weights that are not sharded"] = width * elements.persistent
         states["gradients"] = run.gradient_bytes * trained

@@ -1,0 +1,204 @@
+"""Runs one and two layers of a model at two lengths on a device, and measures what they keep: seconds.
+
+A layer keeps the difference between two layers and one at the end of the forward pass, so embeddings and head do not
+matter. Layers have their real sizes. On the CPU allocations are counted; on a GPU the statistics of PyTorch's caching
+allocator are read. Weights are zeros: only sizes count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.planner.activations.live_tensors import LiveTensors
+from ds_trainer.planner.activations.probe import gpu_dropout
+from ds_trainer.planner.activations.probed import Probe
+from ds_trainer.planner.layer_sizes import layer_sizes
+from ds_trainer.planner.meta_model import meta_model
+from ds_trainer.planner.module_stacks import module_transformer
+from ds_trainer.planner.parameters.modules import module_parameters
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.utils.errors import ConfigError
+
+LENGTHS = {"cpu": (64, 128), "cuda": (1024, 2048)}
+"""Tokens of a sequence in the runs."""
+_ROWS_ON_CPU = 8192  # of the vocabulary: the products with it would take most of the time
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def probe_device(
+    model: PlannedModel, config: Mapping[str, Any], device: str = "", number_format: str = "bf16", batch: int = 1
+) -> Probe:
+    """Measure a model on a device.
+
+    Args:
+        model: as the planner knows it.
+        config: its configuration, of transformers.
+        device: ``cuda`` or ``cpu``; default: a GPU if there is one.
+        number_format: ``bf16`` or ``fp32``.
+        batch: sequences of a run.
+
+    Raises:
+        ConfigError: the model is no decoder of which one layer can be made, or what was measured is not credible.
+    """
+    began = time.perf_counter()
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if len(model.transformer.stacks) != 1 or model.transformer.kind != "decoder":
+        raise ConfigError(f"--probe: {model.name} has several stacks of layers, of which one layer cannot be made.")
+    lengths = LENGTHS[kind]
+    kept: dict[tuple[int, int], float] = {}
+    loss = 1.0
+    device_facts: tuple[float | None, float | None] = (None, None)
+    for layers in (1, 2):
+        module = _module(model, config, layers, kind, number_format)
+        for length in lengths:
+            found = _Run(module, kind).measure(batch, length)
+            kept[layers, length] = found.kept
+        if layers == 2:
+            loss = _loss_ratio(module, found.loss, batch * lengths[1], lengths[1], number_format)
+            if kind == "cuda":
+                device_facts = _device_facts()
+        del module
+        gc.collect()
+    layer = tuple((kept[2, length] - kept[1, length]) / (batch * length) for length in lengths)
+    name = torch.cuda.get_device_name() if kind == "cuda" else "the CPU"
+    context, fragmentation = device_facts
+    seconds = time.perf_counter() - began
+    made = Probe(name, "sdpa", number_format, lengths, (layer[0], layer[1]), loss, context, fragmentation, seconds)
+    predicted = predicted_layer(model, made)
+    if not made.is_credible(predicted):
+        raise ConfigError(
+            f"--probe: on {name} a layer of {model.name} keeps {layer[1]:,.0f} bytes a token instead of "
+            f"{predicted:,.0f}, logits and loss take {loss:.2f} times what is predicted. This is no correction."
+        )
+    return made
+
+
+def predicted_layer(model: PlannedModel, probe: Probe) -> float:
+    """Bytes per token that a layer keeps at the longer length, as the formulas say."""
+    formulas, _ = model.activations(probe.attention, probe.number_format)
+    return formulas.bytes_per_token(layer_sizes(model.stack, model.rows, probe.lengths[1])).layer
+
+
+def describe(model: PlannedModel, probe: Probe) -> str:
+    """Predicted and measured values, in one line."""
+    predicted, found = predicted_layer(model, probe), probe.layer[1]
+    text = (
+        f"Probed on {probe.device} in {probe.seconds:.1f} s: a layer keeps {found:,.0f} bytes a token (predicted "
+        f"{predicted:,.0f}, x {found / predicted:.3f}); logits and loss x {probe.loss:.3f} of what is predicted"
+    )
+    if probe.fragmentation is not None and probe.context is not None:
+        text += f"; fragmentation {probe.fragmentation:.1%}, context {probe.context / 1e9:.2f} GB"
+    return f"{text}. The plans are corrected by it."
+
+
+def _module(model: PlannedModel, config: Mapping[str, Any], layers: int, kind: str, number_format: str) -> nn.Module:
+    """The model with fewer layers, with weights of zeros."""
+    values = dict(config)
+    for name in _LAYERS:
+        if name in values:
+            values[name] = layers
+    if isinstance(values.get("layer_types"), list):
+        values["layer_types"] = values["layer_types"][:layers]
+    if kind == "cpu" and int(values.get("vocab_size") or 0) > _ROWS_ON_CPU:
+        values["vocab_size"] = _ROWS_ON_CPU
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        values[name] = 0
+    values["use_cache"] = False
+    module = meta_model(values, model.name).to(_DTYPES[number_format])
+    module = module.to_empty(device=kind)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.zero_()
+    return module.train()
+
+
+class _Run:
+    """One forward and backward pass.
+
+    Attributes:
+        kept: bytes that exist before the LM head, or at the end of the last layer's forward pass without a head,
+            beyond what existed before.
+        loss: most bytes from the end of the last layer until the gradient of the logits exists, beyond what existed
+            then.
+    """
+
+    def __init__(self, module: nn.Module, kind: str) -> None:
+        self.kept = self.loss = self._after_layers = 0.0
+        self._module, self._live = module, LiveTensors() if kind == "cpu" else None
+        self._layers = _layers_of(module)
+        if self._live is not None:
+            self._live.ignore((*module.parameters(), *module.buffers()))
+
+    def measure(self, batch: int, length: int) -> _Run:
+        """Run it on sequences of ``length`` tokens."""
+        module: Any = self._module
+        device = next(module.parameters()).device
+        ids = torch.zeros(batch, length, dtype=torch.long, device=device)
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        handles = [self._layers[-1].register_forward_hook(lambda *_: self._end_of_layers())]
+        if head is not None:
+            handles.append(head.register_forward_pre_hook(lambda *_: self._end_of_model()))
+            handles.append(head.register_forward_hook(self._watch))
+        module.zero_grad(set_to_none=True)
+        try:
+            with gpu_dropout():
+                if self._live is None:
+                    self._before = self._now()
+                    module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                else:
+                    with self._live:
+                        self._before = self._now()
+                        module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self
+
+    def _end_of_layers(self) -> None:
+        self.kept = self._after_layers = self._now() - self._before
+        if self._live is not None:
+            self._live.reset_peak()
+        else:
+            torch.cuda.reset_peak_memory_stats()
+
+    def _end_of_model(self) -> None:  # nothing holds the input of the last layer any more but autograd
+        self.kept = self._now() - self._before
+
+    def _watch(self, head: nn.Module, given: Any, logits: torch.Tensor) -> None:
+        logits.register_hook(self._gradient)
+
+    def _gradient(self, gradient: torch.Tensor) -> None:
+        peak = self._live.peak if self._live is not None else torch.cuda.max_memory_allocated()
+        self.loss = peak - self._before - self._after_layers
+
+    def _now(self) -> int:
+        return self._live.now if self._live is not None else torch.cuda.memory_allocated()
+
+
+def _layers_of(module: nn.Module) -> nn.ModuleList:
+    return next(part for part in module.modules() if isinstance(part, nn.ModuleList) and 1 <= len(part) <= 2)
+
+
+def _loss_ratio(module: nn.Module, measured: float, tokens: int, length: int, number_format: str) -> float:
+    """Measured / predicted bytes of logits and loss of the module as it ran: its vocabulary may be smaller."""
+    if not measured:
+        return 1.0
+    transformer = module_transformer(module, tuple(module_parameters(module)))
+    planned = PlannedModel.from_module(module)
+    formulas, _ = planned.activations("sdpa", number_format)
+    sizes = layer_sizes(transformer.stacks[-1], transformer.vocabulary, length)
+    return measured / (tokens * formulas.bytes_per_token(sizes).loss)
+
+
+def _device_facts() -> tuple[float, float]:
+    """Bytes of the device that no tensor of this process uses, and the share that is reserved beyond tensors."""
+    free, total = torch.cuda.mem_get_info()
+    reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    return float(total - free - torch.cuda.memory_reserved()), max(0.0, reserved / allocated - 1)
