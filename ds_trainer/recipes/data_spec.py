@@ -45,7 +45,8 @@ class DataSpec:
         chat_template: for conversations: the name of a template, a file, or the template itself (Jinja); default: that
             of the tokenizer.
         train_on: which tokens of conversations: ``assistant``, ``last_turn``, ``all``, or a list of roles.
-        prepared_dir: directory for tokenized samples, which later runs find there.
+        prepared_dir: directory for tokenized samples, which later runs find there; default: a cache directory of the
+            user.
     """
 
     train: tuple[str | SourceSpec, ...] = ()
@@ -64,6 +65,10 @@ class DataSpec:
     chat_template: str | None = None
     train_on: Literal["assistant", "last_turn", "all"] | tuple[str, ...] = "assistant"
     prepared_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.train_on) == 1 and self.train_on[0] in TRAIN_ON:  # YAML gives a text as a list of one
+            object.__setattr__(self, "train_on", self.train_on[0])
 
     @property
     def has_eval(self) -> bool:

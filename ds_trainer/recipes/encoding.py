@@ -1,62 +1,78 @@
-"""From records to tokens."""
+"""From the records of a recipe to tokens: the encoder of conversations and texts, and what else decides its samples."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from ds_trainer.data.chat.encoder import Encoded, Encoder
+from ds_trainer.data.chat.options import EncodeOptions
+from ds_trainer.data.chat.problems import SampleProblem
+from ds_trainer.data.chat.templates import load_template
+from ds_trainer.data.prepared.key import digest_of_code, digest_of_tokenizer
 from ds_trainer.data.sources.record import Record
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.utils.errors import ConfigError
 
-IGNORED = -100
+BAD_LINE = "bad_line"
+"""Kind of the record that stands for a bad line: its field ``reason`` says what is wrong."""
+
+_CODE = ("ds_trainer.data.chat", "ds_trainer.data.sources", "ds_trainer.recipes.encoding")
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
-class TextEncoder:
-    """Texts, each with the end-of-text token, and prompts with a completion that alone is trained on.
+class RecordEncoder:
+    """Encodes records, and counts those that cannot be used, or refuses them.
 
     Args:
-        tokenizer: of transformers.
-        max_length: most tokens of a sample.
-        long_samples: ``truncate``, ``drop``, ``split`` or ``error``.
+        encoder: of valid records.
+        skips: bad lines, and records that cannot be encoded, give no sample and are counted.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, long_samples: str) -> None:
-        self.tokenizer, self.max_length, self.long_samples = tokenizer, max_length, long_samples
+    def __init__(self, encoder: Encoder, skips: bool) -> None:
+        self.encoder, self.skips = encoder, skips
 
-    def __call__(self, record: Record) -> list[dict[str, np.ndarray]]:
-        """The samples of ``record``.
+    def __call__(self, record: Record) -> Encoded:
+        """The samples of ``record``, and what was noticed.
 
         Raises:
-            ConfigError: it is a conversation, or too long and ``long_samples`` is ``error``.
+            SampleProblem: it cannot be used, and such records are not skipped.
         """
-        fields = record.fields
-        if record.kind == "text":
-            prompt, text = [], fields["text"]
-        elif record.kind == "prompt_completion" and isinstance(fields["prompt"], str):
-            prompt, text = self._ids(fields["prompt"]), fields["completion"]
-        else:
-            raise ConfigError(f"{record.source}: conversations need a chat template.")
-        tokens = np.asarray([*prompt, *self._ids(text), self.tokenizer.eos_token_id], np.int32)
-        labels = tokens.copy()
-        labels[: len(prompt)] = IGNORED
-        parts = range(0, len(tokens), self.max_length)
-        if len(parts) > 1 and self.long_samples == "error":
-            raise ConfigError(
-                f"{record.source}: {len(tokens)} tokens are more than data.max_length={self.max_length}; set "
-                "data.long_samples to truncate, drop or split, or a larger data.max_length."
-            )
-        if len(parts) > 1 and self.long_samples == "drop":
-            return []
-        parts = parts if self.long_samples == "split" else parts[:1]
-        cuts = [slice(start, start + self.max_length) for start in parts]
-        return [{"input_ids": tokens[cut], "labels": labels[cut]} for cut in cuts]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        try:
+            if record.kind == BAD_LINE:
+                raise SampleProblem(record.source, BAD_LINE, record.fields["reason"])
+            return self.encoder.encode(record)
+        except SampleProblem as problem:
+            if not self.skips:
+                raise
+            return Encoded([], {BAD_LINE if problem.reason == BAD_LINE else f"skipped_{problem.reason}"})
 
 
-def make_encode(recipe: Recipe, tokenizer: Any) -> TextEncoder:
-    """What gives the samples of a record, with the options of ``recipe``."""
-    return TextEncoder(tokenizer, recipe.tokens_per_sample, recipe.data.long_samples)
+def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
+    """The encoder with the options of ``recipe``.
+
+    Args:
+        recipe: its section ``data`` has the options.
+        tokenizer: of transformers; it gets the recipe's chat template, so that it is saved with it.
+
+    Raises:
+        ConfigError: an option or the chat template cannot work.
+    """
+    data = recipe.data
+    given = data.chat_template
+    template = None if given is None else load_template(given, tokenizer)
+    options = EncodeOptions(
+        chat_template=template,
+        train_on=data.train_on,
+        max_length=recipe.tokens_per_sample,
+        long_samples=data.long_samples,
+    )
+    return RecordEncoder(Encoder(tokenizer, options), data.bad_lines == "skip")
+
+
+def identity_of(encoder: RecordEncoder) -> dict[str, Any]:
+    """What decides the samples of a record besides the record: a part of the key of prepared samples."""
+    return {
+        "tokenizer": digest_of_tokenizer(encoder.encoder.tokenizer),
+        "options": encoder.encoder.options,
+        "skips": encoder.skips,
+        "code": digest_of_code(*_CODE, packages=_LIBRARIES),
+    }

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
+
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.sources.bad_lines import LISTED, BadLines
+from ds_trainer.data.chat.problems import NOTICES
+from ds_trainer.data.prepared.dataset import PreparedDataset
+from ds_trainer.data.prepared.prepare import default_directory
+from ds_trainer.data.sources.bad_lines import BadLines
 from ds_trainer.data.sources.held_out import HeldOut
 from ds_trainer.data.sources.mixture import Mixture
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
-from ds_trainer.recipes.sample_store import SampleStore
+from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder, identity_of
+from ds_trainer.recipes.prepared_sources import prepare_sources
 from ds_trainer.utils.errors import ConfigError
 
-Encode = Callable[[Record], Iterable[Mapping[str, Any]]]
+_COUNTED = ("records", "dropped", "samples", "untrained", BAD_LINE)
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
@@ -28,10 +34,12 @@ class SourceFigures:
 
     Attributes:
         name, kind, format: of the source and its samples.
-        files, records: that were read, without bad lines.
-        samples, tokens, trained_tokens: that are trained on (of evaluation data: evaluated).
-        held_out: records that are evaluated.
-        without_sample: records that gave none, because they are too long.
+        files: that were read.
+        records: that are trained on (of evaluation data: evaluated), without bad lines.
+        samples, tokens, trained_tokens: that they gave; the first token of a sample is no target.
+        without_sample: records that gave none, because they are too long or cannot be encoded.
+        bad_lines: that were left out.
+        notices: what deserves to be known, counted (:data:`~ds_trainer.data.chat.problems.NOTICES`).
     """
 
     name: str
@@ -42,8 +50,18 @@ class SourceFigures:
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    held_out: int = 0
     without_sample: int = 0
+    bad_lines: int = 0
+    notices: dict[str, int] = field(default_factory=dict)
+
+
+class EvaluationSamples(ConcatDataset[Any]):
+    """The samples of evaluation, one dataset after the other."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that are targets."""
+        return sum(dataset.manifest.trained_tokens for dataset in self.datasets)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -54,16 +72,14 @@ class FineTuningData:
         train: of training, mixed.
         eval: of evaluation; None if there is none.
         sources, eval_sources: figures of each source.
-        bad_lines: that were left out.
         lines: what was found, for the log.
     """
 
     train: Mixture
-    eval: SampleStore | None
+    eval: EvaluationSamples | None
     sources: list[SourceFigures]
     eval_sources: list[SourceFigures]
-    bad_lines: int
-    lines: list[str]
+    lines: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
@@ -82,7 +98,7 @@ class FineTuningData:
             "tokens": tokens,
             "trained_tokens": trained,
             "trained_share": trained / max(tokens, 1),
-            "bad_lines": self.bad_lines,
+            "bad_lines": sum(figures.bad_lines for figures in (*self.sources, *self.eval_sources)),
         }
 
 
@@ -116,79 +132,59 @@ def open_sources(spec: DataSpec) -> tuple[list[Source], list[Source]]:
     return found["train"], found["eval"]
 
 
-class _Reading:
-    """Reads all sources, tokenizes their records, and collects every problem before it is raised."""
-
-    def __init__(self, spec: DataSpec, encode: Encode) -> None:
-        self.bad = BadLines(spec.bad_lines)
-        self.problems: list[str] = []
-        self.failed = 0
-        self._encode = encode
-
-    def add(self, record: Record, store: SampleStore) -> bool:
-        """Add the samples of ``record`` to ``store``; False if it has none."""
-        try:
-            samples = list(self._encode(record))
-        except ConfigError as error:
-            self.failed += 1
-            if len(self.problems) < LISTED:
-                self.problems += error.problems
-            return True
-        for sample in samples:
-            store.add(sample)
-        return bool(samples)
-
-    def check(self) -> None:
-        more = [f"{self.failed - LISTED:,} more records cannot be tokenized."] if self.failed > LISTED else []
-        if problems := [*self.bad.problems(), *self.problems, *more]:
-            raise ConfigError(problems)
-
-
-def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encode: Encode) -> FineTuningData:
-    """The samples of ``spec``: every line of every file is checked before any problem is raised.
+def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: RecordEncoder) -> FineTuningData:
+    """The samples of ``spec``, tokenized by one process of each machine, or found as an earlier run left them.
 
     Args:
         spec: the section ``data`` of a recipe.
         args: of the run: the seed, and whether rows are made from the lengths of samples.
-        encode: gives the samples of a record.
+        encoder: gives the samples of a record.
 
     Raises:
         ConfigError: lists all bad lines, or the first of them with their number.
     """
     train_sources, eval_sources = open_sources(spec)
     split = _split(spec, train_sources)
-    reading = _Reading(spec, encode)
-    held_out = SampleStore()
-    figures, stores = [], []
-    for source in train_sources:
-        store, row = SampleStore(), _figures(source)
-        for record in source.read(reading.bad):
-            row.records += 1
-            if split is not None and split.takes(record):
-                row.held_out += 1
-                reading.add(record, held_out)
-            elif not reading.add(record, store):
-                row.without_sample += 1
-        figures.append(_completed(row, source, store))
-        stores.append(store)
-    eval_figures = []
-    for source in eval_sources:
-        store, row = SampleStore(), _figures(source)
-        for record in source.read(reading.bad):
-            row.records += 1
-            row.without_sample += not reading.add(record, store)
-        for index in range(len(store)):
-            held_out.add(store[index])
-        eval_figures.append(_completed(row, source, store))
-    reading.check()
-    _check_not_empty(spec, figures, held_out)
-    names = _distinct([row.name for row in figures])
-    for row, name in zip(figures, names, strict=True):
+    directory, identity = spec.prepared_dir or default_directory(), identity_of(encoder)
+    problems: list[str] = []
+
+    def samples_of(sources: Sequence[Source], split: HeldOut | None, held_out: bool) -> PreparedDataset | None:
+        try:
+            return prepare_sources(sources, split, held_out, encoder, identity, directory)
+        except ConfigError as error:
+            files = [str(file.path) for source in sources for file in source.files]
+            keys = ", ".join(source.key for source in sources)
+            located = [any(file in problem for file in files) for problem in error.problems]
+            problems.extend(p if known else f"{keys}: {p}" for p, known in zip(error.problems, located, strict=True))
+            return None
+
+    found = [samples_of([source], split, False) for source in train_sources]
+    evaluated = [samples_of([source], None, False) for source in eval_sources]
+    if split is not None and not problems:
+        evaluated.append(samples_of(train_sources, split, True))
+    prepared = [dataset for dataset in found if dataset is not None]
+    held_out = [dataset for dataset in evaluated if dataset is not None]
+    if problems:
+        raise ConfigError(_all_problems(spec, [*train_sources, *eval_sources], problems))
+    figures = [_figures(source, dataset) for source, dataset in zip(train_sources, prepared, strict=True)]
+    eval_figures = [_figures(source, dataset) for source, dataset in zip(eval_sources, held_out, strict=False)]
+    for row, name in zip(figures, _distinct([row.name for row in figures]), strict=True):
         row.name = name
-    train = _mixture(spec, args, stores, names)
-    lines = [source.describe() for source in (*train_sources, *eval_sources)]
-    lines += _lines(train, reading.bad, figures)
-    return FineTuningData(train, held_out if spec.has_eval else None, figures, eval_figures, reading.bad.count, lines)
+    train = _mixture(spec, args, prepared, [row.name for row in figures])
+    evaluation = EvaluationSamples(held_out) if held_out else None
+    data = FineTuningData(train, evaluation, figures, eval_figures)
+    data.lines.extend(_lines(data, [*train_sources, *eval_sources], split is not None))
+    return data
+
+
+def _all_problems(spec: DataSpec, sources: Sequence[Source], problems: Sequence[str]) -> list[str]:
+    """``problems`` of tokenizing, which stops after some, with all bad lines, for which the files are read again."""
+    bad = BadLines(spec.bad_lines)
+    for source in sources:
+        for _ in source.read(bad):
+            pass
+    lines = bad.problems()
+    return [*lines, *(problem for problem in problems if problem not in bad)]
 
 
 def _split(spec: DataSpec, sources: Sequence[Source]) -> HeldOut | None:
@@ -208,31 +204,23 @@ def _all(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:
         yield from source.read(bad)
 
 
-def _figures(source: Source) -> SourceFigures:
-    format = source.find_format()
-    kind, name = ("unknown", "unknown") if format is None else (format.kind, format.name)
-    return SourceFigures(source.name, kind, name, len(source.files))
-
-
-def _completed(row: SourceFigures, source: Source, store: SampleStore) -> SourceFigures:
-    row.samples, row.tokens, row.trained_tokens = len(store), store.tokens, store.trained_tokens
-    return row
-
-
-def _check_not_empty(spec: DataSpec, figures: Sequence[SourceFigures], held_out: SampleStore) -> None:
-    problems = [
-        f"data.train: the source {row.name} has no sample to train on: {row.records:,} records, {row.held_out:,} of "
-        f"them held out, {row.without_sample:,} too long."
-        for row in figures
-        if row.samples == 0
-    ]
-    if spec.has_eval and len(held_out) == 0:
-        problems.append(
-            "data: there is no sample for evaluation. Set data.held_out to a larger share or a number, or name other "
-            "files in data.eval."
-        )
-    if problems:
-        raise ConfigError(problems)
+def _figures(source: Source, dataset: PreparedDataset) -> SourceFigures:
+    format, manifest = source.find_format(), dataset.manifest
+    counts = Counter(manifest.counts)
+    kind = "unknown" if format is None else format.kind
+    return SourceFigures(
+        name=source.name,
+        kind=kind,
+        format=source.format_name,
+        files=len(source.files),
+        records=counts["records"] - counts[BAD_LINE],
+        samples=manifest.samples,
+        tokens=manifest.tokens,
+        trained_tokens=manifest.trained_tokens,
+        without_sample=counts["dropped"] - counts[BAD_LINE],
+        bad_lines=counts[BAD_LINE],
+        notices={name: count for name, count in counts.items() if name not in _COUNTED},
+    )
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -240,17 +228,24 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return [name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names)]
 
 
-def _mixture(spec: DataSpec, args: TrainingArguments, stores: Sequence[SampleStore], names: Sequence[str]) -> Mixture:
+def _mixture(
+    spec: DataSpec, args: TrainingArguments, datasets: Sequence[PreparedDataset], names: Sequence[str]
+) -> Mixture:
     weights = [entry.weight for _, entry in spec.sources("train")]
     given = [weight for weight in weights if weight is not None]
     seed = args.seed if args.data_seed is None else args.data_seed
     by_length = args.packing or str(args.train_sampling_strategy) in _BY_LENGTH
-    return Mixture(stores, given or None, names=names, seed=seed, new_samples=not by_length)
+    return Mixture(datasets, given or None, names=names, seed=seed, new_samples=not by_length)
 
 
-def _lines(train: Mixture, bad: BadLines, figures: Sequence[SourceFigures]) -> list[str]:
-    lines = train.describe() if train.weighted else []
-    held_out = sum(row.held_out for row in figures)
-    lines += [f"{held_out:,} records are held out for evaluation."] if held_out else []
-    lines += [f"{bad.count:,} bad lines were left out (data.bad_lines: skip)."] if bad.count else []
+def _lines(data: FineTuningData, sources: Sequence[Source], is_split: bool) -> list[str]:
+    lines = []
+    for source, row in zip(sources, [*data.sources, *data.eval_sources], strict=True):
+        source.count = row.records
+        lines.append(f"{source.describe()}; {row.tokens:,} tokens, {row.trained_tokens:,} of them trained on")
+        lines += [f"  {count:,} samples: {NOTICES.get(name, name)}" for name, count in row.notices.items() if count]
+        lines += [f"  {row.bad_lines:,} bad lines were left out (data.bad_lines: skip)"] if row.bad_lines else []
+    lines += data.train.describe() if data.train.weighted else []
+    if is_split and data.eval is not None:
+        lines.append(f"{len(data.eval):,} samples are held out for evaluation.")
     return lines

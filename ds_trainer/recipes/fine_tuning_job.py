@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.data.padding import TokenPaddingCollator
-from ds_trainer.recipes.encoding import make_encode
+from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, read_fine_tuning_data
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.language_model_job import RESULTS_NAME, final_loss, versions
@@ -120,7 +120,7 @@ def prepare(recipe: Recipe, args: TrainingArguments) -> FineTuningInputs:
         )
     if problems or not isinstance(tokenizer, PretrainedTokenizer):
         raise ConfigError(problems)
-    data = read_fine_tuning_data(recipe.data, args, make_encode(recipe, tokenizer.pretrained))
+    data = read_fine_tuning_data(recipe.data, args, encoder_of(recipe, tokenizer.pretrained))
     return FineTuningInputs(tokenizer, model_config, data)
 
 

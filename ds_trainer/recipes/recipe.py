@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_trainer.arguments.checks.packing_checks import length_problems
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
@@ -127,7 +128,8 @@ class Recipe:
 
     def training_arguments(self) -> TrainingArguments:
         """The recipe's arguments, with defaults for all others."""
-        length = {} if self.data.max_length is None else {"max_length": self.data.max_length}
+        given = self.data.max_length
+        length = {} if given is None or length_problems(given) else {"max_length": given}
         args = TrainingArguments(**{**length, **self.arguments})
         prefix = "arguments."
         sources = {key.removeprefix(prefix): source for key, source in self.origins.items() if key.startswith(prefix)}

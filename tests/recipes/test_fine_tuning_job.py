@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_trainer.recipes import fine_tuning_job
+from ds_trainer.recipes.fine_tuning_data import FineTuningData
 from ds_trainer.recipes.jobs import run
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
@@ -50,7 +51,7 @@ def save_model(directory: Path) -> Any:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
-    config = LlamaConfig(vocab_size=len(fast), max_position_embeddings=64, initializer_range=0.1, **sizes)
+    config = LlamaConfig(vocab_size=len(fast), max_position_embeddings=96, initializer_range=0.1, **sizes)
     LlamaForCausalLM(config).save_pretrained(directory)
     fast.save_pretrained(directory)
     return fast
@@ -66,6 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "notes" / f"{number}.txt").write_text(f"note {number} " * 8)
     (tmp_path / "r.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -73,16 +75,14 @@ def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     results = run(load_recipe("r.yaml"))
     assert json.loads(json.dumps(results)) == json.loads((folder / "out" / "results.json").read_text())
     questions, notes = results["data"]["sources"]
-    assert (questions["name"], questions["kind"], questions["records"]) == (
-        "questions.jsonl",
-        "prompt_completion",
-        QUESTIONS,
-    )
-    assert (notes["name"], notes["kind"], notes["files"], notes["records"]) == ("notes", "text", 6, 6)
-    assert questions["held_out"] + notes["held_out"] == results["data"]["eval_samples"] == 5
+    assert [questions[key] for key in ("name", "kind", "files")] == ["questions.jsonl", "prompt_completion", 1]
+    assert [notes[key] for key in ("name", "kind", "files")] == ["notes", "text", 6]
+    assert questions["records"] + notes["records"] + 5 == QUESTIONS + 6
+    assert results["data"]["eval_samples"] == 5
     assert notes["tokens"] == 48 * notes["samples"]  # truncated
+    assert notes["notices"]["truncated"] == notes["samples"]
     assert notes["trained_tokens"] == 47 * notes["samples"]  # nothing predicts the first token
-    held_out = results["data"]["eval_target_tokens"] - 47 * notes["held_out"]
+    held_out = results["data"]["eval_target_tokens"] - 47 * (6 - notes["samples"])
     assert questions["trained_tokens"] + held_out == sum(len(f"{n + 1}.") + 1 for n in range(QUESTIONS))
     samples = QUESTIONS + 6 - 5
     assert questions["samples_per_epoch"] + notes["samples_per_epoch"] == samples
@@ -103,8 +103,7 @@ def test_the_evaluation_loss_is_that_of_plain_pytorch(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     results = run(load_recipe("r.yaml", ["--arguments.max_steps", "3", "--arguments.packing", "true"]))
-    recipe = load_recipe("r.yaml")
-    held_out = fine_tuning_job.prepare(recipe, recipe.training_arguments()).data.eval
+    held_out = prepared().eval
     assert held_out is not None
     model = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
     total, targets = 0.0, 0
@@ -132,6 +131,67 @@ def test_all_bad_lines_are_reported_before_training(folder: Path) -> None:
     ]
     assert problems[-1].endswith("set data.bad_lines to skip, which counts them and leaves them out.")
     assert not (folder / "out").exists()
-    skipped = run(load_recipe("r.yaml", ["--data.bad_lines=skip", "--arguments.max_steps=1"]))
-    assert skipped["data"]["bad_lines"] == 3
-    assert skipped["data"]["sources"][0]["records"] == QUESTIONS
+    skipped = prepared("--data.bad_lines=skip").to_dict()
+    assert skipped["bad_lines"] == 3
+    assert sum(source["records"] for source in skipped["sources"]) + skipped["eval_samples"] == QUESTIONS + 6
+
+
+def prepared(*words: str) -> FineTuningData:
+    """The data of the recipe, without training."""
+    recipe = load_recipe("r.yaml", words)
+    return fine_tuning_job.prepare(recipe, recipe.training_arguments()).data
+
+
+def test_conversations_train_on_answers_only(folder: Path) -> None:
+    turns = [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "two"}]
+    lines = [json.dumps({"conversations": turns, "id": number}) for number in range(3)]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    words = ("--data.train=chats.jsonl", "--data.held_out=null", "--data.max_length=96", "--data.chat_template=chatml")
+    data = prepared(*words)
+    (figures,) = data.sources
+    assert (figures.format, figures.kind, figures.samples) == ("conversations (ShareGPT)", "messages", 3)
+    assert data.lines[0].startswith("data.train (chats.jsonl): 3 records of conversations (ShareGPT) in 1 file; ")
+    sample = data.train[0]
+    trained = sample["input_ids"][sample["labels"] != -100]
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained("model").decode(trained).strip() == "two<|im_end|>"
+    everything = prepared(*words, "--data.train_on=all").train[0]["labels"]
+    assert bool((everything[1:] != -100).all())
+
+
+def test_samples_are_tokenized_once(folder: Path) -> None:
+    first, again = prepared(), prepared()
+    assert [dataset.report is None for dataset in first.train.datasets] == [False, False]
+    assert [dataset.report is None for dataset in again.train.datasets] == [True, True]
+    assert all(torch.equal(first.train[n]["input_ids"], again.train[n]["input_ids"]) for n in range(len(first.train)))
+    with (folder / "questions.jsonl").open("a") as file:
+        file.write('{"prompt": "new", "completion": "sample"}\n')
+    changed = prepared()
+    assert changed.train.datasets[0].report is not None
+    assert changed.sources[0].records + changed.sources[1].records + 5 == QUESTIONS + 7
+
+
+def test_data_for_other_jobs_is_refused(folder: Path) -> None:
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        prepared("--data.train=[pairs.jsonl, empty, gone.jsonl]")
+    assert [problem[:50] for problem in caught.value.problems] == [
+        "data.train: preferences (chosen and rejected) are ",
+        "data.train: empty: no file in it matches '*'.",
+        "data.train: 'gone.jsonl' does not exist (working d",
+    ]
+
+
+def test_long_samples_follow_the_policy(folder: Path) -> None:
+    words = ("--data.train=notes", "--data.held_out=null")
+    assert prepared(*words).sources[0].tokens == 6 * 48
+    assert prepared(*words, "--data.long_samples=split").sources[0].samples == 12
+    for policy, reason in (
+        ("error", "has 57 tokens; max_length is 48"),
+        ("drop", "data.train: There is nothing to train on: 6 records"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            prepared(*words, f"--data.long_samples={policy}")
+        assert reason in str(caught.value)

@@ -52,6 +52,10 @@ class BadLines:
         elif len(self._first) < LISTED:
             self._first.append(bad)
 
+    def __contains__(self, problem: str) -> bool:
+        """Whether ``problem``, a sentence that begins with a place, is about one of the bad lines that are listed."""
+        return any(problem.startswith(f"{bad.where}: ") for bad in (*self._first, *self._files))
+
     def problems(self) -> list[str]:
         """The bad lines that the policy refuses, one sentence each: the first :data:`LISTED`, and how many follow."""
         listed: Iterable[BadLine] = self._files if self.policy == "skip" else [*self._first, *self._files][:LISTED]

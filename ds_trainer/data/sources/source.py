@@ -43,6 +43,7 @@ class Source:
             raise ConfigError(f"{key}: all {len(found)} files are also in data.eval; no training data.")
         self.format: RecordFormat | None = None
         self.count: int | None = None
+        self._sought = False
 
     @property
     def name(self) -> str:
@@ -51,7 +52,8 @@ class Source:
 
     def find_format(self) -> RecordFormat | None:
         """The format of the samples, from the first row that has one; None if no row has."""
-        if self.format is None:
+        if not self._sought:
+            self._sought = True
             if self.spec.text_key is not None:
                 self.format = text_format(self.spec.text_key)
             else:
@@ -70,30 +72,38 @@ class Source:
 
     def _all(self, bad: BadLines) -> Iterator[Record]:
         for file in self.files:
-            yield from read_records(file, self.find_format(), bad, self.spec.kind)
+            for found in read_file(file, self.find_format(), self.spec.kind):
+                if isinstance(found, BadLine):
+                    bad.add(found)
+                else:
+                    yield found
+
+    @property
+    def format_name(self) -> str:
+        """The name of the format of the samples."""
+        format = self.find_format()
+        return "an unknown format" if format is None else format.name
 
     def describe(self) -> str:
         """One line for the log: what was found."""
-        format = self.format.name if self.format is not None else "an unknown format"
         files = f"{len(self.files):,} file{'s' if len(self.files) > 1 else ''}"
         count = "records" if self.count is None else f"{self.count:,} record{'s' if self.count != 1 else ''}"
         limited = f", limit {self.spec.limit:,}" if self.count is not None and self.count == self.spec.limit else ""
-        return f"{self.key} ({self.name}): {count} of {format} in {files}{limited}"
+        return f"{self.key} ({self.name}): {count} of {self.format_name} in {files}{limited}"
 
 
-def read_records(file: SourceFile, format: RecordFormat | None, bad: BadLines, kind: str = "auto") -> Iterator[Record]:
-    """The records of one file; its bad lines are added to ``bad``.
+def read_file(file: SourceFile, format: RecordFormat | None, kind: str = "auto") -> Iterator[Record | BadLine]:
+    """The records of one file, and its bad lines.
 
     Args:
         file: what to read.
         format: of its samples; None: no row has a known one, so each is a bad line.
-        bad: collects what cannot be used.
         kind: of the samples, for messages without ``format``.
     """
     text_key = format.keys[0] if format is not None and format.kind == "text" else "text"
     for row in read_rows(file):
         if isinstance(row, BadLine):
-            bad.add(row)
+            yield row
             continue
         value = _value(row, text_key)
         try:
@@ -101,7 +111,7 @@ def read_records(file: SourceFile, format: RecordFormat | None, bad: BadLines, k
                 raise BadRecord(str(recognize(value, kind)))
             yield Record(row.where, format.kind, format.fields(value, file.path.parent))
         except BadRecord as error:
-            bad.add(BadLine(row.where, str(error)))
+            yield BadLine(row.where, str(error))
 
 
 def _value(row: Row, text_key: str) -> Any:

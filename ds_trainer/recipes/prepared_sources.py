@@ -1,0 +1,110 @@
+"""The samples of sources, tokenized once: the records of files, in parts that several processes can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.data.prepared.dataset import PreparedDataset
+from ds_trainer.data.prepared.prepare import prepare
+from ds_trainer.data.prepared.workers import Part
+from ds_trainer.data.sources.bad_lines import BadLine, BadLines
+from ds_trainer.data.sources.files import SourceFile
+from ds_trainer.data.sources.held_out import HeldOut
+from ds_trainer.data.sources.record import Record
+from ds_trainer.data.sources.source import Source, read_file
+from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder
+
+
+@dataclass(frozen=True)
+class FileRecords:
+    """Opens the records of files of a source on one side of the split; can be pickled.
+
+    Bad lines become records of their own on the side of training, so that they are counted, or refused all at once.
+
+    Args:
+        files: what to read.
+        source: to which they belong.
+        split: None: there is none.
+        held_out: the side that is wanted.
+    """
+
+    files: tuple[SourceFile, ...]
+    source: Source
+    split: HeldOut | None
+    held_out: bool
+
+    def __call__(self) -> Iterator[Record]:
+        """The records.
+
+        Raises:
+            ConfigError: the rest of a file cannot be read.
+        """
+        found = (found for file in self.files for found in read_file(file, self.source.format, self.source.spec.kind))
+        taken, limit = 0, self.source.spec.limit
+        for record in found:
+            if isinstance(record, BadLine):
+                if not self.held_out:
+                    yield _as_record(record)
+                continue
+            if self.split is None or self.split.takes(record) is self.held_out:
+                yield record
+            taken += 1
+            if taken == limit:
+                return
+
+
+def _as_record(bad: BadLine) -> Record:
+    if bad.whole_file:
+        refused = BadLines("skip")  # which does not skip those either
+        refused.add(bad)
+        refused.check()
+    return Record(bad.where, BAD_LINE, {"reason": f"{bad.reason}."})
+
+
+def prepare_sources(
+    sources: Sequence[Source],
+    split: HeldOut | None,
+    held_out: bool,
+    encoder: RecordEncoder,
+    identity: dict[str, Any],
+    directory: str | Path,
+) -> PreparedDataset:
+    """The samples of ``sources`` on one side of the split, tokenized now or before.
+
+    Raises:
+        ConfigError: there are bad lines, records that cannot be encoded, or no sample; lists up to 20.
+    """
+    parts = []
+    for source in sources:
+        sizes = [_size(file.path) for file in source.files]
+        groups: list[tuple[tuple[SourceFile, ...], int]]
+        if source.spec.limit is None:
+            groups = [((file,), size) for file, size in zip(source.files, sizes, strict=True)]
+        else:  # the limit counts over all files
+            groups = [(tuple(source.files), sum(sizes))]
+        parts += [Part(size, FileRecords(files, source, split, held_out)) for files, size in groups]
+    reading = {
+        "sources": [[source.format_name, source.spec.kind, source.spec.limit, len(source.files)] for source in sources],
+        "split": None if split is None else [split.limit, held_out],
+    }
+    return prepare(
+        parts,
+        encoder,
+        directory,
+        files=[path for source in sources for path in _files_of(source)],
+        identity={**identity, "reading": reading},
+        vocab_size=len(encoder.encoder.tokenizer),
+    )
+
+
+def _files_of(source: Source) -> Iterator[str]:
+    for file in source.files:
+        inside = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
+        yield from (str(path) for path in inside if path.is_file())
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(part.stat().st_size for part in path.rglob("*"))
