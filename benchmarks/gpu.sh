@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU benchmarks: correctness and speed of training on the NVIDIA GPUs of this machine. Five stages, each with a time
-# limit. A stage that is stopped keeps its results so far.
+# The GPU benchmarks: correctness and speed of training on the NVIDIA GPUs of this machine. Seven stages, each with a
+# time limit. A stage that is stopped keeps its results so far.
 #
 #   benchmarks/gpu.sh [--cpu] [--out DIR] [--minutes N] [STAGE ...]
 #   benchmarks/gpu.sh --collect-wheels [VERSION]
@@ -10,6 +10,9 @@
 #   kernels     ring attention's kernels against torch's attention
 #   throughput  tokens/s, MFU and peak memory of full fine-tuning and LoRA, compared with a bare loop and transformers.Trainer
 #   memory      memory and time of a step of twelve runs, compared with what the planner predicts
+#   features    tokens/s and memory with one feature changed: chunked loss, compiled blocks, offloaded activations, tiled
+#               MLPs, fp8, packing
+#   longest     the longest sequence that fits at 8B with LoRA and everything that saves memory
 #   stalls      how often the host waits for the GPU in a step; how long a checkpoint interrupts training
 #
 #   --cpu             the same code, small, on the CPU: does it run?
@@ -24,7 +27,7 @@ set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 ROOT="$(dirname "$HERE")"
 PYTHON="${PYTHON:-python3}"
-STAGES=(oracle kernels throughput memory stalls)
+STAGES=(oracle kernels throughput memory features longest stalls)
 
 say() { printf '[gpu] %s\n' "$*"; }
 
@@ -134,6 +137,8 @@ run_stage() {
         ;;
     kernels) step "$PYTHON" "$HERE/ring_kernels.py" "${within[@]}" "${small[@]}" --out "$out/kernels.json" ;;
     throughput) step "$PYTHON" "$HERE/gpu_throughput.py" "${within[@]}" --out "$out/throughput.json" ;;
+    features) step "$PYTHON" "$HERE/gpu_features.py" variants "${within[@]}" --out "$out/features.json" ;;
+    longest) step "$PYTHON" "$HERE/gpu_features.py" longest "${within[@]}" --out "$out/longest.json" ;;
     memory) step "$PYTHON" "$HERE/gpu_memory.py" "${within[@]}" --out "$out/memory.json" ;;
     stalls)
         step "$PYTHON" "$HERE/gpu_syncs.py" "${within[@]}" --stages "${stages[@]}" --out "$out/syncs.json"

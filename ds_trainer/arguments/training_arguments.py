@@ -121,6 +121,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     )
     bf16_full_eval: bool = _precision("Evaluate in bfloat16.", False)
     fp16_full_eval: bool = _precision("Evaluate in float16.", False)
+    fp8: bool = _precision(
+        "(own) Matrix products of linear layers in 8 bits, with torchao; needs bf16 and a GPU that has them.", False
+    )
     tf32: bool | None = _precision("TensorFloat-32 matrix products on NVIDIA GPUs; default: torch's current setting.")
 
     activation_checkpointing: bool | None = _memory("Recompute activations in the backward pass.")

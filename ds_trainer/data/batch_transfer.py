@@ -39,11 +39,15 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[tuple[_TensorSpec, torch.Tensor]] = []
         self.size = 0
+        self._known: dict[int, _TensorSpec] = {}  # by the id of a tensor
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.is_quantized:
             return None  # torch pickles the others
-        spec = _TensorSpec(self.size, tuple(obj.shape), obj.dtype, obj.device.type)
+        known = self._known.get(id(obj))
+        if known is not None:  # under two names
+            return tuple(known)
+        spec = self._known[id(obj)] = _TensorSpec(self.size, tuple(obj.shape), obj.dtype, obj.device.type)
         self.tensors.append((spec, obj))
         self.size += _rounded(obj.numel() * obj.element_size())
         return tuple(spec)
@@ -63,12 +67,26 @@ class _Unpickler(pickle.Unpickler):
         return tensor if spec.device_type == "cpu" else tensor.to(spec.device_type)
 
 
-def send(value: Any, group: ProcessGroup) -> None:
+def send(value: Any, group: ProcessGroup, to: int | None = None) -> None:
     """Send ``value`` from the first rank of ``group`` to its others, which call :func:`receive`. Collective.
+
+    Args:
+        value: anything that can be pickled.
+        group: its backend must support tensors in host memory.
+        to: the only rank of the group that receives; None: all of them.
 
     Raises:
         ConfigError: ``value`` contains something that cannot be pickled; then nothing has been sent.
     """
+    message = _message(value)
+    for part in (message[:_FIRST], message[_FIRST:]):
+        if to is None and len(part):
+            _broadcast(part, group)
+        elif len(part):
+            dist.send(part, group=group, group_dst=to)
+
+
+def _message(value: Any) -> torch.Tensor:
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -87,28 +105,34 @@ def send(value: Any, group: ProcessGroup) -> None:
         if tensor.numel():
             target = message[start + spec.start :][: tensor.numel() * spec.dtype.itemsize]
             target.view(spec.dtype).view(spec.shape).copy_(tensor.detach())
-    _broadcast(message[:_FIRST], group)
-    if len(message) > _FIRST:
-        _broadcast(message[_FIRST:], group)
+    return message
 
 
-def receive(group: ProcessGroup, pin_memory: bool = False) -> Any:
+def receive(group: ProcessGroup, pin_memory: bool = False, alone: bool = False) -> Any:
     """Receive the value that the first rank of ``group`` sends. Collective.
 
     Args:
         group: its backend must support tensors in host memory.
         pin_memory: put tensors in page-locked memory, for copies to a GPU.
+        alone: the value is sent to this rank only.
     """
     message = torch.empty(_FIRST, dtype=torch.uint8, pin_memory=pin_memory)
-    _broadcast(message, group)
+    _take(message, group, alone)
     length, total = message[:_NUMBERS].view(torch.int64).tolist()
     if total > _FIRST:
         whole = torch.empty(total, dtype=torch.uint8, pin_memory=pin_memory)
         whole[:_FIRST] = message
-        _broadcast(whole[_FIRST:], group)
+        _take(whole[_FIRST:], group, alone)
         message = whole
     pickled = message[_NUMBERS : _NUMBERS + length].numpy().tobytes()
     return _Unpickler(pickled, message[_rounded(_NUMBERS + length) :]).load()
+
+
+def _take(tensor: torch.Tensor, group: ProcessGroup, alone: bool) -> None:
+    if alone:
+        dist.recv(tensor, group=group, group_src=0)
+    else:
+        _broadcast(tensor, group)
 
 
 def _broadcast(tensor: torch.Tensor, group: ProcessGroup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from ds_trainer.data.lengths import SortedBatchSampler
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
 from ds_trainer.parallel.batch_plan import BatchPlan
+
+if TYPE_CHECKING:
+    from ds_trainer.data.sharded_batch import BatchSharder
 
 
 class Dummy:
@@ -57,7 +60,12 @@ class PlannedLoader(DataLoader[Any]):
         drop_last: whether samples of an incomplete last micro-step are dropped.
         during: a context manager entered with each batch while it is in use, so that other code can see whether it is a
             dummy.
+        sharder: cuts the batches that a replica of several ranks reads; None: each rank gets whole batches.
+        pins_shards: whether the shards are put in page-locked memory.
     """
+
+    sharder: BatchSharder | None = None
+    pins_shards = False
 
     during: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
@@ -97,6 +105,11 @@ class PlannedLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of the dataset; as accelerate's loaders, whose attributes these two are."""
         return self.samples
+
+    def cut_with(self, sharder: BatchSharder) -> None:
+        """Cut the batches of the next iterations for the ranks of a replica."""
+        self.sharder = sharder
+        cut_before_pinning(self, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iteration has; the loop of the Trainer does it itself."""
@@ -141,17 +154,31 @@ class PlannedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator serves as DataLoader's iterator
         groups = replica_groups(self._batches.plan.layout)
-        return replica_batches(self._read, groups, self.during, self.pin_memory)
+        pin = self.pin_memory or self.pins_shards
+        return replica_batches(self._read, groups, self.during, pin, sharder=self.sharder)
 
     def _read(self) -> Iterator[Any]:
         self._worker_seeds.manual_seed(self._batches.seed + self._batches.epoch)
         ragged = self._batches.first_ragged
         batches = super().__iter__() if self._reader is None else iter(as_set(self._reader, self))
-        for index, batch in enumerate(batches):
+        index = 0
+        for batch in batches:
             dummy = index >= ragged and self._batches.is_dummy(index) and isinstance(batch, (Mapping, list))
-            marked = as_dummy(batch) if dummy else batch
-            with self.during(marked):
-                yield marked
+            marked = [as_dummy(batch) if dummy else batch]
+            index += 1
+            if self.sharder is not None:
+                del batch
+                yield marked.pop()  # nothing here holds the whole batch while its shards are in use
+                continue
+            with self.during(marked[0]):
+                yield marked[0]
+
+
+def cut_before_pinning(loader: Any, reader: DataLoader[Any] | None) -> None:
+    """Put the shards of ``loader`` in page-locked memory, and not the whole batches that ``reader`` reads."""
+    loader.pins_shards, loader.pin_memory = loader.pin_memory, False
+    if reader is not None:
+        reader.pin_memory = False
 
 
 def show_as(loader: DataLoader[Any], plan: BatchPlan, **attributes: Any) -> None:

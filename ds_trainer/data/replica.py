@@ -7,6 +7,7 @@ nothing would fail. DeepSpeed compares the batches of the first forward pass onl
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.failures import PeerFailure
 
 if TYPE_CHECKING:
+    from ds_trainer.data.sharded_batch import BatchSharder
     from ds_trainer.parallel.groups import ParallelGroups
     from ds_trainer.parallel.layout import ParallelLayout
 
@@ -29,6 +31,12 @@ _SEEDS = 2**31  # numpy allows no larger ones
 
 class _Batch(NamedTuple):
     value: Any
+
+
+class _Cut(NamedTuple):
+    """A batch whose shards are sent to each rank; ``rest`` are the other elements of an item that is a tuple."""
+
+    rest: tuple[Any, ...] | None
 
 
 class _End(NamedTuple):
@@ -55,8 +63,11 @@ def replica_batches(
     during: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     pin_memory: bool = False,
     read_along: bool = False,
+    sharder: BatchSharder | None = None,
 ) -> Iterator[Any]:
     """Iterate over ``source()`` once in each replica; all its ranks get equal items. Collective over the replica.
+
+    With ``sharder``, each rank gets its shard of an item instead (of the first element of an item that is a tuple).
 
     The global random states (torch on the CPU, numpy, Python) stay equal on the ranks of a replica whatever the data
     draws: during reading they are seeded with a number that every rank draws.
@@ -67,6 +78,7 @@ def replica_batches(
         during: a context manager entered with each received item while it is in use.
         pin_memory: put received tensors in page-locked memory.
         read_along: the other ranks read too, and drop what they read: for loaders whose iteration is collective.
+        sharder: cuts the items.
 
     Raises:
         PeerFailure: the reading rank failed; that rank raises its own error.
@@ -74,7 +86,7 @@ def replica_batches(
     if groups is None or groups.layout.replica_size == 1:
         return iter(source())
     if groups.replica_host.rank() == 0:
-        return _read(source, groups)
+        return _read(source, groups, sharder, pin_memory and torch.cuda.is_available())
     received = _listen(groups, during, pin_memory and torch.cuda.is_available())
     return _read_along(source, received) if read_along else received
 
@@ -113,22 +125,51 @@ def batches_of(
     )
 
 
-def _read(source: Callable[[], Iterable[Any]], groups: ParallelGroups) -> Iterator[Any]:
+def _read(
+    source: Callable[[], Iterable[Any]], groups: ParallelGroups, sharder: BatchSharder | None, pin_memory: bool
+) -> Iterator[Any]:
     items: Iterator[Any] | None = None
     while True:
         try:
             with _random_states_of_data():
                 if items is None:
                     items = iter(source())
-                item = _Batch(next(items))
-            send(item, groups.replica_host)
+                value = next(items)
+            rest = value[1:] if isinstance(value, tuple) else None
+            batch = value if rest is None else value[0]
+            if sharder is None or not sharder.cuts(batch):
+                send(_Batch(value), groups.replica_host)
+            else:
+                value = _with(_send_shards(sharder, batch, rest, groups, pin_memory), rest)
         except StopIteration:
             send(_End(), groups.replica_host)
             return
         except (Exception, SystemExit) as error:
             send(_End(f"{type(error).__name__}: {error}"), groups.replica_host)
             raise
-        yield item.value
+        batch = None  # the whole batch, of which this rank keeps its shard
+        yield value
+
+
+def _with(batch: Any, rest: tuple[Any, ...] | None) -> Any:
+    return batch if rest is None else (batch, *rest)
+
+
+def _send_shards(
+    sharder: BatchSharder, batch: Any, rest: tuple[Any, ...] | None, groups: ParallelGroups, pin_memory: bool
+) -> Any:
+    """Send the other ranks their shards; returns this rank's. One shard of another rank exists at a time."""
+    shards = sharder.shards(batch, groups)
+    own = next(shards)  # raises what is wrong with the batch, before anything is sent
+    send(_Cut(rest), groups.replica_host)
+    for rank, shard in enumerate(shards, start=1):
+        send(shard, groups.replica_host, to=rank)
+    return dataclasses.replace(own, local=_pinned(own.local)) if pin_memory else own
+
+
+def _pinned(batch: dict[str, Any]) -> dict[str, Any]:
+    items = {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    return type(batch)(items)
 
 
 def _listen(
@@ -145,8 +186,12 @@ def _listen(
                 f"rank {reader}, which reads the data of replica {groups.coordinates.dp}, failed with {item.failed}. "
                 "See the traceback in that rank's output."
             )
-        with during(item.value):
-            yield item.value
+        if isinstance(item, _Cut):
+            value = _with(receive(groups.replica_host, pin_memory, alone=True), item.rest)
+        else:
+            value = item.value
+        with during(value):
+            yield value
 
 
 def _read_along(source: Callable[[], Iterable[Any]], received: Iterator[Any]) -> Iterator[Any]:

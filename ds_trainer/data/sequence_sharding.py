@@ -117,8 +117,13 @@ class SequenceSharder:
             _valid_tokens(mask, rows, length, padding),
         )
         positions = plan.positions(cp_rank, sp_rank)
+        later = None
         for key in sequences:
-            values[key] = self._part(key, values[key], positions + 1 if key in shifted else positions)
+            if key not in shifted:
+                values[key] = self._part(key, values[key], positions)
+            else:  # labels under two names
+                later = self._part(key, values[key], positions + 1) if later is None else later
+                values[key] = later
         if "position_ids" not in values:
             values["position_ids"] = positions.clamp(max=length - 1).repeat(rows, 1)
         if padding and mask is None:
@@ -126,6 +131,11 @@ class SequenceSharder:
         if mask is not None and self._accepts and not self._accepts_any and "attention_mask" not in self._accepts:
             del values["attention_mask"]
         return (DummyBatch(values) if isinstance(batch, DummyBatch) else values), plan
+
+    def shifted_labels(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names in a shard of ``batch`` whose value at ``t`` is that of ``t + 1`` in ``batch``."""
+        rows, length = self._size(batch)
+        return self._shift({key: value for key, value in batch.items() if value is not None}, rows, length, False)
 
     def length(self, batch: Mapping[str, Any]) -> int:
         """Tokens of each sequence of ``batch`` before padding; :func:`unshard` removes the padding again."""

@@ -13,17 +13,20 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ds_trainer.data.loader import as_dummy, as_set, show_as
+from ds_trainer.data.loader import as_dummy, as_set, cut_before_pinning, show_as
 from ds_trainer.data.lockstep import Lockstep
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.skipping import skip, with_random_state
 from ds_trainer.parallel.batch_plan import BatchPlan
+
+if TYPE_CHECKING:
+    from ds_trainer.data.sharded_batch import BatchSharder
 
 
 def is_stream(dataset: Any) -> bool:
@@ -164,9 +167,12 @@ class StreamLoader(DataLoader[Any]):
         drop_last: whether samples of an incomplete last micro-step are dropped.
         state: state of the stream after the last micro-step read (those of a step are read together), if the stream has
             a state and a step ends there; on the reading ranks only.
+        sharder, pins_shards: as of :class:`ds_trainer.data.loader.PlannedLoader`.
     """
 
     state: Any = None
+    sharder: BatchSharder | None = None
+    pins_shards = False
 
     def __init__(
         self,
@@ -195,6 +201,11 @@ class StreamLoader(DataLoader[Any]):
     def total_batch_size(self) -> int:
         """Samples of a whole micro-step over all replicas: the micro-batch x data-parallel ranks."""
         return self._shard.plan.samples_per_micro_step
+
+    def cut_with(self, sharder: BatchSharder) -> None:
+        """Cut the batches of the next iterations for the ranks of a replica."""
+        self.sharder = sharder
+        cut_before_pinning(self, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration reads; the loop of the Trainer does it itself."""
@@ -233,7 +244,9 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Lockstep:  # type: ignore[override]  # an iterator serves as DataLoader's
         groups = replica_groups(self._shard.plan.layout)
-        return Lockstep(replica_batches(self._read, groups, pin_memory=self.pin_memory), self._window)
+        pin = self.pin_memory or self.pins_shards
+        batches = replica_batches(self._read, groups, pin_memory=pin, sharder=self.sharder)
+        return Lockstep(batches, self._window)
 
     def _read(self) -> Iterator[tuple[Any, int]]:
         self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)

@@ -70,8 +70,11 @@ class StepProfiler:
             self._profiler.start()
         try:
             result = step()
-        finally:
+        except BaseException as error:
             self._end_phase()
+            self._abandon(error)
+            raise
+        self._end_phase()
         self._done += 1
         if self._done == self._steps:
             self.finish()
@@ -93,6 +96,13 @@ class StepProfiler:
         text = page_text(figures, TRACE)
         write_text_atomic(self._directory / PAGE, text)
         logger.info("profile of %d steps (%s):\n%s", self._done, self._directory / PAGE, text)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Stop profiling without files, because a step failed."""
+        profiler, self._profiler = self._profiler, None
+        if self._device.type == "cpu":  # elsewhere stopping waits for the device, which may wait for another rank
+            profiler.stop()
+        logger.warning("the profile is lost after %d steps: a step failed (%s).", self._done, type(error).__name__)
 
     def _end_phase(self) -> None:
         phase, self._phase = self._phase, None

@@ -38,8 +38,20 @@ class Cast:
 class HeadReader(Protocol):
     """Calls a head, for :class:`DeferredLogits`."""
 
+    chunk_tokens: int
+    """Tokens whose logits may exist together."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits ``[..., V]`` of ``hidden`` ``[..., H]``."""
+        ...
+
+    def pieces(
+        self,
+        hidden: torch.Tensor,
+        functions: tuple[ElementwiseFunction, ...],
+        use: Callable[[Callable[[Any], torch.Tensor]], Any],
+    ) -> Any:
+        """``use(logits_of)``, called once, in the head; ``logits_of(index)`` are the logits of ``hidden[:, index]``."""
         ...
 
     def losses(
@@ -180,6 +192,10 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].changed(args[0].hidden.detach())
+
+
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
     logits, index = args
     parts = index if isinstance(index, tuple) else (index,)
@@ -318,6 +334,7 @@ _RECORDED: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys((_Tensor.view, _Tensor.reshape, torch.reshape), _view),
     **dict.fromkeys((_Tensor.flatten, torch.flatten), _flatten),
     _Tensor.contiguous: _same,
+    _Tensor.detach: _detach,
     _Tensor.__getitem__: _item,
     _Tensor.float: _cast(torch.float32),
     _Tensor.half: _cast(torch.float16),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.packed_data import PackedData, summary_of
 from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.loop.sharded_loading import cut_for_ranks
 from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -309,6 +311,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             getattr(self.processing_class, "pad_token_id", None),
             self.floating_point_ops if of_user else None,
         )
+        cut_for_ranks(run.loader, self.losses, counter, self.overridden, self.args.auto_find_batch_size)
         health = self.telemetry.watch(self.output_dir, checkpointer.finish_before_exit)
         group = self.groups.seq_data_parallel if distributed.world_size() > 1 else None
         window = LossWindow(self.device, self.args.logging_nan_inf_filter, group)
@@ -333,10 +336,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         def evaluate(stop_requested: Callable[[], bool] | None) -> dict[str, float]:
             return self.evaluate_in_training(stop_requested, ignore_keys)
 
-        def save() -> None:
-            self._save_checkpoint(self.model, trial)
-
-        trial = self.trials.trial
+        save = partial(self._save_checkpoint, self.model, self.trials.trial)
         profiler = None
         if self.args.profile_steps and self.is_world_process_zero():
             left = run.plan.max_steps - self.state.global_step

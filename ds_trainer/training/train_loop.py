@@ -29,6 +29,7 @@ from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.training.loop.best_model import judge
 from ds_trainer.training.loop.divergence_guard import Update
 from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.loop.packed_data import running_log
 from ds_trainer.training.loop.step import StepRunner
 from ds_trainer.training.loop.token_counter import TokenCounter
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -270,6 +271,7 @@ class TrainLoop:
             "grad_norm": run.engine.grad_norm(),
             "learning_rate": float(self._step.learning_rate),
             **self._counter.rates(),
+            **running_log(run.loader),
             "memory_gb": memory_in_use_gb(run.device),
         }
         if counted < steps:

@@ -174,6 +174,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "label_smoothing_factor": Shown(
         "tests.training.model.test_label_smoothing::test_trajectory_is_that_of_one_process"
     ),
+    "fp8": Shown("tests.training.model.test_fp8::test_it_is_refused_in_words"),
     "z_loss_factor": Shown("tests.training.model.test_chunked_loss::test_z_loss_with_and_without_tiles"),
     "loss_chunk_tokens": Shown("tests.training.test_chunked_loss_runs::test_trajectory_is_that_of_one_process"),
     "bf16": Effect(True, in_config("bf16.enabled")),

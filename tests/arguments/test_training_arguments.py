@@ -51,6 +51,7 @@ OWN = {
     "packing",
     "packing_strategy",
     "eval_packing",
+    "fp8",
     "loss_chunk_tokens",
     "z_loss_factor",
     "save_keep_every",

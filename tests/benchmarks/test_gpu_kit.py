@@ -18,6 +18,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
+import gpu_features  # noqa: E402
 import gpu_oracle  # noqa: E402
 import gpu_syncs  # noqa: E402
 import gpu_throughput  # noqa: E402
@@ -36,16 +37,28 @@ def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=900)
 
 
+@pytest.mark.parametrize(("limit", "found"), [(50, 0), (64, 64), (1000, 960), (5000, 4096)])
+def test_the_longest_sequence_is_found_by_halving(limit: int, found: int) -> None:
+    tried: list[int] = []
+
+    def fits(length: int) -> bool:
+        tried.append(length)
+        return length <= limit
+
+    assert found <= gpu_features.longest(fits, 64, 4096) <= limit
+    assert len(tried) < 14
+
+
 @pytest.mark.slow
 def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     completed = kit("--cpu", "--out", str(tmp_path))
     assert completed.returncode == 0, completed.stdout[-6000:] + completed.stderr[-4000:]
-    for stage in ("oracle", "kernels", "throughput", "memory", "stalls"):
+    for stage in ("oracle", "kernels", "throughput", "memory", "features", "longest", "stalls"):
         assert f"[gpu] {stage}: passed after" in completed.stdout
         assert (tmp_path / f"{stage}.log").stat().st_size > 0
     found: dict[str, list[dict[str, Any]]] = {
         name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["cases"]
-        for name in ("oracle", "kernels", "throughput", "memory", "syncs", "saves")
+        for name in ("oracle", "kernels", "throughput", "memory", "features", "longest", "syncs", "saves")
     }
     quick = [case.name for case in gpu_oracle.cases() if case.quick]
     assert [case["name"] for case in found["oracle"]] == quick
@@ -55,6 +68,11 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
         assert all(loop["tokens_per_second"] > 0 for loop in case["loops"].values())
     assert len(found["memory"]) == 11
     assert all(case["predicted"]["tensors"] > 0 and case["measured"]["seconds"] > 0 for case in found["memory"])
+    assert [case["variant"] for case in found["features"]] == [
+        name for name in gpu_features.VARIANTS if "fp8" not in name
+    ]
+    assert all(case["targets_per_second"] > 0 for case in found["features"])
+    assert found["longest"][-1] == {"longest": 128, "out_of_time": False}
     assert [case["variant"] for case in found["syncs"]] == list(gpu_syncs.VARIANTS)
     assert found["saves"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
 

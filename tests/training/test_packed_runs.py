@@ -169,6 +169,26 @@ def test_replicas_share_the_rows_of_a_stream(tmp_path: Path) -> None:
     assert sum(piece.length for row in rows for piece in row) == sum(len(d) for (d,) in make_data().documents)
 
 
+def packing_logs(output_dir: str, stream: bool) -> list[dict[str, float]]:
+    values = {**arguments(accumulation=1), "max_steps": 3}
+    args = TrainingArguments(output_dir, use_cpu=True, logging_steps=1, save_strategy="no", disable_tqdm=True, **values)
+    trainer = Trainer(grouped_query(), args, train_dataset=Stream() if stream else make_data())
+    trainer.train()
+    trainer.engine.close()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_logs_of_a_stream_say_how_full_its_rows_are(tmp_path: Path) -> None:
+    (logs,) = pool(1).run(packing_logs, str(tmp_path), True)
+    rows = list(PackedStream(Stream(), ROW, PackingStrategy.BEST_FIT, 42))
+    pieces, tokens = sum(map(len, rows)), sum(piece.length for row in rows for piece in row)
+    for entry in logs:  # the data is one window
+        assert entry["packing_samples_per_row"] == pytest.approx(pieces / len(rows), abs=0.01)
+        assert entry["packing_padding"] == pytest.approx(1 - tokens / (len(rows) * ROW), abs=1e-4)
+    (logs,) = pool(1).run(packing_logs, str(tmp_path), False)
+    assert not any("packing_padding" in entry for entry in logs)
+
+
 def _as_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return documents_as_rows([[sample["input_ids"]] for sample in samples])
 

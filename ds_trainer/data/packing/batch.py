@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_trainer.data.packing.datasets import Piece, Row
+from ds_trainer.data.packing.document_order import balanced_order
 from ds_trainer.data.packing.token_counts import MASK, TOKENS
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.utils.errors import ConfigError
@@ -148,15 +149,22 @@ class PackingCollator:
         max_length: tokens of a row.
         format: what the model needs.
         copies_tokens: samples without labels get a copy of their tokens as labels.
+        cp: context-parallel ranks; their work is balanced by the order of the samples in a row.
     """
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], max_length: int, format: PackedFormat, copies_tokens: bool = False
+        self,
+        collate: Callable[[list[Any]], Any],
+        max_length: int,
+        format: PackedFormat,
+        copies_tokens: bool = False,
+        cp: int = 1,
     ) -> None:
         self.collate = collate
         self.max_length = max_length
         self.format = format
         self._copies_tokens = copies_tokens
+        self._cp = cp
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         """The batch of ``rows``.
@@ -164,7 +172,15 @@ class PackingCollator:
         Raises:
             ConfigError: a sample has something that is not one value per token.
         """
-        return self.format.assemble([[self._document(piece) for piece in row] for row in rows], self.max_length)
+        return self.format.assemble([self._documents(row) for row in rows], self.max_length)
+
+    def _documents(self, row: Row) -> list[Document]:
+        found = [self._document(piece) for piece in row]
+        if self._cp == 1:
+            return found
+        lengths = [len(document[TOKENS]) for document in found]
+        order = balanced_order(lengths, self.max_length, self._cp, causal=self.format.shifts_labels)
+        return [found[index] for index in order]
 
     def _document(self, piece: Piece) -> Document:
         batch = self.collate([piece.sample])

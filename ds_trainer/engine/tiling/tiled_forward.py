@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 
 class TiledForward:
@@ -36,6 +37,7 @@ class TiledForward:
         self._module = module
         self._has_own = "forward" in vars(module)  # an instance attribute, as Liger sets it
         self._forward: Callable[..., Any] = module.forward
+        self._draws: bool | None = None  # whether a forward pass in training mode has drawn random numbers
         module.forward = self
 
     def remove(self) -> None:
@@ -57,7 +59,14 @@ class TiledForward:
         parameters = tuple(self._module.parameters())
         if not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in parameters)):
             return _by_tiles(self._forward, x, self.rows)
-        return _Tiled.apply(self._forward, self.rows, self._module.training, x, *parameters)
+        if not self._module.training:
+            return _Tiled.apply(self._forward, self.rows, False, x, *parameters)
+        if self._draws is None:
+            before = _generator_state(x.device)
+            out = _Tiled.apply(self._forward, self.rows, True, x, *parameters)
+            self._draws = not _same_state(before, _generator_state(x.device))
+            return out
+        return _Tiled.apply(self._forward, self.rows, self._draws or _has_dropout(self._module), x, *parameters)
 
 
 def tiled_forward(module: nn.Module) -> TiledForward | None:
@@ -135,6 +144,16 @@ def _autocast_of(device_type: str) -> dict[str, Any]:
         "dtype": torch.get_autocast_dtype(device_type),
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    """Whether a dropout of ``module`` draws random numbers; its rate may have been changed since the first pass."""
+    return any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
+
+
+def _same_state(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def _generator_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

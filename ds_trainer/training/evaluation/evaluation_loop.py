@@ -11,7 +11,8 @@ One pass::
     compute_metrics
 
 All ranks end with all predictions, as in Hugging Face's Trainer, so that ``compute_metrics`` can run anywhere: every
-rank needs host memory for the whole result. ``preprocess_logits_for_metrics`` can reduce each batch.
+rank needs host memory for the whole result. ``preprocess_logits_for_metrics`` can reduce each batch; if it treats each
+token alone, it is called with the logits of a few tokens at a time (:mod:`.logits_in_pieces`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ds_trainer.data.loader import Dummy, PlannedLoader
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.evaluation.aligned_batches import aligned_batches, mark_last
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
+from ds_trainer.training.evaluation.logits_in_pieces import Preprocessed
 from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
 from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_numbers
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
@@ -124,7 +126,9 @@ class EvalLoop:
             loss = torch.as_tensor(loss).detach().mean()
             if not dummy:
                 self._loss.add(loss, items)
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+        if isinstance(logits, Preprocessed):
+            logits = logits.value
+        elif logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         if self.loss_only and logits is None and labels is None:
             return None

@@ -22,9 +22,11 @@ import torch
 
 from ds_trainer.arguments.enums import DivergencePolicy
 from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.data.sharded_batch import plain_batches
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.divergence import SkippedSteps, SpikeDetector, TrainingDiverged
 from ds_trainer.monitor.health.replay import save_batches
+from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 
@@ -155,6 +157,7 @@ class DivergenceGuard:
         if not self._is_spike and self._engine.scales_loss and not self._any_loss_nonfinite(losses):
             return Update.SKIPPED  # the loss scale was too large, which is normal in fp16
         reports = distributed.gather_objects((losses, self._samples_ahead(len(batches))))
+        batches = plain_batches(batches, lambda: parallel_groups(self._engine.layout))
         spike = ""
         if self._is_spike:
             spike = f"the loss is {self._loss:g}, and the median of earlier steps is {self._median:g}"

@@ -19,6 +19,7 @@ from ds_trainer.data.columns import base_model
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.training.loop.batches import labels_in
 from ds_trainer.training.loop.loss_computation import LossComputation
+from ds_trainer.training.model.fp8 import check_band, in_bfloat16
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.seeds import random_state, restore_random_state
@@ -36,9 +37,9 @@ _TEXT = frozenset(
 def check_first_loss(
     losses: LossComputation, model: nn.Module, batch: Any, prepare: Callable[[Any], dict[str, Any]], fused: bool
 ) -> None:
-    """Compare the loss of a prefix of ``batch`` in tiles with that of whole logits. Collective.
+    """Compare the loss of a prefix of ``batch`` in tiles with that of whole logits, in fp8 with bfloat16. Collective.
 
-    Nothing is compared if no rank would use tiles, or the batch is more than text.
+    Tiles are not compared if no rank would use tiles, or the batch is more than text.
 
     Args:
         losses: computes them.
@@ -50,6 +51,7 @@ def check_first_loss(
     Raises:
         ConfigError: the losses differ by more than rounding; with the difference.
     """
+    check_fp8_loss(losses, model, batch, prepare)
     prefix = prefix_of(batch, losses.label_names) if losses.sharder is None else None
     labels = batch.get(labels_in(batch, losses.label_names) or "") if isinstance(batch, Mapping) else None
     tokens = labels.numel() if isinstance(labels, torch.Tensor) else 0
@@ -82,6 +84,40 @@ def check_first_loss(
             _compare("The loss of whole logits", loss(0), loss(few), _REMEDY)
     finally:
         restore_random_state(random)
+
+
+def check_fp8_loss(
+    losses: LossComputation, model: nn.Module, batch: Any, prepare: Callable[[Any], dict[str, Any]]
+) -> None:
+    """Compare the loss of ``batch``, or of a prefix of it, in fp8 with that in bfloat16. Collective if there is fp8.
+
+    Raises:
+        ConfigError: they differ by more than rounding; with the difference.
+    """
+    prefix = prefix_of(batch, losses.label_names) if losses.sharder is None else None
+    random, found = random_state(), []
+    try:
+        with in_bfloat16(base_model(model)) as converted:
+            if not converted:
+                return
+            found.append(_loss_of(losses, model, batch if prefix is None else prefix, prepare))
+        restore_random_state(random)
+        found.append(_loss_of(losses, model, batch if prefix is None else prefix, prepare))
+    finally:
+        restore_random_state(random)
+    check_band(found[1], found[0])
+
+
+def _loss_of(losses: LossComputation, model: nn.Module, batch: Any, prepare: Callable[[Any], dict[str, Any]]) -> float:
+    with losses.sharded(batch) as local, torch.no_grad():
+        inputs = prepare(local)
+        items = losses.rule.count(inputs).clamp(min=1).to(torch.float32)
+        before, losses.for_loop = losses.for_loop, True
+        try:
+            found, _ = losses.default(model, inputs, items)
+        finally:
+            losses.for_loop = before
+    return float(found)
 
 
 _REMEDY = "Set loss_chunk_tokens=0 to compute the loss from whole logits, and report this, with the model."

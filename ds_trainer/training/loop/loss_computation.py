@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.sequence_sharding import SequenceSharder
+from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -73,7 +74,10 @@ class LossComputation:
         label_names: see above.
         items: item count of the current step.
         overlap_count: see above.
+        defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
     """
+
+    defers_outputs = False
 
     def __init__(
         self,
@@ -123,9 +127,11 @@ class LossComputation:
             ConfigError: a batch is no mapping of tensors.
         """
         for batch in batches:
+            if isinstance(batch, ShardedBatch):  # it is a mapping with a sequence
+                continue
             if self.items is None or not isinstance(batch, Mapping):  # the first batches of this Trainer
                 self.check(batch)
-        counts = [self.rule.count(batch) for batch in batches]
+        counts = [batch.facts.items if isinstance(batch, ShardedBatch) else self.rule.count(batch) for batch in batches]
         self._counted = {}
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
@@ -164,8 +170,9 @@ class LossComputation:
         before, self.for_loop = self.for_loop, True
         labels = inputs.get(self.label_names[0]) if self.label_names and isinstance(inputs, Mapping) else None
         tokens = labels.numel() if isinstance(labels, torch.Tensor) else math.inf
-        # In an evaluation that wants outputs, the logits are made anyway.
-        plain = bool(keywords.get("return_outputs")) or tokens < self.chunked.tokens_from
+        # In an evaluation that wants outputs, the logits are made anyway, unless a function reduces them in pieces.
+        made = bool(keywords.get("return_outputs")) and not self.defers_outputs
+        plain = made or tokens < self.chunked.tokens_from
         try:
             with nullcontext() if plain else self.chunked.deferring(model):
                 return method.call(model, inputs, **keywords)
@@ -255,6 +262,10 @@ class LossComputation:
             yield inputs
             return
         groups = parallel_groups(self._layout)
+        if isinstance(inputs, ShardedBatch):
+            with use_sharding(inputs.plan, groups):
+                yield inputs.local
+            return
         local, plan = self.sharder.shard(inputs, groups.coordinates.cp, groups.coordinates.sp, needs_labels)
         with use_sharding(plan, groups):
             yield local

@@ -91,3 +91,12 @@ def summary_of(loader: Any) -> Any:
     """The :class:`PackingSummary` of a loader of packed rows; None for any other loader."""
     dataset = getattr(loader, "dataset", None)
     return dataset.summary if isinstance(dataset, (PackedDataset, PackedStream)) else None
+
+
+def running_log(loader: Any) -> dict[str, float]:
+    """What a log says about the rows of a stream read so far; rows of datasets are in the header."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, PackedStream):
+        return {}
+    found = dataset.summary.metrics()
+    return {name: found[name] for name in ("packing_padding", "packing_samples_per_row")}

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.loader import Dummy
+from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter, TimedIterator
@@ -114,7 +115,7 @@ class MicroBatchRunner:
         with ExitStack() as stack:
             enter, accelerator = stack.enter_context, self._accelerator
             if accelerator is not None:
-                enter(accelerator.batch(batch))
+                enter(accelerator.batch(batch.local if isinstance(batch, ShardedBatch) else batch))
             local = enter(self._losses.sharded(batch))
             if self._spread:
                 coordinates = parallel_groups(self._layout).coordinates

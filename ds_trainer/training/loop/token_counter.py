@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ds_trainer.arguments.enums import TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.loader import Dummy
+from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.parallel.layout import ParallelLayout
@@ -107,6 +108,24 @@ def _has_two_stacks(rule: FlopRule) -> bool:
     return rule.transformer is not None and len(rule.transformer.stacks) > 1
 
 
+class BatchSize(NamedTuple):
+    """What is counted of one micro-batch.
+
+    Attributes:
+        samples, tokens: how many.
+        seen, seen_on_device: input elements, of which those counted on a device stay there.
+        flops: operations, by a method of the user.
+        sequences: the number of sequences of each length and target length.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    seen: int = 0
+    seen_on_device: torch.Tensor | None = None
+    flops: float = 0.0
+    sequences: Sequence[tuple[tuple[int, int], int]] = ()
+
+
 class TokenCounter:
     """Counts samples, tokens and operations of this rank, and sums them over all ranks on :meth:`flush`.
 
@@ -165,29 +184,40 @@ class TokenCounter:
     def add(self, batch: Any) -> None:
         """Count one micro-batch by its shapes. Does not wait for the device."""
         self._batches += 1
-        if isinstance(batch, Dummy) or not self._counts:
+        if not self._counts:
             return
+        size = batch.facts.size if isinstance(batch, ShardedBatch) else self.size(batch)
+        self._samples += size.samples
+        self._tokens += size.tokens
+        self._flops += size.flops
+        self._seen += size.seen
+        for kind, count in size.sequences:
+            self._sequences[kind] += count
+        if size.seen_on_device is not None:
+            before = self._seen_on_device
+            self._seen_on_device = size.seen_on_device if before is None else before + size.seen_on_device
+
+    def size(self, batch: Any) -> BatchSize:
+        """What :meth:`add` counts of a whole micro-batch of a replica."""
+        if isinstance(batch, Dummy):
+            return BatchSize()
         if not isinstance(batch, Mapping):  # it becomes tensors in the Trainer's _prepare_inputs
-            self._samples += number_of_samples(batch)
-            return
+            return BatchSize(samples=number_of_samples(batch))
         rows, length = 0, 0
         tokens: Any = batch.get(self._main_input)
         if isinstance(tokens, torch.Tensor) and tokens.dim() and not tokens.is_floating_point():
             length = tokens.shape[-1]
             rows = tokens.numel() // max(length, 1)
-        self._samples += tokens.shape[0] if rows else number_of_samples(batch)
-        self._tokens += rows * length
+        flops, sequences = 0.0, [((length, 0), rows)]
         if self._flops_of is not None:
-            self._flops += float(self._flops_of(batch))
+            flops, sequences = float(self._flops_of(batch)), []
         elif self._two_stacks:
-            self._sequences[length, target_length(batch)] += rows
+            sequences = [((length, target_length(batch)), rows)]
         elif "position_ids" in batch:  # samples may be packed into a row
-            for size, count in sequence_lengths(batch, rows, length).items():
-                self._sequences[size, 0] += count
-        else:
-            self._sequences[length, 0] += rows
-        if self._mode != TokenCount.NO:
-            self._see(batch, tokens)
+            sequences = [((one, 0), count) for one, count in sequence_lengths(batch, rows, length).items()]
+        seen, on_device = (0, None) if self._mode == TokenCount.NO else self._see(batch, tokens)
+        samples = tokens.shape[0] if rows else number_of_samples(batch)
+        return BatchSize(samples, rows * length, seen, on_device, flops, sequences)
 
     @property
     def flops(self) -> float:
@@ -229,13 +259,13 @@ class TokenCounter:
         logs["data_wait"] = rates.data_wait
         return logs
 
-    def _see(self, batch: Mapping[str, Any], tokens: Any) -> None:
-        """Count the input elements of a batch, according to ``include_num_input_tokens_seen``."""
+    def _see(self, batch: Mapping[str, Any], tokens: Any) -> tuple[int, torch.Tensor | None]:
+        """The input elements of a batch, according to ``include_num_input_tokens_seen``: here, or on the device."""
         if not isinstance(tokens, torch.Tensor):
             self._warn(
                 f"batches have no {self._main_input}, so no input tokens are counted. Set main_input_name on the model."
             )
-            return
+            return 0, None
         used: torch.Tensor | None = None
         if self._mode == TokenCount.NON_PADDING:
             if isinstance(batch.get("attention_mask"), torch.Tensor):
@@ -245,11 +275,8 @@ class TokenCounter:
             else:
                 self._warn("there is neither an attention_mask nor a pad_token_id, so padding is counted too.")
         if used is None:
-            self._seen += tokens.numel()
-        elif used.device.type == "cpu":
-            self._seen += int(used)
-        else:
-            self._seen_on_device = used if self._seen_on_device is None else self._seen_on_device + used
+            return tokens.numel(), None
+        return (int(used), None) if used.device.type == "cpu" else (0, used)
 
     def _warn(self, what: str) -> None:
         if not self._warned:

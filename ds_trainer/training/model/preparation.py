@@ -20,6 +20,7 @@ from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems, uses_tiles
 from ds_trainer.training.model.chunked_loss.linear_head import head_problem, output_embedding
 from ds_trainer.training.model.compilation import compile_problems
+from ds_trainer.training.model.fp8 import apply_fp8, fp8_problems
 from ds_trainer.training.model.gradient_checkpointing import (
     enable_gradient_checkpointing,
     gradient_checkpointing_problems,
@@ -89,6 +90,8 @@ def check_model(
         problems += overflow_problems()
     if args.torch_compile:
         problems += compile_problems(args)
+    if args.fp8:
+        problems += fp8_problems(model, args, compiled, layout.tp)
     problems += chunked_loss_problems(
         model,
         args.loss_chunk_tokens,
@@ -116,7 +119,7 @@ def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledCon
 
 
 def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, processing_class: Any) -> None:
-    """Applies kernels, gradient checkpointing, tiling and special tokens to ``model``, before the engine wraps it."""
+    """Applies kernels, gradient checkpointing, fp8, tiling and special tokens to ``model``, before the engine."""
     if args.use_liger_kernel:
         apply_liger(model, args.liger_kernel_config)
     if args.activation_checkpointing:
@@ -125,6 +128,7 @@ def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledCon
         enable_gradient_checkpointing(model, kwargs, by_deepspeed, offloads_activations(args))
         if by_deepspeed:
             checkpoint_with_deepspeed(model, compiled)
+    apply_fp8(model, args)
     apply_tiling(model, args)
     align_tokens(model, processing_class)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from torch import nn
 
 from ds_trainer.data.columns import find_label_names
 from ds_trainer.parallel.attention import active_sharding
+from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.training.evaluation.evaluation_loop import EvalLoop
 from ds_trainer.training.evaluation.labels import (
     labels_of,
     loss_of_outputs,
     predictions_of,
 )
+from ds_trainer.training.evaluation.logits_in_pieces import LogitPieces, Preprocessed
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.evaluation.unshard import unshard_outputs
@@ -50,6 +52,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
 
     # Whether to abort an evaluation between two micro-steps; None: never.
     stop_requested: Callable[[], bool] | None = None
+    _pieces: LogitPieces | None = None
 
     @fails_together
     def evaluate(
@@ -153,7 +156,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             None,
         )
         cast = weights_cast_to(half, self.model, self.device)
-        with explained, without_cache(self.model, unless=self.args.use_cache), cast:
+        with explained, without_cache(self.model, unless=self.args.use_cache), cast, self._in_pieces(loss_only):
             output = loop.run(model, ignore_keys, metric_key_prefix)
         if self.engines.preparation_seconds is not None and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_model_preparation_time"] = self.engines.preparation_seconds
@@ -206,7 +209,8 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             if has_loss:
                 loss, outputs = self._loss_and_outputs(model, own, items, wanted=not prediction_loss_only)
             else:
-                outputs = model(**own)
+                with self.losses.chunked.deferring(model) if self._pieces is not None else nullcontext():
+                    outputs = model(**own)
                 loss = loss_of_outputs(outputs)
             loss = None if loss is None else loss.detach().mean()
             if sharding is not None and loss is not None:
@@ -214,10 +218,14 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             if prediction_loss_only:
                 return loss, None, None
             logits = detached(predictions_of(outputs, ignore_keys))
+            pieces = None if self._pieces is None else self._pieces.apply(logits, labels, sharding)
+            logits = logits if pieces is None else pieces.value
             if sharding is not None and self.sequence_sharder is not None:
                 length = self.sequence_sharder.length(inputs)
                 logits = unshard_outputs(logits, sharding, number_of_samples(inputs), length)
-        return loss, logits, labels
+            elif isinstance(logits, DeferredLogits):
+                logits = logits.read()
+        return loss, logits if pieces is None else Preprocessed(logits), labels
 
     def evaluate_in_training(
         self, stop_requested: Callable[[], bool] | None, ignore_keys: list[str] | None
@@ -243,6 +251,19 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
         """
         if self.stop_requested is not None and self.stop_requested():
             raise EvaluationAborted
+
+    @contextmanager
+    def _in_pieces(self, loss_only: bool) -> Iterator[None]:
+        """Inside, :meth:`prediction_step` applies ``preprocess_logits_for_metrics`` in pieces where that is equal."""
+        function = None if loss_only else self.preprocess_logits_for_metrics
+        if function is None or type(self).prediction_step is not EvaluationMethods.prediction_step:
+            yield
+            return
+        self._pieces, self.losses.defers_outputs = LogitPieces(function), True
+        try:
+            yield
+        finally:
+            self._pieces, self.losses.defers_outputs = None, False
 
     # -- details -------------------------------------------------------------------------------------------------------
 

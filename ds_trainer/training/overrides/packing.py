@@ -65,7 +65,7 @@ class Packing(PrivateMethods):
         if not has_columns(source):
             collate = self._get_collator_with_removed_columns(collate)
         copies = only_pads and shifts_labels(base_model(self.model))
-        return rows, PackingCollator(collate, length, self._packed_format(), copies)
+        return rows, PackingCollator(collate, length, self._packed_format(), copies, self.layout.cp)
 
     def _packed_format(self) -> PackedFormat:
         return packed_format(self.model, self.layout, self.label_names, self.processing_class)

@@ -40,6 +40,7 @@ _PLAIN = (
         "max_grad_norm",
         "label_smoothing_factor",
         "z_loss_factor",
+        "fp8",
         "neftune_noise_alpha",
         "bf16",
         "fp16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,25 @@ def test_dropout_draws_the_same_numbers_again(
     for reference in (wanted, other):
         differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True)]
         assert max(differences) > 1e-2 if broken else max(differences) < 2e-6
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_states_of_generators_are_kept_only_for_dropout(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass in training mode finds out; a rate that is changed later is seen too."""
+    read: list[int] = []
+    module = sys.modules[TiledForward.__module__]
+    state = module._generator_state
+    monkeypatch.setattr(module, "_generator_state", lambda device: (read.append(1), state(device))[1])
+    model: Any = of("GPT2", "LMHeadModel", **{**_GPT2, "resid_pdrop": dropout})()
+    tile_modules(model, CPU)
+    results(model)
+    read.clear()
+    results(model)
+    assert bool(read) is bool(dropout)
+    for layer in model.transformer.h:
+        layer.mlp.dropout.p = 0.3
+    results(model)
+    assert read
 
 
 def test_each_gradient_arrives_once() -> None:

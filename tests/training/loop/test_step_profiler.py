@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import logging
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,11 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.training.stopping import vote
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
+from tests.support.stop_requests import ActAtStep, send
 
 PAUSE = 0.05
 
@@ -103,3 +109,51 @@ def test_a_short_run_has_a_shorter_profile(tmp_path: Path, max_steps: int, wante
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="profile_steps=-1"):
         TrainingArguments("out", profile_steps=-1)
+
+
+class FailingTrainer(Trainer):
+    """A step fails while it is profiled."""
+
+    def training_step(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        if self.state.global_step == 3:
+            raise ValueError("no third step")
+        return super().training_step(*args, **keywords)
+
+
+def ended_early(output_dir: str, how: str) -> tuple[str, bool, str]:
+    """Train until step 3 of a profile of steps 3 to 6; how it ended, whether a profiler is on, and what was logged."""
+    values: dict[str, Any] = {"max_steps": 8, "profile_steps": 4, "save_steps": 100, "disable_tqdm": True}
+    args = TrainingArguments(output_dir, per_device_train_batch_size=4, use_cpu=True, **values)
+    stop = partial(send, signal.SIGTERM) if how == "signal" else lambda: None
+    kind = FailingTrainer if how == "error" else Trainer
+    trainer = kind(tiny_llama(), args, train_dataset=RaggedTokens(64), callbacks=[ActAtStep(3, stop)])
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("ds_trainer").addHandler(handler)
+    vote.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
+    try:
+        trainer.train()
+        ended = "done"
+    except (SystemExit, ValueError) as error:
+        ended = type(error).__name__
+    finally:
+        vote.SECONDS_BETWEEN = 0.25
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        logging.getLogger("ds_trainer").removeHandler(handler)
+    on = torch.autograd._profiler_enabled()
+    trainer.engine.close()
+    return ended, on, log.getvalue()
+
+
+def test_a_run_that_is_stopped_early_keeps_its_profile(tmp_path: Path) -> None:
+    ((ended, on, _),) = pool(1).run(ended_early, str(tmp_path), "signal")
+    assert (ended, on) == ("TrainingStopped", False)
+    assert figures_of(tmp_path)["steps"] == 1  # of four
+    assert (tmp_path / "profile" / "trace.json.gz").is_file()
+
+
+def test_a_step_that_fails_stops_the_profiler(tmp_path: Path) -> None:
+    ((ended, on, log),) = pool(1).run(ended_early, str(tmp_path), "error")
+    assert (ended, on) == ("ValueError", False)
+    assert "the profile is lost after 1 steps: a step failed (ValueError)" in log
+    assert not (tmp_path / "profile").exists()

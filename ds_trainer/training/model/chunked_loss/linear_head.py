@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from ds_trainer.data.columns import base_model
 from ds_trainer.engine.tensor_parallel.vocab_parallel_head import GATHERS_LOGITS, RETURNS_LOSSES, vocabulary_slice
@@ -70,6 +72,7 @@ class LinearHead:
         check: called with what is computed and the result, while the weights are whole; None: nothing to check.
 
     Attributes:
+        chunk_tokens: see above.
         classes: the size of the vocabulary, over all ranks.
     """
 
@@ -78,7 +81,7 @@ class LinearHead:
     ) -> None:
         self._head: Any = head
         self._slice = vocabulary_slice(head)
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._z_loss = z_loss
         self._check = check
         # Read now: in a forward pass under ZeRO-3, to look at a weight is to gather it.
@@ -99,6 +102,45 @@ class LinearHead:
             logits: torch.Tensor = self._head._call_impl(hidden)
         return logits
 
+    def pieces(
+        self,
+        hidden: torch.Tensor,
+        functions: tuple[ElementwiseFunction, ...],
+        use: Callable[[Callable[[Any], torch.Tensor]], Any],
+    ) -> Any:
+        """``use(logits_of)``; see ``HeadReader``. Ranks may make different numbers of pieces, except those that share
+        the vocabulary.
+        """
+        result: list[Any] = []
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            terms, bias = self._terms(hidden)
+
+            def logits_of(index: Any) -> torch.Tensor:
+                products = [F.linear(x[:, index].contiguous(), weight) for x, weight in terms]
+                logits = sum(products[1:], start=products[0])
+                logits = self._whole_vocabulary(logits if bias is None else logits + bias)
+                for function in functions:
+                    logits = function(logits, slice(0, self.classes))
+                return logits
+
+            result.append(use(logits_of))
+            return hidden.new_zeros(())  # hooks at the output of the head see no logits
+
+        with _attribute(self._head, "forward", forward), _attribute(self._head, RETURNS_LOSSES, True):
+            self._head._call_impl(hidden)
+        return result[0]
+
+    def _whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits`` of all classes from those of this rank's."""
+        part = self._slice
+        if part is None:
+            return logits
+        whole = logits.new_zeros(*logits.shape[:-1], part.classes)
+        whole[..., part.offset : part.offset + logits.shape[-1]] = logits
+        dist.all_reduce(whole, group=part.group)
+        return whole
+
     def losses(
         self,
         hidden: torch.Tensor,
@@ -109,7 +151,7 @@ class LinearHead:
     ) -> torch.Tensor:
         """The loss of each token; see ``HeadReader``."""
         settings = TileSettings(
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=self.chunk_tokens,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=self._z_loss(),

@@ -1,0 +1,34 @@
+"""Lets the loader of a training send each rank its shard of a micro-batch, where nothing needs the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ds_trainer.data.loader import PlannedLoader
+from ds_trainer.data.sharded_batch import BatchFacts, BatchSharder
+from ds_trainer.data.stream import StreamLoader
+from ds_trainer.training.loop.loss_computation import LossComputation
+from ds_trainer.training.loop.token_counter import TokenCounter
+
+
+def cut_for_ranks(
+    loader: Any, losses: LossComputation, counter: TokenCounter, overridden: Collection[str], splits: bool
+) -> None:
+    """Cut the micro-batches of ``loader`` if sequences are sharded and nothing reads whole batches.
+
+    Args:
+        loader: the loader of the training; one of a user gives whole batches.
+        losses: shards sequences and counts items.
+        counter: measures whole batches.
+        overridden: names of the methods that a subclass overrides; ``get_batch_samples`` may read batches.
+        splits: whether micro-batches may be split by rows (``auto_find_batch_size``).
+    """
+    needs_whole = splits or "get_batch_samples" in overridden
+    if losses.sharder is None or needs_whole or not isinstance(loader, (PlannedLoader, StreamLoader)):
+        return
+
+    def describe(batch: Any) -> BatchFacts:
+        return BatchFacts(losses.rule.count(batch), counter.size(batch))
+
+    loader.cut_with(BatchSharder(losses.sharder, describe))
