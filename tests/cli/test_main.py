@@ -52,7 +52,8 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin", "x.yaml"]) == 2
     assert capsys.readouterr().err == (
         "ds-trainer: unknown subcommand 'tarin'. Did you mean 'train'? "
-        "Valid subcommands: train, launch, run, config, plan, checkpoint, doctor, plot, arguments, support.\n"
+        "Valid subcommands: init, train, chat, launch, run, config, plan, checkpoint, doctor, plot, arguments, "
+        "support.\n"
     )
 
 
