@@ -1,0 +1,1 @@
+"""``ds-trainer init``: writes a commented recipe for a model, data and machine."""
