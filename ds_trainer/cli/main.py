@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import arguments, chat, checkpoint, config, doctor, launch, plan, plot, run, support, train
+from ds_trainer.cli import arguments, chat, checkpoint, config, doctor, init, launch, plan, plot, run, support, train
 from ds_trainer.cli.argv import split_overrides, unknown_choice, without_local_rank
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
@@ -22,6 +22,7 @@ from ds_trainer.utils.outcomes import record_outcome
 from ds_trainer.utils.ranks import likely_rank
 
 SUBCOMMANDS = {
+    "init": init,
     "train": train,
     "chat": chat,
     "launch": launch,

@@ -8,6 +8,8 @@
       auto_class: NAME          #   transformers class; default: AutoModelForCausalLM
       dtype: NAME               #   type of the weights; default: float32
       peft: {...}               #   a PEFT config (peft_type: LORA, r: 16 ...): only the adapters are trained
+      quantization: {...}       #   BitsAndBytesConfig (load_in_4bit: true ...): the base is quantized (QLoRA)
+    task: NAME                  # TaskSpec: sft (the default), dpo, reward or classification
     data:        {...}          # DataSpec
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
@@ -31,6 +33,7 @@ from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
+from ds_trainer.recipes.task import TaskSpec, complete_short_form
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file
 
@@ -45,6 +48,8 @@ class ModelSpec:
         auto_class: name of the transformers class; default: AutoModelForCausalLM.
         dtype: type of the weights before the engine converts them; default: float32.
         peft: fields of a PEFT config: adapters are added to the model, and only they are trained.
+        quantization: fields of transformers' BitsAndBytesConfig, such as ``load_in_4bit: true``: the base is quantized
+            when it is loaded, and ``peft`` is trained on it (QLoRA).
     """
 
     path: str | None = None
@@ -52,6 +57,7 @@ class ModelSpec:
     auto_class: str | None = None
     dtype: str | None = None
     peft: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """What cannot work, as one sentence per problem."""
@@ -62,6 +68,10 @@ class ModelSpec:
             return ["model.architecture: 'model_type' is missing; name a transformers model type such as llama."]
         if self.peft is not None and not isinstance(self.peft.get("peft_type"), str):
             return ["model.peft: 'peft_type' is missing; name a PEFT method such as LORA."]
+        if self.quantization is not None and (self.peft is None or self.path is None):
+            return [
+                "model.quantization: quantized weights cannot be trained; give model.path, and adapters as model.peft."
+            ]
         return []
 
 
@@ -149,6 +159,7 @@ class Recipe:
     data: DataSpec
     arguments: dict[str, Any] = field(default_factory=dict)
     report: ReportSpec = ReportSpec()
+    task: TaskSpec = field(default_factory=TaskSpec)
     path: str = ""
     origins: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -170,12 +181,13 @@ class Recipe:
         return args
 
     def to_dict(self) -> dict[str, Any]:
-        """The four sections as plain values, ready for JSON."""
+        """The sections as plain values, ready for JSON."""
         return {section: dataclasses.asdict(self)[section] for section in SECTIONS}
 
 
 SECTIONS: dict[str, type] = {
     "model": ModelSpec,
+    "task": TaskSpec,
     "data": DataSpec,
     "arguments": TrainingArguments,
     "report": ReportSpec,
@@ -194,6 +206,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
     problems += _apply_overrides(root.value, overrides)
+    complete_short_form(root.value)
 
     for key, section in root.value.items():
         if key not in SECTIONS:
@@ -207,11 +220,14 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             readable.add(key)
 
     model, data, report = ModelSpec(**values["model"]), DataSpec(**values["data"]), ReportSpec(**values["report"])
+    task = TaskSpec(**values["task"])
     for key, spec in (("model", model), ("data", data), ("report", report)):
         if key in readable:
             problems += [f"{name}: {problem}" for problem in spec.problems()]
+    if {"task", "arguments"} <= readable:
+        problems += [f"{name}: {problem}" for problem in task.problems(values["data"], values["arguments"])]
     origins = dict(_origins(root.value, ""))
-    recipe = Recipe(model, data, values["arguments"], report, path=name, origins=origins)
+    recipe = Recipe(model, data, values["arguments"], report, task, path=name, origins=origins)
     try:
         recipe.training_arguments()
     except ConfigError as error:
