@@ -8,11 +8,10 @@
       auto_class: NAME          #   transformers class; default: AutoModelForCausalLM
       dtype: NAME               #   type of the weights; default: float32
       peft: {...}               #   a PEFT config (peft_type: LORA, r: 16 ...): only the adapters are trained
-      quantization: {...}       #   BitsAndBytesConfig (load_in_4bit: true ...): the base is quantized (QLoRA)
-    task: NAME                  # TaskSpec: sft (the default), dpo, reward or classification
     data:        {...}          # DataSpec
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
+    task:        NAME           # TaskSpec: sft (the default), dpo, reward or classification
 
 Any value can be overridden on the command line: ``--arguments.max_steps 20`` or ``--data.train=[a.txt,b.txt]``. Paths
 are relative to the working directory. This module opens neither the model nor the data, so a recipe may be valid even
@@ -220,13 +219,13 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             readable.add(key)
 
     model, data, report = ModelSpec(**values["model"]), DataSpec(**values["data"]), ReportSpec(**values["report"])
-    task = TaskSpec(**values["task"])
     for key, spec in (("model", model), ("data", data), ("report", report)):
         if key in readable:
             problems += [f"{name}: {problem}" for problem in spec.problems()]
+    origins = dict(_origins(root.value, ""))
+    task = TaskSpec(**values["task"])
     if {"task", "arguments"} <= readable:
         problems += [f"{name}: {problem}" for problem in task.problems(values["data"], values["arguments"])]
-    origins = dict(_origins(root.value, ""))
     recipe = Recipe(model, data, values["arguments"], report, task, path=name, origins=origins)
     try:
         recipe.training_arguments()
