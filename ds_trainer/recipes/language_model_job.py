@@ -14,7 +14,6 @@ import ds_trainer
 from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback
 from ds_trainer.recipes.corpus import Corpus
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
-from ds_trainer.recipes.next_steps import print_next_steps
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import (
     Evaluation,
@@ -91,7 +90,6 @@ def run(recipe: Recipe) -> dict[str, Any]:
         "versions": versions(),
     }
     print(report_text(results, evaluation), flush=True)
-    print_next_steps(output_dir)
     write_json(output_dir / RESULTS_NAME, results)
     return results
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes.language_model_job import RESULTS_NAME, versions
-from ds_trainer.recipes.next_steps import print_next_steps
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
@@ -60,7 +59,6 @@ def train_and_report(recipe: Recipe, trainer: Trainer, samples: Mapping[str, int
         "versions": versions(),
     }
     print(_report(results), flush=True)
-    print_next_steps(output_dir)
     write_json(output_dir / RESULTS_NAME, results)
     return results
 
