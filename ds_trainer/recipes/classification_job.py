@@ -138,7 +138,7 @@ def _model(recipe: Recipe, labels: Sequence[str], tokenizer: Any, args: Any) -> 
         where = f"{recipe.where('model.peft')}: model.peft"
         peft_config = make_peft_config({"task_type": "SEQ_CLS", **spec.peft}, where)
     options: dict[str, Any] = {} if spec.quantization is None else {"quantization_config": spec.quantization}
-    allowed = args.allow_new_weights if args.allow_new_weights is not None else list(_HEADS)
+    allowed = args.allow_new_weights or list(_HEADS)
     return from_pretrained(
         spec.path,
         spec.auto_class or "AutoModelForSequenceClassification",
