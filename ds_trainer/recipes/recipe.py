@@ -204,8 +204,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     root, problems = read_yaml(read_user_file(name, f"The recipe {name!r}", "YAML file"), name)
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
-    problems += _apply_overrides(root.value, overrides)
     complete_short_form(root.value)
+    problems += _apply_overrides(root.value, overrides)
 
     for key, section in root.value.items():
         if key not in SECTIONS:
