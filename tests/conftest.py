@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,8 @@ from hypothesis import Phase, settings
 
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
-from tests.support.matrix import LONG, is_left_out
+from tests.support.extended import JOBS, OPERATORS_FIXTURE, is_extended
+from tests.support.matrix import is_left_out
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
 
@@ -46,23 +46,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes hours in all runs where ``-m matrix`` asks for it; for ``pytest -n``, long files come first."""
-    cases: Counter[str] = Counter()
+    """What is run only when asked for is marked and left out; for ``pytest -n``, files that start jobs come first."""
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if is_left_out(item.nodeid, cases[function]):
-            item.add_marker("matrix")
-        cases[function] += 1
-        if item.nodeid.startswith("tests/clients/"):
-            item.add_marker("clients")
-    for marker in ("matrix", "clients"):
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for all_cases in cases.values():
+        for number, item in enumerate(all_cases):
+            if is_left_out(item.nodeid, number):
+                item.add_marker("matrix")
+            if item.nodeid.startswith("tests/clients/"):
+                item.add_marker("clients")
+        rest = [item for item in all_cases if not any(item.get_closest_marker(name) for name in ("matrix", "clients"))]
+        for number, item in enumerate(rest):
+            if is_extended(item.nodeid, number, len(rest)) or OPERATORS_FIXTURE in getattr(item, "fixturenames", ()):
+                item.add_marker("extended")
+    for marker in ("matrix", "clients", "extended"):
         if marker not in config.option.markexpr:
             left_out = [item for item in items if item.get_closest_marker(marker)]
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
             config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        built = {item.path for item in items if "extensions" in getattr(item, "fixturenames", ())}
-        items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path in built))
+        built = {item.path for item in items if OPERATORS_FIXTURE in getattr(item, "fixturenames", ())}
+        items.sort(key=lambda item: (not item.nodeid.startswith(JOBS), item.path in built))
 
 
 @pytest.hookimpl(optionalhook=True)

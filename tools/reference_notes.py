@@ -56,6 +56,8 @@ BETTER: dict[str, str] = {
     "torch_compile_regional": "An addition: compiles equal blocks once.",
     "profile_steps": "An addition: profiles steps, and says where the time goes.",
     "straggler_steps": "An addition: names a slow rank and the cause.",
+    "run_report": "An addition: a page that says what happened, also after a crash.",
+    "report_device_hour_price": "An addition: the cost of the run in its report.",
     "save_failure_policy": "An addition: a full disk does not have to end the run.",
     "save_async": "An addition: a save pauses training only for the copy to host memory.",
     "save_model_in_checkpoints": "An addition: written by all ranks in the background, without duplicate data.",

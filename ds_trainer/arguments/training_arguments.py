@@ -229,6 +229,12 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
         "(own) After the report of a hang: report keeps waiting, abort ends the job with exit code 76.", "report"
     )
     straggler_steps: int = _health("(own) Steps between reports of slow ranks; 0: no reports.", 50)
+    run_report: bool = _health(
+        "(own) Record the run in run_history.jsonl, and write report.html and report.json at its end.", True
+    )
+    report_device_hour_price: float | None = _health(
+        "(own) Price of one device for one hour, in any currency, for the cost in the report."
+    )
 
     eval_strategy: IntervalStrategy | str = _evaluation("When to evaluate during training.", "no")
     eval_steps: float | None = _evaluation("Steps between evaluations; default: logging_steps.")

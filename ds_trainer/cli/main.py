@@ -13,7 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 
 import ds_trainer
-from ds_trainer.cli import arguments, chat, checkpoint, config, doctor, init, launch, plan, plot, run, support, train
+from ds_trainer.cli import (
+    arguments,
+    chat,
+    checkpoint,
+    config,
+    dashboard,
+    doctor,
+    init,
+    launch,
+    plan,
+    plot,
+    report,
+    run,
+    support,
+    train,
+)
 from ds_trainer.cli.argv import split_overrides, unknown_choice, without_local_rank
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
@@ -32,6 +47,8 @@ SUBCOMMANDS = {
     "checkpoint": checkpoint,
     "doctor": doctor,
     "plot": plot,
+    "report": report,
+    "dashboard": dashboard,
     "arguments": arguments,
     "support": support,
 }

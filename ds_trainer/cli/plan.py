@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_trainer.cli import dry_run, plan_outputs, plan_request
+from ds_trainer.cli import dry_run, plan_fixed, plan_outputs, plan_request
 from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.cli.plan_solve import QUANTITIES, solve
 from ds_trainer.planner.plan_report import report
@@ -33,6 +33,10 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--this-machine", action="store_true", help="the GPUs and the host memory of this machine")
     add("--host-memory", type=positive, metavar="GB", help="memory of a machine; default: no limit")
     add("--network", type=positive, metavar="GB/S", help="network of each device; default: usual ones")
+    add("--nvme", type=positive, metavar="GB", help="local disks of a machine for offload; default: unknown")
+    add(
+        "--nvme-bandwidth", type=plan_request.bandwidths, metavar="R/W", help="GB/s of these disks; default: usual ones"
+    )
     add("--device-file", type=Path, metavar="YAML", help="more devices")
     add("--margin", type=plan_request.share, default=MARGIN, help="share of memory left free; default: %(default)s")
     training = parser.add_argument_group("training; a recipe has its own values")
@@ -41,12 +45,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--global-batch", type=count, metavar="N", help="sequences of an optimizer step")
     add("--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16 if the device has it")
     add("--lora-rank", type=plan_request.rank, metavar="R", help="train adapters on all linear layers")
-    only = parser.add_argument_group("only plans with")
-    for name, (short, text) in plan_request.SIZES.items():
-        kind = plan_request.stage if short == "stage" else count
-        only.add_argument(f"--{name}", type=kind, metavar="N", help=text)
-    only.add_argument("--offload", choices=("none", "optimizer", "all"), help="what is in host memory")
-    only.add_argument("--activation-checkpointing", choices=("on", "off"))
+    plan_fixed.add_options(parser, count, plan_request.stage)
     add = parser.add_argument_group("questions and output").add_argument
     add("--solve", choices=QUANTITIES, help="the largest (devices: the smallest) value that fits")
     add("--tokens", type=plan_request.many_tokens, metavar="N", help="of the whole training (15B), for hours and cost")

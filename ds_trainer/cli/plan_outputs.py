@@ -28,6 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"), 1),
     **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
     **dict.fromkeys(("bf16", "fp16"), False),
+    **dict.fromkeys(("nvme_path", "activation_checkpointing_kwargs"), None),
 }
 _OLDER = {new: old for old, new in OLDER_NAMES}  # if a recipe has the one, it cannot have the other
 
@@ -133,6 +134,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
             "devices_per_node": cluster.devices_per_node,
             "device_memory_gb": cluster.board.memory,
             "host_memory_gb": cluster.host_memory,
+            "nvme_gb": cluster.nvme,
         },
         "goal": {"length": goal.length, "global_batch": goal.global_batch, "margin": goal.margin},
         "notes": list(request.notes),
@@ -180,13 +182,13 @@ def _flags(request: PlanRequest, plan: Plan) -> list[str]:
     """Arguments for a command line: those of the plan, and overrides of the recipe that they do not replace."""
     wanted = plan.candidate.arguments()
     if request.recipe is None:
-        return [part for name, value in wanted.items() for part in (f"--{name}", str(value))]
+        return [part for name, value in wanted.items() for part in (f"--{name}", _text(value))]
     given = request.recipe.arguments
     wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
     flags = {}
     for name, value in wanted.items():
         known = name_as_given(name, given) or name_as_given(_OLDER.get(name, name), given) or name
-        flags[f"--arguments.{known}"] = str(value)
+        flags[f"--arguments.{known}"] = _text(value)
     kept, is_replaced = [], False
     for part in request.overrides:
         if part.startswith("--"):
@@ -194,3 +196,7 @@ def _flags(request: PlanRequest, plan: Plan) -> list[str]:
         if not is_replaced:
             kept.append(part)
     return [*kept, *(part for flag in flags.items() for part in flag)]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) or value is None else str(value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.cli.plan_fixed import fixed_values, not_covered, refuse_contradictions
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration
@@ -19,15 +20,6 @@ from ds_trainer.planner.search import Goal
 from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
-
-SIZES = {
-    "zero-stage": ("stage", "ZeRO stage"),
-    "micro-batch": ("micro_batch", "sequences of a replica in a micro-batch"),
-    "tensor-parallel-size": ("tp", "tensor-parallel ranks"),
-    "context-parallel-size": ("cp", "context-parallel ranks"),
-    "sequence-parallel-size": ("sp", "sequence-parallel ranks"),
-}
-"""Options that fix a value of a candidate: its name, and help."""
 
 DEVICE, DEVICES_PER_NODE = "H100-80GB", 8
 """Without options."""
@@ -70,9 +62,9 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     if recipe is None and overrides:
         raise ConfigError(f"plan takes no {overrides[0]}. See ds-trainer plan --help.")
     cluster = _cluster(options)
-    fixed = dict(_fixed(options))
-    _refuse_contradictions(options, cluster, fixed)
-    notes: list[str] = []
+    fixed = dict(fixed_values(options, recipe))
+    refuse_contradictions(options, cluster, fixed)
+    notes = [] if recipe is None else not_covered(recipe)
     config, name = _config_of_recipe(recipe) if recipe is not None else read_config(options.model)
     rank = options.lora_rank
     if recipe is not None and rank is None:
@@ -83,8 +75,8 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     if recipe is not None:
         taken = []
         if length is None:
-            length = recipe.data.sequence_length
-            taken.append(f"{length:,} tokens (data.sequence_length)")
+            length = recipe.tokens_per_sample
+            taken.append(f"{length:,} tokens (data.{'max_length' if recipe.fine_tunes else 'sequence_length'})")
         if batch is None and options.micro_batch is None:
             plan = _batch(recipe, cluster)
             batch = plan.global_batch_size
@@ -164,6 +156,12 @@ def positive(text: str) -> float:
     return _number(text, float, "a positive number", math.ulp(0.0), math.inf)
 
 
+def bandwidths(text: str) -> tuple[float, float]:
+    """GB/s of reading and writing, such as 25/12, or one number for both."""
+    first, _, second = text.partition("/")
+    return positive(first), positive(second or first)
+
+
 def share(text: str) -> float:
     """From 0 to less than 1."""
     return _number(text, float, "a number from 0 to less than 1, such as 0.06", 0, 1 - 1e-9)
@@ -207,41 +205,12 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         cluster = replace(cluster, host_memory=options.host_memory)
     if options.network is not None:
         cluster = replace(cluster, board=replace(cluster.board, network=options.network))
+    if options.nvme is not None:
+        cluster = replace(cluster, nvme=options.nvme)
+    if options.nvme_bandwidth is not None:
+        read, write = (rate / cluster.devices_per_node for rate in options.nvme_bandwidth)
+        cluster = replace(cluster, board=replace(cluster.board, nvme_read=read, nvme_write=write))
     return cluster
-
-
-def _fixed(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
-    for argument, (name, _) in SIZES.items():
-        value = getattr(options, argument.replace("-", "_"))
-        if value is not None:
-            yield name, value
-    if options.offload is not None:
-        yield "offload_optimizer", options.offload != "none"
-        yield "offload_param", options.offload == "all"
-    if options.activation_checkpointing is not None:
-        yield "checkpointing", options.activation_checkpointing == "on"
-
-
-def _refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
-    if options.solve != "devices":
-        ParallelLayout(cluster.world_size, fixed.get("tp", 1), fixed.get("cp", 1), fixed.get("sp", 1))
-        if fixed.get("tp", 1) > cluster.devices_per_node:
-            raise ConfigError(
-                f"--tensor-parallel-size {fixed['tp']} is more than the {cluster.devices_per_node} devices of a "
-                "machine. Tensor parallelism over the network is too slow: use --context-parallel-size or "
-                "--sequence-parallel-size for the rest."
-            )
-    zero = fixed.get("stage")
-    if zero is not None and options.offload == "all" and zero != 3:
-        raise ConfigError(f"--offload all needs --zero-stage 3, but it is {zero}.")
-    if zero == 0 and options.offload == "optimizer":
-        raise ConfigError("--offload optimizer needs --zero-stage 1 or higher, but it is 0.")
-    precision = options.precision or ("bf16" if cluster.peaks.bf16 else "fp16")
-    if not cluster.peaks.peak("tf32" if precision == "fp32" and cluster.peaks.tf32 else precision):
-        raise ConfigError(f"--precision {precision}: {cluster.device} has no fast units for it. Choose another one.")
-    if zero == 0 and (precision == "fp16" or (precision == "bf16" and fixed.get("tp", 1) > 1)):
-        what = "fp16" if precision == "fp16" else "bf16 and tensor parallelism"
-        raise ConfigError(f"--zero-stage 0 does not work with {what} in DeepSpeed. Use --zero-stage 1.")
 
 
 def _config_of_recipe(recipe: Recipe) -> tuple[dict[str, Any], str]:
@@ -273,7 +242,7 @@ def _batch(recipe: Recipe, cluster: Cluster) -> BatchPlan:
 
 def _evaluation(recipe: Recipe) -> int | None:
     """The recipe's batch of evaluation; None if it has no data for one."""
-    if not recipe.data.eval and recipe.data.held_out_every is None:
+    if not recipe.data.has_eval:
         return None
     return recipe.training_arguments().per_device_eval_batch_size
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ds_trainer.cli.dashboard import train_with_dashboard
 from ds_trainer.recipes.recipe import Recipe, load_recipe
 
 HELP = "train the model of a recipe"
@@ -22,7 +25,12 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         metavar="STEPS",
         help="profile this many steps: output_dir/profile gets a trace and a page with where the time goes",
     )
-    parser.usage = "ds-trainer train RECIPE [--profile STEPS] [--section.key value ...]"
+    parser.add_argument(
+        "--dashboard",
+        action="store_true",
+        help="show curves, speed and memory in this terminal; what the run prints goes to output_dir/train.log",
+    )
+    parser.usage = "ds-trainer train RECIPE [--profile STEPS] [--dashboard] [--section.key value ...]"
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -30,10 +38,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.profile is not None:
         overrides = [*overrides, f"--arguments.profile_steps={options.profile}"]
     recipe = load_recipe(options.recipe, overrides)
+    if options.dashboard and sys.stdout.isatty():  # in a file, the lines of the run are what can be read
+        directory = Path(str(recipe.training_arguments().output_dir))
+        return train_with_dashboard(["train", options.recipe, *overrides], directory)
     if recipe.task.name != "sft":
         return run_other_task(recipe)
 
-    from ds_trainer.recipes.language_model_job import run as run_job  # after the quick checks, since it imports torch
+    from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch
 
     return _told(run_job(recipe))
 

@@ -30,6 +30,7 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.planner.offload_sizes import PARAM_BUFFER
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.problems import Problems
 
@@ -267,6 +268,17 @@ def _zero(
         builder.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
         why = f"10 x hidden size ({shape.source}): vectors are not sharded, matrices are"
         builder.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
+        if devices[1] == "nvme":
+            _swap_buffers(builder, shape, layout)
+
+
+def _swap_buffers(builder: ConfigBuilder, shape: ModelShape, layout: ParallelLayout) -> None:
+    """DeepSpeed asserts that each shard that it reads from NVMe fits a buffer of 10**8 elements."""
+    largest = 0 if shape.transformer is None else shape.transformer.largest_matrix
+    shard = -(-largest // layout.seq_data_parallel_size)
+    if shard > PARAM_BUFFER:
+        why = f"the largest matrix on {layout.seq_data_parallel_size} ranks ({shape.source})"
+        builder.derive("zero_optimization.offload_param.buffer_size", shard + shard % 2, why)
 
 
 def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, stage_0_optimizer: str) -> tuple[int, str]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ds_trainer.data.columns import has_columns
 from ds_trainer.data.order import STORED_UP_TO, ComputedPermutation, Order, Positions, StoredOrder, shuffled
 from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
+from ds_trainer.data.stored_lengths import stored_lengths
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils.errors import ConfigError
 
@@ -32,7 +33,8 @@ Lengths = npt.NDArray[np.int32]
 def sample_lengths(
     dataset: Any, column: str, model_input: str = "input_ids", asked_by: str = "train_sampling_strategy"
 ) -> Lengths:
-    """Length of every sample: from ``column`` of a table that has it, or else that of ``model_input``.
+    """Length of every sample: from ``column`` of a table that has it, from a dataset that knows the lengths of its
+    ``input_ids``, or else that of ``model_input``.
 
     ``asked_by`` is the argument that needs the lengths.
 
@@ -41,6 +43,9 @@ def sample_lengths(
     """
     if has_columns(dataset) and column in dataset.column_names:
         return np.fromiter(map(int, dataset[column]), np.int32, len(dataset))
+    known = stored_lengths(dataset) if model_input == "input_ids" else None
+    if known is not None:
+        return known
     lengths = np.empty(len(dataset), np.int32)
     for index in range(len(dataset)):
         sample = dataset[index]

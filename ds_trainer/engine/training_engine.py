@@ -9,7 +9,7 @@ by the number of ranks that DeepSpeed averages over, and by nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,7 @@ class TrainingEngine:
     Attributes:
         before_step: called once before the next :meth:`step`; a background copy of the masters and optimizer states
             uses it to delay the step.
+        during_backward: context manager of every backward pass, to measure it.
         reduction_order: reduces gradients in the same order on all ranks; None where DeepSpeed does.
         module_guard: stops all ranks if they are about to run different modules under ZeRO-3; None at other stages.
         guarded: non-finite gradients never reach the weights (:mod:`ds_trainer.engine.finite_step`).
@@ -147,6 +148,7 @@ class TrainingEngine:
         self.scales_loss = scales_loss(self.deepspeed)
         by_deepspeed = config.uses_deepspeed_compiler
         self.before_step: Callable[[], None] | None = None
+        self.during_backward: AbstractContextManager[None] = nullcontext()
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
             compile_module(self.deepspeed, compile_options)  # DeepSpeed's configuration alone compiles nothing
@@ -175,7 +177,8 @@ class TrainingEngine:
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagates ``loss``, a scalar already divided by the item count of the global batch."""
         ranks = self._averaged_over
-        self.deepspeed.backward(loss * (loss_factor(loss, ranks) if self.guarded else ranks), scale_wrt_gas=False)
+        with self.during_backward:
+            self.deepspeed.backward(loss * (loss_factor(loss, ranks) if self.guarded else ranks), scale_wrt_gas=False)
 
     def backward_mean(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Back-propagates ``loss``, a scalar whose gradient is averaged over the ranks.
@@ -186,7 +189,8 @@ class TrainingEngine:
         # DeepSpeed 0.19.8 divides the gradient of the tensor that its forward pass returned by the accumulation steps,
         # even with scale_wrt_gas=False; it does not do so for tensors computed from it.
         factor = loss_factor(loss, 1) if self.guarded else 1.0
-        self.deepspeed.backward(loss * factor, retain_graph=retain_graph, scale_wrt_gas=False)
+        with self.during_backward:
+            self.deepspeed.backward(loss * factor, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, skip_update: bool = False) -> bool:
         """Updates the weights and clears the gradients, the same on all ranks.

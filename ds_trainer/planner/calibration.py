@@ -54,7 +54,10 @@ class Calibration:
         peaks, board, slower = cluster.peaks, cluster.board, self.step_seconds
         formats = {name: getattr(peaks, name) for name in ("bf16", "fp16", "tf32", "fp32")}
         peaks = replace(peaks, **{name: value and value / slower for name, value in formats.items()})
-        rates = {name: getattr(board, name) / slower for name in ("bandwidth", "link", "host", "network")}
+        rates = {
+            name: getattr(board, name) / slower
+            for name in ("bandwidth", "link", "host", "network", "nvme_read", "nvme_write")
+        }
         goal = replace(goal, margin=self.margin(goal.margin))
         return replace(cluster, peaks=peaks, board=replace(board, **rates)), goal
 

@@ -9,6 +9,9 @@ from typing import Any
 FLOAT32_SUMS = {"bf16": 64, "fp16": 512}
 """From this number of terms on, the compiled configuration adds gradients in float32."""
 
+NVME_PATH = "/local_nvme"
+"""Directory of a plan for offload to NVMe; each machine has its own."""
+
 CHUNK_TOKENS = 1024
 """Tokens of a rank whose logits exist at a time with a chunked loss."""
 
@@ -44,7 +47,10 @@ class Candidate:
         sp: sequence-parallel size.
         offload_optimizer: optimizer states are in host memory.
         offload_param: ZeRO-3 shards are in host memory.
+        optimizer_on_nvme: offloaded optimizer states are on a disk, with buffers in host memory.
+        param_on_nvme: so are offloaded shards.
         checkpointing: activations of layers are recomputed.
+        every_n_layers: with ``checkpointing``, those of the first of so many layers; the others keep theirs.
         precision: ``bf16``, ``fp16`` or ``fp32``.
         attention: ``sdpa`` (also FlashAttention) or ``eager``.
         state_bytes: bytes of optimizer states of an element: 8 for Adam.
@@ -65,7 +71,10 @@ class Candidate:
     sp: int = 1
     offload_optimizer: bool = False
     offload_param: bool = False
+    optimizer_on_nvme: bool = False
+    param_on_nvme: bool = False
     checkpointing: bool = False
+    every_n_layers: int = 1
     precision: str = "bf16"
     attention: str = "sdpa"
     state_bytes: float = 8
@@ -106,6 +115,15 @@ class Candidate:
         return self.micro_batch * self.accumulation * self.replicas
 
     @property
+    def uses_nvme(self) -> bool:
+        """Whether something is offloaded to a disk."""
+        return self.optimizer_on_nvme or self.param_on_nvme
+
+    def checkpointed_layers(self, layers: int) -> int:
+        """How many of ``layers`` layers are recomputed."""
+        return -(-layers // self.every_n_layers) if self.checkpointing else 0
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of a weight in the model."""
         return 4 if self.precision == "fp32" else 2
@@ -137,9 +155,14 @@ class Candidate:
         for name, size in (("tensor", self.tp), ("context", self.cp), ("sequence", self.sp)):
             if size > 1:
                 found[f"{name}_parallel_size"] = size
-        for name, is_offloaded in (("optimizer", self.offload_optimizer), ("param", self.offload_param)):
-            if is_offloaded:
-                found[f"offload_{name}"] = "cpu"
+        if self.checkpointing and self.every_n_layers > 1:
+            found["activation_checkpointing_kwargs"] = {"every_n_layers": self.every_n_layers}
+        if self.offload_optimizer:
+            found["offload_optimizer"] = "nvme" if self.optimizer_on_nvme else "cpu"
+        if self.offload_param:
+            found["offload_param"] = "nvme" if self.param_on_nvme else "cpu"
+        if self.uses_nvme:
+            found["nvme_path"] = NVME_PATH
         for name in SEARCHED_FEATURES:
             if getattr(self, name):
                 found.update(FEATURES[name])
@@ -147,15 +170,30 @@ class Candidate:
 
     def describe(self) -> str:
         """In one line."""
-        offload = [name for name, on in (("optimizer", self.offload_optimizer), ("param", self.offload_param)) if on]
         sizes = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp)) if size > 1]
         parts = [
             f"ZeRO {self.stage}",
-            *([f"offload {' and '.join(offload)}"] if offload else []),
+            *self._offload(),
             *sizes,
             f"micro-batch {self.micro_batch}",
             *([f"accumulate {self.accumulation}"] if self.accumulation > 1 else []),
-            *(["activation checkpointing"] if self.checkpointing else []),
+            *self._recomputed(),
             *(text for name, text in _FEATURE_NAMES.items() if getattr(self, name)),
         ]
         return ", ".join(parts)
+
+    def _offload(self) -> list[str]:
+        names = {"optimizer": self.offload_optimizer, "param": self.offload_param}
+        on_disk = {"optimizer": self.optimizer_on_nvme, "param": self.param_on_nvme}
+        host = [name for name, is_offloaded in names.items() if is_offloaded and not on_disk[name]]
+        disk = [name for name, is_offloaded in names.items() if is_offloaded and on_disk[name]]
+        return [
+            *([f"offload {' and '.join(host)}"] if host else []),
+            *([f"{' and '.join(disk)} on NVMe"] if disk else []),
+        ]
+
+    def _recomputed(self) -> list[str]:
+        if not self.checkpointing:
+            return []
+        which = "" if self.every_n_layers == 1 else f" of 1 in {self.every_n_layers} layers"
+        return [f"activation checkpointing{which}"]

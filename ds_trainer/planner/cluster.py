@@ -20,6 +20,7 @@ from ds_trainer.utils.host_memory import total_host_memory
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0  # x16, one direction
 _NUMBERS = ("memory", "bandwidth", "link", "host", "network")
+_DISK = ("nvme_read", "nvme_write")  # may be left out
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Board:
         link: GB/s to the other devices of its machine, one direction.
         host: GB/s to the memory of the host, one direction.
         network: GB/s to other machines, as machines with this device usually have.
+        nvme_read: GB/s that this device reads from local disks if all devices of its machine do.
+        nvme_write: GB/s that it writes then.
     """
 
     memory: float
@@ -39,10 +42,12 @@ class Board:
     link: float
     host: float
     network: float
+    nvme_read: float = 1.6
+    nvme_write: float = 1.6
 
 
 _H100 = Board(84.9, 3350, 450, _PCIE_5, 50)
-_A100 = Board(84.9, 2039, 300, _PCIE_4, 25)
+_A100 = Board(84.9, 2039, 300, _PCIE_4, 25, nvme_read=2.0)
 _B200 = Board(191.5, 7700, 900, _PCIE_5, 50)
 _MI300X = Board(206.1, 5300, 448, _PCIE_5, 50)
 
@@ -89,6 +94,10 @@ BOARDS: dict[str, Board] = {
 """Links and bandwidths: data sheets of the vendors, as in :data:`~ds_trainer.planner.hardware.DEVICES`. The network is
 what cloud providers usually attach to each device.
 
+Local disks: 25 GB/s on a DGX-2 with 16 devices (ZeRO-Infinity, arXiv 2104.07857, table in figure 2b) stand for every
+machine; those with A100 read 16 GB/s with 8 (Amazon's p4d). They differ more than other figures: measure them with
+``ds_nvme_tune`` of DeepSpeed.
+
 Memory is what a process can use, the total of ``cudaMemGetInfo``: an H100 of 80 GB has 79.1 GiB, which are 84.9 GB. It
 is about 0.55 GiB less than the total of ``nvidia-smi`` (H100 81,559 MiB, H200 143,771, A100 81,920 or 40,960, L40S
 46,068, A10 23,028, L4 23,034, T4 15,360: thundergolfer.com/blog/nvidia-gpu-memory-capacity). Out-of-memory messages of
@@ -110,6 +119,7 @@ class Cluster:
         nodes: number of machines.
         devices_per_node: devices of each.
         host_memory: GB of memory of a machine; None if unknown, which does not limit a plan.
+        nvme: GB of the local disks of a machine for offload; None if it is not known that there are any.
     """
 
     device: str
@@ -118,6 +128,7 @@ class Cluster:
     nodes: int = 1
     devices_per_node: int = 1
     host_memory: float | None = None
+    nvme: float | None = None
 
     @property
     def world_size(self) -> int:
@@ -207,7 +218,7 @@ def _matches(key: str, words: str) -> bool:
 
 def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
     """Devices of a YAML file: names with ``tflops`` (by format), ``memory``, ``bandwidth``, ``link``, ``host``,
-    ``network``.
+    ``network``; optionally ``nvme_read``, ``nvme_write``.
 
     Raises:
         ConfigError: the file cannot be read, or an entry lacks a number.
@@ -229,7 +240,7 @@ def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
             peaks = Device(
                 tflops.get("bf16"), tflops.get("fp16"), tflops.get("tf32"), tflops.get("fp32", 0.0), str(path)
             )
-            numbers = {key: _positive(entry[key]) for key in _NUMBERS}
+            numbers = {key: _positive(entry[key]) for key in (*_NUMBERS, *(key for key in _DISK if key in entry))}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(

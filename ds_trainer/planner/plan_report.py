@@ -57,7 +57,8 @@ def memory_bars(plan: Plan) -> Iterator[str]:
         f"Other moments, tensors in GB: {listed}", 110, initial_indent="  ", subsequent_indent="    "
     )
     host, checkpoint = plan.memory.host / 1e9, plan.memory.checkpoint / 1e9
-    yield f"  Host memory of a rank: {host:.1f} GB. A checkpoint: {checkpoint:.1f} GB."
+    disk = f" NVMe of a machine: {plan.nvme / 1e9:,.0f} GB." if plan.nvme else ""
+    yield f"  Host memory of a rank: {host:.1f} GB.{disk} A checkpoint: {checkpoint:.1f} GB."
 
 
 def changes(plans: Sequence[Plan], base: Plan) -> Iterator[str]:
@@ -88,6 +89,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory": {
             "device": memory.device,
             "host": memory.host,
+            "nvme_of_a_machine": plan.nvme,
             "checkpoint": memory.checkpoint,
             "overhead": dict(memory.overhead),
             "moments": {moment.name: dict(moment.items) for moment in memory.moments},

@@ -10,7 +10,7 @@ from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.features import feature_sets
 from ds_trainer.planner.memory.estimate import MemoryEstimator
-from ds_trainer.planner.search import Goal, Plan, candidates
+from ds_trainer.planner.search import ALL, HOST, Goal, Plan, candidates
 
 _AT_ONCE = 2
 _DOUBLINGS = 6  # of the number of devices
@@ -18,9 +18,12 @@ _OF_A_MACHINE = 8  # up to here, more devices are more of a machine
 
 _SEARCHED = (
     *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp"),
-    *("offload_optimizer", "offload_param", "checkpointing"),
+    *("offload_optimizer", "offload_param", "optimizer_on_nvme", "param_on_nvme", "checkpointing"),
 )
-_DEFAULTS = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1}
+_DEFAULTS: dict[str, Any] = {
+    **{"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1},
+    **{"nvme_path": None, "activation_checkpointing_kwargs": None},
+}
 
 
 def cheapest_changes(plan: Plan, count: int = 3) -> list[Plan]:
@@ -95,9 +98,12 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
     evaluation = [run.eval_micro_batch]
     if run.eval_micro_batch is not None and run.eval_micro_batch > 1:
         evaluation.append(1)
-    for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), []):
+    tiers = ALL if cluster.nvme is not None or plan.host_share > 1 or run.uses_nvme else HOST
+    for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), [], tiers):
         for batch in evaluation:
             one = replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
+            if run.every_n_layers > 1 and one.checkpointing:
+                yield replace(one, every_n_layers=1)
             for features in feature_sets(plan.model, one, kept):
                 turned_on: dict[str, Any] = dict.fromkeys(features, True)
                 yield replace(one, **turned_on) if turned_on else one
@@ -119,5 +125,7 @@ def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
 
 def _value(run: Candidate, name: str) -> int:
     if name == "offload":
-        return run.offload_optimizer + 2 * run.offload_param
+        return run.offload_optimizer + run.optimizer_on_nvme + 3 * (run.offload_param + run.param_on_nvme)
+    if name == "checkpointing":
+        return 128 // run.every_n_layers * run.checkpointing
     return getattr(run, name) or 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -23,7 +23,15 @@ MARGIN = 0.06
 
 _NEAREST = 64  # rejected plans of which those that lack as much are in the order of their times
 _LARGEST_MICRO_BATCH = 128
-_AS_GIVEN = (*FEATURES, "attention", "state_bytes", "float32_sums")  # fields that are not searched for if fixed
+_AS_GIVEN = (*FEATURES, "every_n_layers", "attention", "state_bytes", "float32_sums")  # not searched for if fixed
+_SPARSER = (4, 2)  # activation checkpointing of 1 in so many layers, where none is too large and all is not needed
+
+
+HOST, NVME, ALL = "host", "nvme", "all"
+"""What :func:`candidates` gives: ways to run with nothing on NVMe, with something, or all."""
+
+_NO_OFFLOAD = dict.fromkeys(("offload_optimizer", "offload_param", "optimizer_on_nvme", "param_on_nvme"), False)
+_OPTIMIZER, _PARAM = {"offload_optimizer": True}, {"offload_param": True}
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,19 @@ class Plan:
 
     @property
     def excess(self) -> float:
-        """The larger share of what it may use, of a device or of a machine; up to 1 if the plan fits."""
-        return max(self.memory.device / self.limit, self.host_share)
+        """The largest share of what it may use, of a device or of a machine; up to 1 if the plan fits."""
+        return max(self.memory.device / self.limit, self.host_share, self.nvme_share)
+
+    @property
+    def nvme_share(self) -> float:
+        """Disk space that the plan needs of a machine, as a share of what there is; 0 if that is unknown."""
+        room = self.cluster.nvme
+        return 0.0 if room is None else self.nvme / (room * 1e9)
+
+    @property
+    def nvme(self) -> float:
+        """Bytes on the local disks of a machine."""
+        return self.memory.nvme * self.cluster.devices_per_node
 
     @property
     def fits(self) -> bool:
@@ -105,7 +124,14 @@ class Plan:
             return f"needs {self.memory.device / 1e9:.1f} GB of a device: {self.memory.peak.name}"
         if self.host_share > 1:
             return f"needs {self._of_a_machine / 1e9:,.0f} GB of memory on each machine"
+        if self.nvme_share > 1:
+            return f"needs {self.nvme / 1e9:,.0f} GB of NVMe on each machine"
         return ""
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        """Whether it would fit with more host memory."""
+        return self.host_share > 1 and self.memory.device <= self.limit
 
     @property
     def _of_a_machine(self) -> float:
@@ -144,6 +170,8 @@ class SearchResult:
 def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
     """Evaluate every candidate.
 
+    Offload to NVMe is tried where machines have it, and where nothing fits because host memory is too small.
+
     Args:
         model: what is trained.
         cluster: the devices, all of which are used.
@@ -153,10 +181,13 @@ def search(model: PlannedModel, cluster: Cluster, goal: Goal) -> SearchResult:
     rejected: list[Plan] = []
     conflicts: list[str] = []
     tried = 0
-    for plan in _plans(model, cluster, goal, conflicts):
-        tried += 1
-        if plan is not None:
-            (fitting if plan.fits else rejected).append(plan)
+    for nvme in _tiers(cluster, dict(goal.fixed)):
+        if nvme == NVME and (fitting or not any(plan.lacks_host_memory for plan in rejected)):
+            break
+        for plan in _plans(model, cluster, goal, conflicts, nvme):
+            tried += 1
+            if plan is not None:
+                (fitting if plan.fits else rejected).append(plan)
     fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.candidate.replicas))
     rejected.sort(key=_rounded_excess)
     rejected[:_NEAREST] = sorted(rejected[:_NEAREST], key=lambda plan: (_rounded_excess(plan), plan.seconds))
@@ -169,7 +200,8 @@ def _rounded_excess(plan: Plan) -> float:
 
 def fits(model: PlannedModel, cluster: Cluster, goal: Goal) -> bool:
     """Whether :func:`search` finds something that fits."""
-    return any(plan is not None and plan.fits for plan in _plans(model, cluster, goal, []))
+    tiers = _tiers(cluster, dict(goal.fixed))
+    return any(plan is not None and plan.fits for nvme in tiers for plan in _plans(model, cluster, goal, [], nvme))
 
 
 def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[int]:
@@ -184,11 +216,25 @@ def nearest_batches(model: PlannedModel, cluster: Cluster, goal: Goal) -> list[i
     return sorted({batch for batch in (below, above) if batch})
 
 
-def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Plan | None]:
+def _tiers(cluster: Cluster, fixed: Mapping[str, object]) -> tuple[str, ...]:
+    """What is searched: with or without NVMe, and what after that if host memory is too small."""
+    if cluster.nvme is not None or fixed.get("optimizer_on_nvme") or fixed.get("param_on_nvme"):
+        return (ALL,)
+    is_open = not {"optimizer_on_nvme", "param_on_nvme"} & fixed.keys()
+    return (HOST, NVME) if cluster.host_memory is not None and is_open else (HOST,)
+
+
+def _plans(
+    model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str], tiers: str
+) -> Iterator[Plan | None]:
     """A plan for each candidate; None if it is larger than another that does not fit, or slower than one that does."""
     estimator, fixed = MemoryEstimator(model), {name for name, _ in goal.fixed}
     too_large: set[tuple[object, ...]] = set()
-    for candidate in candidates(model, cluster, goal, conflicts):
+    is_open = not {"checkpointing", "every_n_layers"} & fixed
+    whole: set[tuple[str, ...]] = set()  # features with which the candidate fits that keeps all activations
+    for candidate in candidates(model, cluster, goal, conflicts, tiers):
+        if not candidate.checkpointing:
+            whole = set()
         others = _without_micro_batch(candidate)
         enough: int | None = None  # number of features with which it fits
         sets = feature_sets(model, candidate, fixed)
@@ -204,19 +250,52 @@ def _plans(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[st
             plan = Plan(model, run, cluster, estimator.estimate(run), goal.margin)
             if not plan.fits:
                 too_large.add(key)
-            elif not (features and is_last_resort):
-                enough = len(features)
+            else:
+                if not (features and is_last_resort):
+                    enough = len(features)
+                if not candidate.checkpointing:
+                    whole.add(features)
+                elif is_open and features not in whole:
+                    yield from _sparser(plan, estimator, too_large, features)
             yield plan
+
+
+def _sparser(
+    plan: Plan, estimator: MemoryEstimator, too_large: set[tuple[object, ...]], features: tuple[str, ...]
+) -> Iterator[Plan | None]:
+    """The plan with activation checkpointing of as few layers as fit."""
+    for layers in _SPARSER:
+        run = replace(plan.candidate, every_n_layers=layers)
+        key = (_without_micro_batch(run), features)
+        if layers >= plan.model.stack.layers or key in too_large:
+            continue
+        found = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
+        if found.fits:
+            yield found
+            return
+        too_large.add(key)
+        yield None
 
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
     """What decides about the memory besides the micro-batch: more sequences need more if all of this is equal."""
-    sizes = (run.tp, run.cp, run.sp, run.stage, run.offload_optimizer, run.offload_param, run.checkpointing)
-    return (*sizes, run.accumulation == 1, run.gradient_bytes)
+    sizes = (run.tp, run.cp, run.sp, run.stage, run.checkpointing, run.every_n_layers)
+    offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
+    return (*sizes, *offload, run.accumulation == 1, run.gradient_bytes)
 
 
-def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str]) -> Iterator[Candidate]:
-    """Every valid way to run; ``conflicts`` gets the reasons why a layout is impossible."""
+def candidates(
+    model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str], tiers: str = HOST
+) -> Iterator[Candidate]:
+    """Every valid way to run; ``conflicts`` gets the reasons why a layout is impossible.
+
+    Args:
+        model: what is trained.
+        cluster: the devices.
+        goal: batch, length and what is fixed.
+        conflicts: see above.
+        tiers: ``HOST``, ``NVME`` or ``ALL``: those with nothing on NVMe, with something, or all.
+    """
     fixed = dict(goal.fixed)
     precision = goal.precision or ("bf16" if cluster.peaks.bf16 else "fp16")
     shape = ModelShape(transformer=model.transformer)
@@ -232,7 +311,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
             conflicts += found
             continue
         for sequences, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
-            for stage, optimizer, param in _states(cluster, tp, precision):
+            for stage, offload in _states(cluster, tp, precision, tiers):
                 for checkpointing in (False, True):
                     values = {
                         "stage": stage,
@@ -241,8 +320,7 @@ def candidates(model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: lis
                         "tp": tp,
                         "cp": cp,
                         "sp": sp,
-                        "offload_optimizer": optimizer,
-                        "offload_param": param,
+                        **offload,
                         "checkpointing": checkpointing,
                         "precision": precision,
                         "eval_micro_batch": goal.eval_micro_batch,
@@ -278,16 +356,21 @@ def _batches(replicas: int, global_batch: int | None, micro_batch: Any) -> Itera
         yield from ((size, share // size) for size in sizes if share % size == 0)
 
 
-def _states(cluster: Cluster, tp: int, precision: str) -> Iterator[tuple[int, bool, bool]]:
-    """ZeRO stage, and whether optimizer states and parameters are offloaded."""
+def _states(cluster: Cluster, tp: int, precision: str, tiers: str) -> Iterator[tuple[int, Mapping[str, bool]]]:
+    """ZeRO stage, and what is offloaded, as fields of a candidate."""
     ranks = cluster.world_size // tp
     for stage in (0, 1, 2, 3):
         if stage == 0 and (precision == "fp16" or (tp > 1 and precision != "fp32")):
             continue  # DeepSpeed neither scales the loss nor counts partitions there
         if stage == 2 and ranks == 1:
             continue
-        yield stage, False, False
-        if stage:
-            yield stage, True, False
-        if stage == 3:
-            yield stage, True, True
+        if tiers != NVME:
+            yield stage, _NO_OFFLOAD
+            if stage:
+                yield stage, {**_NO_OFFLOAD, **_OPTIMIZER}
+            if stage == 3:
+                yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM}
+        if tiers != HOST and stage == 3:
+            yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, "optimizer_on_nvme": True}
+            yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True}
+            yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True, "param_on_nvme": True}

@@ -13,6 +13,7 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.layer_sizes import layer_sizes
+from ds_trainer.planner.offload_sizes import PARAMS_IN_HOST
 from ds_trainer.planner.planned_model import PlannedModel
 
 EFFICIENCY = {
@@ -86,7 +87,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     ranks = run.tp * run.cp * run.sp
     peak = _peak(cluster, run)
     trained = model.trainable / model.total if model.lora_rank else 1.0
-    again = 1.0 if run.checkpointing else 0.0
+    again = run.checkpointed_layers(model.stack.layers) / model.stack.layers
     products, attention = model.flops(run.length)
     share = run.micro_batch / ranks
     compute = {
@@ -112,9 +113,13 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
         found["ZeRO communication"] += weights  # the updated weights, after the step
     found["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)
     if run.checkpointing and run.offload_activations:  # down in the forward, up in the backward pass
-        layers = model.stack.layers * run.tokens * run.weight_bytes * model.stack.hidden_size
+        layers = run.checkpointed_layers(model.stack.layers) * run.tokens * run.weight_bytes * model.stack.hidden_size
         activations = 2 * layers / (cluster.board.host * 1e9 * reached["links"])
         found["offloaded activations"] = _exposed(activations, busy, reached["overlap"]) * run.accumulation
+    if run.uses_nvme:
+        shards, states = (seconds / reached["links"] for seconds in _nvme_transfers(model, run, cluster))
+        found["weights from NVMe"] = _exposed(shards, busy * run.accumulation, reached["overlap"] / 2)
+        found["optimizer states on NVMe"] = states
     elements = model.trainable / run.tp / (run.shards if run.stage else 1)
     if run.offload_optimizer:
         found["optimizer on the host"] = elements * cluster.devices_per_node / HOST_ADAM
@@ -154,7 +159,8 @@ def _element_wise(model: PlannedModel, run: Candidate) -> float:
     sizes = layer_sizes(model.stack, model.rows, run.length, tp=run.tp, cp=run.cp)
     found = activations.bytes_per_token(sizes)
     layers = found.layer * model.stack.layers
-    return run.tokens * (layers * (7 if run.checkpointing else 5) + found.loss * 3)
+    again = run.checkpointed_layers(model.stack.layers) / model.stack.layers
+    return run.tokens * (layers * (5 + 2 * again) + found.loss * 3)
 
 
 def _ring(size: float, ranks: int, bandwidth: float, latency: float = 2e-5) -> float:
@@ -176,7 +182,7 @@ def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> flo
     """Seconds of collectives that the next kernel of a layer waits for, in one micro-batch."""
     stack = model.stack
     width = run.weight_bytes * run.tokens
-    passes = 3 if run.checkpointing else 2
+    passes = 2 + run.checkpointed_layers(stack.layers) / stack.layers
     seconds = 0.0
     if run.tp > 1:  # two all-reduces in a forward and in a backward pass
         one = 2 * _ring(width * stack.hidden_size, run.tp, _bandwidth(cluster, run.tp))
@@ -216,3 +222,23 @@ def _offload_transfers(model: PlannedModel, run: Candidate, cluster: Cluster) ->
     if run.offload_param:
         moved += 2 * run.accumulation * model.total * run.weight_bytes / run.tp / shards
     return moved / (cluster.board.host * 1e9)
+
+
+def _nvme_transfers(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float, float]:
+    """Seconds that a device reads and writes shards of weights in a step, and states of the optimizer.
+
+    Shards beyond those that stay in host memory are read in the forward and in the backward pass of each micro-batch.
+    The optimizer waits for its states (DeepSpeed's default of ``pipeline_read`` and ``pipeline_write`` is false):
+    masters, states and gradients are read, and written.
+    """
+    read, write = cluster.board.nvme_read * 1e9, cluster.board.nvme_write * 1e9
+    trained = model.trainable / run.tp / run.shards
+    weights = states = 0.0
+    if run.param_on_nvme:
+        moved = run.weight_bytes * max(0.0, model.total / run.tp / run.shards - min(trained, PARAMS_IN_HOST))
+        weights = 2 * run.accumulation * moved / read
+        states += run.weight_bytes * max(0.0, trained - PARAMS_IN_HOST) / write  # the updated ones
+    if run.optimizer_on_nvme:
+        moved = (4 + run.state_bytes + 4) * trained
+        states += moved / read + moved / write
+    return weights, states

@@ -127,6 +127,12 @@ class Transformer:
         return hidden * self.vocabulary + (hidden * hidden if self.head_transform else 0)
 
     @property
+    def largest_matrix(self) -> int:
+        """Elements that the largest parameter may have: embedding, gate and up projection together, of all experts."""
+        mlps = (2 * stack.hidden_size * stack.intermediate_size * stack.experts for stack in self.stacks)
+        return max(self.stacks[-1].hidden_size * self.vocabulary, *mlps)
+
+    @property
     def weights(self) -> int:
         """All weights of matrix products, including all experts and excluding embeddings."""
         total = self.head_weights

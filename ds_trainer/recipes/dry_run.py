@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.recipes.language_model_job import make_trainer, prepare
+from ds_trainer.recipes.jobs import trainer_of
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.training.dry_run import Adapt, DryRun, dry_run
 from ds_trainer.training.loading.pretrained import from_config
@@ -39,7 +39,7 @@ def dry_run_of_recipe(
     args = recipe.training_arguments()
 
     def make(adapt: Adapt) -> Trainer:
-        return make_trainer(recipe, prepare(recipe), adapt(args))
+        return trainer_of(recipe, adapt(args))
 
     return dry_run(make, ranks, local_ranks, device_type, args.resume_from_checkpoint, device)
 

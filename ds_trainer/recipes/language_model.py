@@ -202,10 +202,11 @@ def _fit_problems(recipe: Recipe, config: PretrainedConfig, tokenizer: Tokenizer
             f"{tokenizer.vocab_size} tokens of data.tokenizer={source!r}."
         )
     positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and positions < recipe.data.sequence_length:
+    if positions is not None and positions < recipe.tokens_per_sample:
+        name = "data.max_length" if recipe.fine_tunes else "data.sequence_length"
         problems.append(
-            f"{recipe.where('data.sequence_length')}: data.sequence_length={recipe.data.sequence_length} is longer "
-            f"than the model's max_position_embeddings={positions}."
+            f"{recipe.where(name)}: {name}={recipe.tokens_per_sample} is longer than the model's "
+            f"max_position_embeddings={positions}."
         )
     return problems
 

@@ -177,6 +177,21 @@ def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str,
     Raises:
         ConfigError: the loss is not finite.
     """
+    return Evaluation(
+        loss=final_loss(trainer),
+        targets=text.targets,
+        documents=text.documents,
+        bytes=text.bytes,
+        baselines=baselines,
+    )
+
+
+def final_loss(trainer: Trainer) -> float:
+    """The evaluation loss of the final weights. Collective.
+
+    Raises:
+        ConfigError: it is not finite.
+    """
     loss = loss_of_last_step(trainer)
     if loss is None:
         loss = trainer.evaluate()["eval_loss"]
@@ -186,13 +201,7 @@ def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str,
             f"The evaluation loss is {loss}: training diverged at arguments.learning_rate={rate}. Lower it, or add a "
             "warm-up (arguments.warmup_steps)."
         )
-    return Evaluation(
-        loss=loss,
-        targets=text.targets,
-        documents=text.documents,
-        bytes=text.bytes,
-        baselines=baselines,
-    )
+    return loss
 
 
 def loss_of_last_step(trainer: Trainer) -> float | None:

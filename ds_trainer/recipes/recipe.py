@@ -8,7 +8,7 @@
       auto_class: NAME          #   transformers class; default: AutoModelForCausalLM
       dtype: NAME               #   type of the weights; default: float32
       peft: {...}               #   a PEFT config (peft_type: LORA, r: 16 ...): only the adapters are trained
-    data:        {...}          # DataSpec
+    data:        {...}          # DataSpec, or a list of training data
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
     task:        NAME           # TaskSpec: sft (the default), dpo, reward or classification
@@ -26,15 +26,18 @@ import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
+from ds_trainer.data.sources.spec import SourceSpec
+from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.task import TaskSpec, complete_short_form
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file
+from ds_trainer.utils.sizes import parse_tokens
 
 
 @dataclass(frozen=True)
@@ -72,53 +75,6 @@ class ModelSpec:
                 "model.quantization: quantized weights cannot be trained; give model.path, and adapters as model.peft."
             ]
         return []
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """The text. ``train`` and ``eval`` are paths: files, directories, glob patterns or ``python-stdlib``.
-
-    Attributes:
-        train: training data.
-        eval: evaluation data; its files are excluded from training.
-        held_out_every: instead of ``eval``: hold out every N-th document of ``train``, starting with the first in path
-            order. A document is a text file, or a record of another format.
-        format: ``auto`` detects it from directory contents and file names.
-        text_key: key (jsonl) or column (parquet, dataset) of the text.
-        file_pattern: pattern for the files of a directory; default: all; for ``python-stdlib``: ``*.py``.
-        exclude: patterns; a file is excluded if one matches its path within the directory, or any component of it.
-        tokenizer: ``bytes`` (a token is a byte), or a directory or Hub name with a Hugging Face tokenizer; default:
-            the tokenizer of ``model.path``, or ``bytes`` for an architecture.
-        sequence_length: tokens per sample.
-    """
-
-    train: tuple[str, ...] = ()
-    eval: tuple[str, ...] = ()
-    held_out_every: int | None = None
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    text_key: str = "text"
-    file_pattern: str | None = None
-    exclude: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    sequence_length: int = 0
-
-    def problems(self) -> list[str]:
-        """What cannot work, as one sentence per problem."""
-        problems = []
-        if not self.train:
-            problems.append("data.train is missing; list files, directories or 'python-stdlib'.")
-        if self.eval and self.held_out_every is not None:
-            problems.append(
-                f"data: 'eval' ({', '.join(self.eval)}) and 'held_out_every' ({self.held_out_every}) both select "
-                "evaluation data; remove one."
-            )
-        if self.held_out_every is not None and self.held_out_every < 2:
-            problems.append(f"data.held_out_every={self.held_out_every} must be 2 or more.")
-        if self.sequence_length == 0:
-            problems.append("data.sequence_length is missing; set it to the number of tokens per sample.")
-        elif self.sequence_length < 2:
-            problems.append(f"data.sequence_length={self.sequence_length} must be 2 or more.")
-        return problems
 
 
 @dataclass(frozen=True)
@@ -166,9 +122,23 @@ class Recipe:
         """The source of the value of a dotted ``key``: ``file:line``, ``command line``, or the recipe file."""
         return self.origins.get(key, self.path or "the recipe")
 
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether samples of different lengths are trained on, not blocks of text."""
+        return self.data.fine_tunes(self.arguments)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of a sample, or the most of one."""
+        if not self.fine_tunes:
+            return self.data.sequence_length
+        length = self.arguments.get("max_length") if self.data.max_length is None else self.data.max_length
+        return parse_tokens(length) if isinstance(length, str) else int(length or 0)
+
     def training_arguments(self) -> TrainingArguments:
         """The recipe's arguments, with defaults for all others."""
-        args = TrainingArguments(**self.arguments)
+        length = {} if self.data.max_length is None else {"max_length": self.data.max_length}
+        args = TrainingArguments(**{**length, **self.arguments})
         prefix = "arguments."
         sources = {key.removeprefix(prefix): source for key, source in self.origins.items() if key.startswith(prefix)}
         for name in list(args.origins):
@@ -205,6 +175,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
     complete_short_form(root.value)
+    data = root.value.get("data")
+    if data is not None and isinstance(data.value, list):
+        root.value["data"] = Located({"train": data}, data.where)
     problems += _apply_overrides(root.value, overrides)
 
     for key, section in root.value.items():
@@ -219,9 +192,12 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             readable.add(key)
 
     model, data, report = ModelSpec(**values["model"]), DataSpec(**values["data"]), ReportSpec(**values["report"])
-    for key, spec in (("model", model), ("data", data), ("report", report)):
-        if key in readable:
-            problems += [f"{name}: {problem}" for problem in spec.problems()]
+    for key, found in (
+        ("model", model.problems()),
+        ("data", data.problems(values["arguments"]) if "data" in readable else []),
+        ("report", report.problems()),
+    ):
+        problems += [f"{name}: {problem}" for problem in found if key in readable]
     origins = dict(_origins(root.value, ""))
     task = TaskSpec(**values["task"])
     if {"task", "arguments"} <= readable:
@@ -294,11 +270,43 @@ def _read_section(section: str, located: Located | None, problems: list[str]) ->
         if key not in hints:
             problems.append(_unknown_key(entry.where, key, section, hints))
             continue
+        if section == "data" and key in ("train", "eval"):
+            values[key] = _read_sources(entry, f"data.{key}", problems)
+            continue
         try:
             values[key] = read_as(entry, hints[key])
         except WrongType as error:
             problems.append(f"{entry.where}: {section}.{key}: {error}.")
     return values
+
+
+def _read_sources(located: Located, name: str, problems: list[str]) -> tuple[str | SourceSpec, ...]:
+    """The entries of ``data.train`` or ``data.eval``: paths, or mappings with the keys of a source."""
+    entries = located.value if isinstance(located.value, list) else [located]
+    hints = _hints(SourceSpec)
+    found: list[str | SourceSpec] = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry.value, dict):
+            try:
+                found.append(read_as(entry, str))
+            except WrongType as error:
+                problems.append(f"{entry.where}: {name}: {error}.")
+            continue
+        values = {}
+        for key, value in entry.value.items():
+            if key not in hints:
+                problems.append(f"{value.where}: unknown key '{name}[{index}].{key}'.{_hint(key, hints)}")
+                continue
+            try:
+                values[key] = read_as(value, hints[key])
+            except WrongType as error:
+                problems.append(f"{value.where}: {name}[{index}].{key}: {error}.")
+        found.append(SourceSpec(**values))
+    return tuple(found)
+
+
+def _hint(key: str, hints: dict[str, Any]) -> str:
+    return did_you_mean(key, hints) or _valid(hints)
 
 
 def _origins(entries: dict[str, Located], above: str) -> typing.Iterator[tuple[str, str]]:
@@ -307,6 +315,8 @@ def _origins(entries: dict[str, Located], above: str) -> typing.Iterator[tuple[s
         yield above + key, entry.where
         if isinstance(entry.value, dict):
             yield from _origins(entry.value, f"{above}{key}.")
+        for index, part in enumerate(entry.value if isinstance(entry.value, list) else []):
+            yield from _origins({f"{key}[{index}]": part}, above) if isinstance(part.value, dict) else ()
 
 
 def _hints(spec: type) -> dict[str, Any]:

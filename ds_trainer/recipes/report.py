@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.recipes.corpus_readers import Document
+from ds_trainer.data.sources.documents import Document
 from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.recipe import ReportSpec
 from ds_trainer.recipes.tokenizers import Tokenizer

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_trainer.recipes.corpus_readers import Document
+from ds_trainer.data.sources.documents import Document
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.utils.errors import ConfigError
 

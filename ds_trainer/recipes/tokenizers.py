@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ds_trainer.data.sources.documents import Document
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
-from ds_trainer.recipes.corpus_readers import Document
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -64,6 +64,11 @@ class PretrainedTokenizer:
             )
         self.separator_id: int = int(separator)
         self.vocab_size: int = max(len(self._tokenizer), self.separator_id + 1)
+
+    @property
+    def pretrained(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
 
     def encode(self, document: Document) -> np.ndarray:
         """Token ids, uint32 of shape [tokens].

@@ -16,6 +16,7 @@ from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.flops import FlopRule
 from ds_trainer.training.loop.token_counter import TokenCounter, flop_rule
+from ds_trainer.training.run_recorder import RunRecorder
 
 
 class Telemetry:
@@ -26,10 +27,12 @@ class Telemetry:
 
     Attributes:
         health: health monitoring of the training; None before the first one.
+        recorder: records the training for its report.
     """
 
     def __init__(self, events: TrainingEvents) -> None:
         self.health: RunHealth | None = None
+        self.recorder = RunRecorder(events)
         self._events = events
         self._counter: TokenCounter | None = None
         self._tokens_at_start = 0
@@ -46,6 +49,7 @@ class Telemetry:
                 logs.update(train_runtime=round(seconds, 4), train_tokens_per_second=round(rate, 3))
         state.log_history.append({**logs, "step": state.global_step})
         events.notify("on_log", logs)
+        self.recorder.progress()
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -104,7 +108,13 @@ class Telemetry:
             abort=args.hang_policy == HangPolicy.ABORT,
             straggler_steps=args.straggler_steps,
         )
-        self.health = RunHealth(watch, output_dir, self._events.state.global_step, on_abort)
+
+        def end_recording() -> None:
+            on_abort()
+            self.recorder.end(None, "ended because it made no progress; see the folder health")
+
+        self.health = RunHealth(watch, output_dir, self._events.state.global_step, end_recording)
+        self.recorder.time_by(self.health.clock)
         return self.health
 
     def step_seconds(self) -> float | None:

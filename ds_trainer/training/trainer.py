@@ -227,8 +227,8 @@ class Trainer(Assembly):
             self._load_optimizer_and_scheduler(None if checkpoint is None else str(checkpoint))
             directory.drop_imported()
             self.estimate_run()
-            estimate = self.estimator.text()
-            print_header(run, self.engines, self.telemetry, self.train_dataset, self.eval_dataset, checkpoint, estimate)
+            data, estimate = (self.train_dataset, self.eval_dataset), self.estimator
+            print_header(run, self.engines, self.telemetry, *data, checkpoint, estimate.text(), estimate.prediction())
             with prepared_for_training(self.model, self.args, self.layout):
                 output = self.train_loop(run, checkpointer, stop, ignore_keys_for_eval).run()
             self.estimator.print_comparison(self.is_world_process_zero())
@@ -286,6 +286,7 @@ class Trainer(Assembly):
             self.is_in_train = True
             outer.callback(setattr, self, "is_in_train", False)
             outer.callback(directory.release)
+            outer.enter_context(self.telemetry.recorder.recorded())
             join_ranks(args)
             votes = host_votes(self.groups.world_host) if distributed.world_size() > 1 else None
             stop = StopController(
@@ -298,9 +299,16 @@ class Trainer(Assembly):
             )
             outer.enter_context(stop)
             if not saves:
-                outer.enter_context(finish_before_sigterm(lambda: stop.before_exit()))
+                outer.enter_context(finish_before_sigterm(lambda: self._end_by_sigterm(stop)))
             with ExitStack() as parts:
                 yield stop, parts
+
+    def _end_by_sigterm(self, stop: StopController) -> None:
+        """Finish what is in progress before SIGTERM ends the process."""
+        try:
+            stop.before_exit()
+        finally:
+            self.telemetry.recorder.end(None, "killed by SIGTERM")
 
     def _plan(self, loader: Any, checkpoint: Path | None) -> tuple[RunPlan, Resumption | None, Changes]:
         """The plan of the run, with the description of the run in the checkpoint. Collective.

@@ -43,6 +43,7 @@ GRACE_SECONDS = 5.0
 ABORT_SECONDS = 3.0
 ABORT_TAKES_SECONDS = 20.0  # of NCCL; torch itself would wait up to the time limit of a collective
 EXIT_SECONDS = 12.0
+RECORD_SECONDS = 5.0  # that actions before an exit may take
 PATIENT_SECONDS = 120.0  # the same if the failed rank continues, because it breaks the connection itself
 RENDEZVOUS_SECONDS = 180.0
 
@@ -147,6 +148,7 @@ class _Watch:
                     self.abort()
                 if self._still_inside(generation, (PATIENT_SECONDS if _surviving else EXIT_SECONDS) - ABORT_SECONDS):
                     _print(f"rank {self.rank} ends: {failure}")
+                    _act_before_exit(failure)
                     os._exit(1)
 
     def _still_inside(self, generation: int, seconds: float) -> bool:
@@ -193,6 +195,33 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
             _depth -= 1
 
     return section
+
+
+_before_exit: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def before_exit(action: Callable[[str], None]) -> Iterator[None]:
+    """For the block: ``action(reason)`` is called, in a thread, before this process is ended for another rank."""
+    _before_exit.append(action)
+    try:
+        yield
+    finally:
+        _before_exit.remove(action)
+
+
+def _act_before_exit(reason: str) -> None:
+    for action in list(_before_exit):
+        thread = new_thread(action, reason, name="ds_trainer-last-record")
+        thread.start()
+        thread.join(RECORD_SECONDS)
+
+
+def cause_of(error: BaseException) -> str | None:
+    """The failure of another rank that has led to ``error``, as text; None if ``error`` is this rank's own."""
+    if _watch is None or not (_watch.aborted or _is_broken_connection(error)):
+        return None
+    return _watch.peer_failure(wait=2 * POLL_SECONDS)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import os
 from ds_trainer.utils.ranks import likely_rank
 
 _ROOT = "ds_trainer"
+CHECK = "ds_trainer_check"
+"""Attribute of a record with the result of a check, for the report of the run: ``extra={CHECK: "self-test"}``."""
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:

@@ -269,6 +269,8 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "hang_policy": Shown("tests.monitor.health.test_hangs::test_a_hung_job_is_ended"),
     "profile_steps": Shown("tests.training.loop.test_step_profiler::test_the_page_says_where_the_time_goes"),
     "straggler_steps": Shown("tests.monitor.health.test_stragglers_in_runs::test_a_slow_rank_is_named"),
+    "run_report": Shown("tests.monitor.report.test_reports_of_runs::test_no_report_is_written_with_run_report_false"),
+    "report_device_hour_price": Shown("tests.monitor.report.test_reports_of_runs::test_a_finished_run"),
     "save_failure_policy": Shown(_PROTOCOL + "test_save_failures::test_the_run_continues_with_save_failure_continue"),
     "verify_weights": Shown(
         "tests.training.loading.test_weight_check::test_the_weight_check_raises_only_if_users_cannot_have_changed_the_weights"

@@ -43,6 +43,8 @@ OWN = {
     "hang_factor",
     "hang_policy",
     "straggler_steps",
+    "run_report",
+    "report_device_hour_price",
     "profile_steps",
     "torch_compile_regional",
     "max_length",

@@ -109,7 +109,8 @@ def test_thousands_of_candidates_take_a_moment() -> None:
 )
 def test_what_is_not_evaluated_does_not_fit(length: int, global_batch: int, memory: float) -> None:
     cluster = replace(NODE, board=replace(NODE.board, memory=memory))
-    goal = Goal(length, global_batch, fixed=tuple(dict.fromkeys(FEATURES, False).items()))
+    fixed = {**dict.fromkeys(FEATURES, False), "every_n_layers": 1}
+    goal = Goal(length, global_batch, fixed=tuple(fixed.items()))
     result = search(MODEL, cluster, goal)
     every = [Plan(MODEL, one, cluster, estimate_memory(MODEL, one)) for one in candidates(MODEL, cluster, goal, [])]
     assert len(every) == result.tried > len(result.fitting) + len(result.rejected)
@@ -158,3 +159,22 @@ def test_fits_is_what_search_finds() -> None:
     for model in (MODEL, PlannedModel.from_config(LLAMA_70B)):
         assert fits(model, NODE, goal) == (search(model, NODE, goal).best is not None)
     assert fits(MODEL, NODE, goal) and not fits(PlannedModel.from_config(LLAMA_70B), NODE, goal)
+
+
+def test_some_layers_are_recomputed_where_all_need_not() -> None:
+    """The search finds what brute force over the number of recomputed layers finds, and it is faster than all."""
+    fixed = (("stage", 3), ("tp", 1), ("cp", 1), ("sp", 1), ("offload_optimizer", False), ("micro_batch", 1))
+    goal = Goal(8192, 8, fixed=(*fixed, *((name, False) for name in FEATURES)))
+    result = search(MODEL, NODE, goal)
+    every = [
+        replace(one, every_n_layers=layers)
+        for one in candidates(MODEL, NODE, goal, [])
+        for layers in ((1, 2, 4) if one.checkpointing else (1,))
+    ]
+    fitting = [plan for one in every if (plan := Plan(MODEL, one, NODE, estimate_memory(MODEL, one))).fits]
+    assert result.best is not None and result.best.candidate.every_n_layers > 1
+    assert result.best.candidate == min(fitting, key=lambda plan: plan.seconds).candidate
+    layers = result.best.candidate.every_n_layers
+    assert result.best.candidate.arguments()["activation_checkpointing_kwargs"] == {"every_n_layers": layers}
+    whole = replace(result.best.candidate, every_n_layers=1)
+    assert result.best.seconds < Plan(MODEL, whole, NODE, estimate_memory(MODEL, whole)).seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.recipes.corpus import Corpus
-from ds_trainer.recipes.recipe import DataSpec
+from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -132,7 +132,7 @@ def test_all_missing_paths_are_reported_at_once(tree: Path) -> None:
 
 
 def test_exclude_is_named_if_nothing_is_left(tree: Path) -> None:
-    assert "once data.exclude (sub, *.py) is applied" in refused(spec("src/*.py", exclude=("sub", "*.py")))[0]
+    assert "once exclude (sub, *.py) is applied" in refused(spec("src/*.py", exclude=("sub", "*.py")))[0]
 
 
 def test_formats_follow_names_unless_one_is_given(tree: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.recipes.recipe import DataSpec, ModelSpec, Recipe, ReportSpec, load_recipe
+from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.recipes.recipe import ModelSpec, Recipe, ReportSpec, load_recipe
 from ds_trainer.utils.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
@@ -125,7 +126,11 @@ def test_an_override_can_unset_a_value(write: Write) -> None:
             "zzz: 20",
             r"recipe.yaml:12: unknown key 'arguments.zzz'. Valid keys: the .* fields of Training",
         ),
-        ("held_out_every", "held_out", r"recipe.yaml:8: unknown key 'data.held_out'. Did you mean 'held_out_every'\?"),
+        (
+            "held_out_every",
+            "held_out_ever",
+            r"recipe.yaml:8: unknown key 'data.held_out_ever'. Did you mean 'held_out_every'",
+        ),
         ("report:", "repord:", r"recipe.yaml:14: unknown key 'repord'. Did you mean 'report'\?"),
         ("  sample_prompt", "  text_key", r"recipe.yaml:15: unknown key 'report.text_key'. It belongs in .* 'data'"),
         ("max_steps: 20", "max_steps: many", r"recipe.yaml:12: arguments.max_steps: expected int, got 'many' \(str\)"),
@@ -134,8 +139,8 @@ def test_an_override_can_unset_a_value(write: Write) -> None:
         ("held_out_every: 10", "held_out_every: 1", r"recipe.yaml: data.held_out_every=1 must be 2 or more"),
         (
             "held_out_every: 10",
-            "format: csv",
-            r"recipe.yaml:8: data.format: expected one of 'auto', 'text', .* got 'csv'",
+            "format: xls",
+            r"recipe.yaml:8: data.format: expected one of 'auto', 'text', .* got 'xls'",
         ),
         ("sequence_length: 32", "sequence_length: 1", r"recipe.yaml: data.sequence_length=1 must be 2 or more"),
         ("  sequence_length: 32\n", "", r"recipe.yaml: data.sequence_length is missing"),

@@ -1,4 +1,4 @@
-"""Which tests run with ``-m matrix`` only, besides those that are marked so; and which files take longest."""
+"""Which tests run with ``-m matrix`` only, besides those that are marked so."""
 
 from __future__ import annotations
 
@@ -255,9 +255,6 @@ GRIDS = {
     "tests/planner/memory/test_measured.py::test_a_run_of_today_is_that_of_the_file": 2,
 }
 """Test -> N: one in N of its cases runs by default, the others with ``-m matrix``."""
-
-# Files that several processes begin with, so that none of them is left alone with one at the end.
-LONG = ("tests/cluster/", "tests/resilience/", "tests/examples/", "tests/benchmarks/", "tests/engine/test_launchers.py")
 
 
 def is_left_out(nodeid: str, number: int) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.matrix import LONG, MATRIX
+from tests.support.matrix import MATRIX
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,3 @@ def test_every_replacement_test_exists() -> None:
     for reason in MATRIX.values():
         for path in re.findall(r"tests/[\w/]+(?:\.py)?", reason):
             assert (ROOT / path).exists(), path
-
-
-def test_long_files_exist() -> None:
-    assert all((ROOT / path).exists() for path in LONG)

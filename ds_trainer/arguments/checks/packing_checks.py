@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def packing_argument_problems(args: TrainingArguments) -> list[str]:
     """One sentence for each invalid value or combination."""
-    problems = _length_problems(args.max_length) if not is_redefined(args, "max_length") else []
+    problems = length_problems(args.max_length) if not is_redefined(args, "max_length") else []
     if not packs(args):
         if not is_redefined(args, "eval_packing") and args.eval_packing:
             problems.append("eval_packing=True needs packing=True.")
@@ -36,7 +36,8 @@ def packing_argument_problems(args: TrainingArguments) -> list[str]:
     return problems
 
 
-def _length_problems(length: int | str | None) -> list[str]:
+def length_problems(length: int | str | None) -> list[str]:
+    """What is wrong with a ``max_length``."""
     try:
         if length is None or (parse_tokens(length) if isinstance(length, str) else length) > 0:
             return []

@@ -57,7 +57,7 @@ _RANGES: dict[str, str] = {
             "dataloader_num_workers",
             "neftune_noise_alpha",
             "time_limit_margin",
-            *("hang_timeout", "hang_factor", "straggler_steps", "profile_steps"),
+            *("hang_timeout", "hang_factor", "straggler_steps", "profile_steps", "report_device_hour_price"),
             "divergence_limit",
             *("loss_chunk_tokens", "z_loss_factor"),
         ),

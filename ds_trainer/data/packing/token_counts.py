@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_trainer.data.columns import has_columns
+from ds_trainer.data.stored_lengths import stored_lengths
 from ds_trainer.utils.errors import ConfigError
 
 TOKENS = "input_ids"
@@ -34,13 +35,17 @@ def token_count(sample: Any, index: int | None = None) -> int:
 
 
 def token_counts(dataset: Any) -> npt.NDArray[np.int32]:
-    """:func:`token_count` of every sample, int32 ``[samples]``. Columns of ``datasets`` are not turned into lists.
+    """:func:`token_count` of every sample, int32 ``[samples]``. Columns of ``datasets`` are not turned into lists,
+    and a dataset that knows its lengths is not read.
 
     Raises:
         ConfigError: samples have no ``input_ids``.
     """
     if has_columns(dataset) and TOKENS in dataset.column_names and _is_arrow(dataset):
         return _of_arrow(dataset)
+    known = stored_lengths(dataset)
+    if known is not None:
+        return known
     return np.fromiter((token_count(dataset[index], index) for index in range(len(dataset))), np.int32, len(dataset))
 
 

@@ -24,7 +24,7 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import CHECK, get_logger
 
 logger = get_logger(__name__)
 
@@ -156,7 +156,7 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
             f"anyway, set self_test=never (now {args.self_test}, {args.where('self_test')})."
         )
     if args.process_index == 0:
-        logger.info("Self-test: the gradient (%s) is %s.", report.title, message)
+        logger.info("Self-test: the gradient (%s) is %s.", report.title, message, extra={CHECK: "self-test"})
     if args.local_process_index == 0:
         _write_stamp(_stamp(config, args.device), report)
     return report

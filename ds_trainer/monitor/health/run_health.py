@@ -11,16 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ds_trainer.monitor import throughput
 from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE, Heartbeat, Limit
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StepTimes, StragglerReport
 from ds_trainer.monitor.health.waits import WaitClock
 from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
-from ds_trainer.monitor.throughput import TimedIterator
+from ds_trainer.monitor.throughput import PhaseClock, TimedIterator
 from ds_trainer.utils import distributed
 
 T = TypeVar("T")
 
+_PHASES = {DATA: throughput.DATA, COMPUTE: throughput.FORWARD, UPDATE: throughput.OPTIMIZER}
 FOLDER = "health"
 STRAGGLERS = "stragglers.jsonl"
 
@@ -52,11 +54,15 @@ class RunHealth:
         directory: output directory of the run; reports go to a folder in it.
         step: optimizer steps done before.
         on_abort: called in a thread before a hung job is ended.
+
+    Attributes:
+        clock: seconds of the training thread by phase.
     """
 
     def __init__(self, watch: HealthSettings, directory: Path, step: int, on_abort: Callable[[], None]) -> None:
         self._watch, self._directory, self._on_abort = watch, directory / FOLDER, on_abort
         self._heartbeat, self._waits = Heartbeat(step), WaitClock()
+        self.clock = PhaseClock(lambda: self._waits.seconds)
         self._times = StepTimes(watch.straggler_steps, socket.gethostname()) if watch.straggler_steps else None
         self._report: StragglerReport | None = None
         self._watchdog: Watchdog | None = None
@@ -113,6 +119,7 @@ class RunHealth:
 
     def _enter(self, phase: str) -> None:
         self._heartbeat.enter(phase)
+        self.clock.enter(_PHASES[phase])
         if self.on_phase is not None:
             self.on_phase(phase)
 
@@ -120,6 +127,7 @@ class RunHealth:
         """End optimizer step number ``step``; the loop waited ``data_seconds`` of it for data."""
         first = self._heartbeat.patient
         seconds = self._heartbeat.step_done(step)
+        self.clock.enter(throughput.BETWEEN)
         waited = self._waits.seconds
         communication, self._waited = waited - self._waited - self._waited_paused, waited
         self._waited_paused = 0.0
@@ -140,7 +148,7 @@ class RunHealth:
         waited, outermost = self._waits.seconds, self._pauses == 0
         self._pauses += 1
         try:
-            with self._heartbeat.paused(what):
+            with self._heartbeat.paused(what), self.clock.inside(what):
                 yield
         finally:
             self._pauses -= 1

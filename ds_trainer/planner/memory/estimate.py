@@ -6,14 +6,14 @@ layer, the optimizer step. Each has its own items, and the largest one decides w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import Elements, elements_of
 from ds_trainer.planner.memory.micro_batch import MicroBatch, micro_batch
-from ds_trainer.planner.memory.model_states import model_states
+from ds_trainer.planner.memory.model_states import model_states, nvme_states
 from ds_trainer.planner.memory.moments import MOMENTS, Items, Moment, SharedItems, activation_items, shared_items
 from ds_trainer.planner.planned_model import PlannedModel
 
@@ -91,6 +91,11 @@ class MemoryEstimate:
         """Bytes of host memory."""
         return sum(self.shared.host.values()) + self.batch.offloaded
 
+    @property
+    def nvme(self) -> float:
+        """Bytes on the local disks of the machine."""
+        return sum(self.shared.nvme.values())
+
     def _activations(self) -> tuple[Items, ...]:
         return activation_items(self.batch, self.shared.after_reduction)
 
@@ -122,7 +127,8 @@ class MemoryEstimator:
 
     def _shared_items(self, run: Candidate) -> SharedItems:
         numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)
-        features = (run.offload_optimizer, run.offload_param, run.checkpointing)
+        offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
+        features = (*offload, run.checkpointing, run.every_n_layers)
         key = (run.world_size, run.tp, run.stage, numbers, features)
         found = self._shared.get(key)
         if found is None:
@@ -130,13 +136,16 @@ class MemoryEstimator:
             if elements is None:
                 elements = self._elements[run.tp] = elements_of(self.model, run.tp)
             states, host = model_states(elements, run)
-            host |= {"process": _HOST_BASE, "snapshot of a save": 12 * elements.trainable / run.shards}
-            found = self._shared[key] = shared_items(states, host, elements, run, self.model.stack.layers)
+            host["process"] = _HOST_BASE
+            if not run.optimizer_on_nvme:  # those are written sub-group by sub-group, while the run waits
+                host["snapshot of a save"] = 12 * elements.trainable / run.shards
+            found = shared_items(states, host, elements, run, self.model.stack.layers)
+            found = self._shared[key] = replace(found, nvme=nvme_states(elements, run))
         return found
 
     def _micro_batch(self, run: Candidate) -> MicroBatch:
         sizes = (run.length, run.micro_batch, run.eval_micro_batch, run.tp, run.cp, run.sp)
-        features = (run.checkpointing, run.chunked_loss, run.tiled_mlp, run.offload_activations)
+        features = (run.checkpointing, run.every_n_layers, run.chunked_loss, run.tiled_mlp, run.offload_activations)
         key = (*sizes, *features, run.attention, run.precision)
         found = self._batches.get(key)
         if found is None:

@@ -19,8 +19,9 @@ class MicroBatch:
     Attributes:
         kept: what all layers keep from the forward to the backward pass: everything that the backward pass reads, or
             with activation checkpointing the input of each layer.
-        layer: what one layer keeps, checkpointed or not.
+        layer: what the first layer keeps, checkpointed or not.
         recomputed: what a layer's recomputation makes before its backward pass; 0 without checkpointing.
+        recomputed_last: the same for the last layer.
         forward: what exists in addition in a layer's forward pass.
         backward: what exists in addition in a layer's backward pass.
         loss: what exists in addition from the last layer's forward to its backward pass: logits, loss, gradients.
@@ -34,6 +35,7 @@ class MicroBatch:
     kept: float
     layer: float
     recomputed: float
+    recomputed_last: float
     forward: float
     backward: float
     loss: float
@@ -65,14 +67,16 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     logits = tokens * sizes["vocabulary"]
     boundary = tokens * run.weight_bytes * sizes["hidden"]
     layer = boundary if run.checkpointing else everything
-    offloads = run.checkpointing and run.offload_activations
-    on_device = min(stack.layers, _IN_TRANSFER) if offloads else stack.layers
+    inputs = run.checkpointed_layers(stack.layers)
+    recomputes_last = run.checkpointing and (stack.layers - 1) % run.every_n_layers == 0
+    on_device = min(inputs, _IN_TRANSFER) if run.offload_activations else inputs
     return MicroBatch(
-        kept=layer * on_device + before,
-        offloaded=layer * (stack.layers - on_device),
+        kept=boundary * on_device + everything * (stack.layers - inputs) + before,
+        offloaded=boundary * (inputs - on_device),
         layer=layer,
         recomputed=everything if run.checkpointing else 0.0,
-        forward=forward - (0.0 if run.checkpointing else everything),
+        recomputed_last=everything if recomputes_last else 0.0,
+        forward=forward - (0.0 if recomputes_last else everything),
         backward=tokens * (found.backward + tile),
         loss=tokens * found.loss,
         output=boundary,
@@ -85,11 +89,12 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
 def _kept(model: PlannedModel, run: Candidate, stack: Stack) -> float:
     """What the layers of an encoder or of a tower keep."""
     sizes = layer_sizes(stack, 0, stack.positions or run.length, tp=run.tp, cp=run.cp)
-    if run.checkpointing:
-        layer = float(run.weight_bytes * sizes["hidden"])
-    else:
-        layer = model.activations(run.attention, run.number_format, stack)[0].bytes_per_token(sizes).layer
-    return _tokens(run, stack) * layer * stack.layers
+    inputs = run.checkpointed_layers(stack.layers)
+    found = run.weight_bytes * sizes["hidden"] * inputs
+    if inputs < stack.layers:
+        formulas, _ = model.activations(run.attention, run.number_format, stack)
+        found += formulas.bytes_per_token(sizes).layer * (stack.layers - inputs)
+    return _tokens(run, stack) * found
 
 
 def _tokens(run: Candidate, stack: Stack) -> float:

@@ -20,18 +20,17 @@ Sources: DeepSpeed 0.19.8, ``stage_1_and_2.py`` (``setup_buckets``, ``copy_grads
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import Elements
 from ds_trainer.planner.memory.micro_batch import MicroBatch
+from ds_trainer.planner.offload_sizes import SUB_GROUP
 
 REUSE_DISTANCE = 10**9
 """DeepSpeed's default of ``stage3_max_reuse_distance``: gathered weights that are used again within that many elements
 stay."""
-SUB_GROUP = 10**9
-"""DeepSpeed's default of ``sub_group_size``: ZeRO 3 updates that many elements at a time."""
 ALL_REDUCE_BUCKET = 5 * 10**8
 """Elements that are reduced at a time without ZeRO."""
 
@@ -82,12 +81,14 @@ class SharedItems:
         at: what exists in addition at each of :data:`MOMENTS`, besides activations.
         after_reduction: share of the layers that the backward pass has not reached at its first reduction.
         host: in host memory.
+        nvme: on local disks.
     """
 
     states: Items
     at: tuple[Items, ...]
     after_reduction: float
     host: Items
+    nvme: Items = field(default_factory=dict)
 
     @cached_property
     def totals(self) -> tuple[float, ...]:
@@ -135,13 +136,14 @@ def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, 
     """
     output = batch.kept + batch.output
     layer = {"recomputed layer": batch.recomputed, "a layer": batch.backward}
+    last = {"recomputed layer": batch.recomputed_last, "a layer": batch.backward}
     gradient = {"gradient of the output": batch.output_gradient}
     return (
         {"activations": batch.kept, "a layer": batch.forward},
         {"activations": output, "logits and loss": batch.loss},
         {"activations": output, "gradient of logits": batch.logits, **gradient},
         {"activations": output, **gradient},
-        {"activations": batch.kept, **layer},
+        {"activations": batch.kept, **last},
         {"activations": batch.layer + after_reduction * (batch.kept - batch.layer), **layer},
         {"activations": batch.layer, **layer},
         {},
@@ -173,7 +175,7 @@ class GatheredWeights:
         if run.stage != 3 or run.shards == 1:
             return
         width, sharded = run.weight_bytes, elements.total - elements.persistent
-        uses = 3 if run.checkpointing else 2
+        uses = 2 + run.checkpointing / run.every_n_layers
         prefetched = 0.9 * elements.bucket
         layer = min(sharded, elements.layer + prefetched)
         near = max(layer, min(sharded, REUSE_DISTANCE / uses + elements.layer))

@@ -13,12 +13,16 @@ from pathlib import Path
 
 FOLDER = ".hub_push"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-_POINTER = "latest"  # names a checkpoint of this directory
+# The pointer names a checkpoint of this directory; the others are about this machine.
+_LEFT_OUT = ("latest", "run_history.jsonl", "run_history.previous.jsonl", "report.html", "report.json")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # written under another name, then renamed
 
 
 def stage_model(output_dir: Path, target: Path) -> Path:
-    """Stage ``output_dir`` without checkpoints, hidden files, and names that begin with an underscore."""
+    """Stage ``output_dir`` without checkpoints, hidden files, and names that begin with an underscore.
+
+    The record of the run and its report stay here too: they name paths, hosts and commands.
+    """
     for path in _files(output_dir, leave_out_checkpoints=True):
         _stage(path, target / path.relative_to(output_dir), link=bool(_WEIGHTS.fullmatch(path.name)))
     return target
@@ -36,7 +40,7 @@ def _files(folder: Path, leave_out_checkpoints: bool = False) -> list[Path]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "_")):
             continue
-        if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or path.name == _POINTER):
+        if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or path.name in _LEFT_OUT):
             continue
         if path.is_file():
             found.append(path)

@@ -20,7 +20,7 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.loader import Dummy
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.run_health import RunHealth
-from ds_trainer.monitor.throughput import ThroughputMeter, TimedIterator
+from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter, TimedIterator
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.parallel.groups import parallel_groups
@@ -207,6 +207,7 @@ class StepRunner:
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
         self.learning_rate: Any = float("nan")
+        engine.during_backward = health.clock.backward
 
     def run(self, source: Iterator[Any], micro_steps: int) -> Update:
         """One optimizer step. Collective.
@@ -281,5 +282,6 @@ class StepRunner:
             )
         self._micro_batches.several_micro_batches = micro_steps * self._engine.layout.seq_data_parallel_size > 1
         if self._check_first is not None:
-            self._check_first(batches[0])
+            with self._health.clock.inside(CHECKS):
+                self._check_first(batches[0])
             self._check_first = None

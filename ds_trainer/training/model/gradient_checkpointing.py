@@ -93,6 +93,12 @@ def enable_gradient_checkpointing(
                 setattr(embeddings, _HOOKED, embeddings.register_forward_hook(_need_gradient))
 
 
+def takes_every_n_layers(model: nn.Module) -> bool:
+    """Whether some of the layers of ``model`` can be checkpointed, as transformers' can since 5.23."""
+    found = _method(model)
+    return found is not None and bool(accepted_arguments(found[0], {"every_n_layers"}))
+
+
 def _method(model: nn.Module) -> Any:
     """The method that enables checkpointing and the name of its argument for torch's function, or None."""
     for kind in ("activation", "gradient"):

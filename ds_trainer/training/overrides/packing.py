@@ -24,7 +24,7 @@ from ds_trainer.training.model.packing.support import has_experts, packed_format
 from ds_trainer.training.overrides.private_methods import PrivateMethods
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import CHECK, get_logger
 
 logger = get_logger(__name__)
 
@@ -92,7 +92,7 @@ class Packing(PrivateMethods):
         equality = check_packed_model(batch, self._packed_format(), run)
         self.packed_data.proven = True
         if distributed.rank() == 0:
-            logger.info("packing: %s.", equality.text())
+            logger.info("packing: %s.", equality.text(), extra={CHECK: "packing"})
 
     def _mean_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
         """Mean loss over the targets of ``inputs`` (None if an auxiliary loss is added to it), and the outputs."""

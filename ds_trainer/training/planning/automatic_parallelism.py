@@ -7,6 +7,7 @@ fits and that the Trainer can run is taken. Nothing depends on the rank, so all 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,11 +20,12 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration
 from ds_trainer.planner.candidate import FEATURES, SEARCHED_FEATURES, Candidate
+from ds_trainer.planner.optimizer_states import state_bytes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Goal, Plan, SearchResult, search
-from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
-from ds_trainer.training.planning.candidates import attention_of, optimizer_name, state_bytes
+from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems, takes_every_n_layers
+from ds_trainer.training.planning.candidates import attention_of, every_n_layers, optimizer_name
 from ds_trainer.training.planning.job_devices import JobDevices
 from ds_trainer.training.planning.run_estimator import RunEstimator
 from ds_trainer.training.planning.sequence_length import SequenceLength, main_input_name, sequence_length
@@ -42,6 +44,9 @@ _FIELDS = {
     "cp": "context_parallel_size",
     "sp": "sequence_parallel_size",
     "checkpointing": "activation_checkpointing",
+    "optimizer_on_nvme": "offload_optimizer",
+    "param_on_nvme": "offload_param",
+    "every_n_layers": "activation_checkpointing_kwargs",
 }
 _FIELDS |= {name: next(iter(FEATURES[name])) for name in SEARCHED_FEATURES}
 _MICRO_BATCH = "per_device_train_batch_size"
@@ -74,6 +79,8 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     known = {"attention": attention_of(inputs.model), "state_bytes": state_bytes(optimizer)}
     goal = Goal(length.tokens, _global_batch(args), precision, fixed=tuple({**fixed, **known}.items()))
     cluster = devices.cluster
+    if args.nvme_path is not None:  # its free space may differ between machines
+        cluster = replace(cluster, nvme=math.inf)
     if cluster.nodes == 1:  # other machines may have other corrections, and all ranks must choose alike
         calibration = read_calibration(cluster.device, model.family)
         if calibration is not None:
@@ -86,7 +93,7 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
         found = search(model, cluster, goal)
     if found.best is None:
         raise ConfigError(_nothing_fits(args, found, model, devices, goal, length))
-    return _first_that_runs(inputs, trainer, found, {_FIELDS[name] for name in fixed})
+    return _first_that_runs(inputs, trainer, found, {_FIELDS[name] for name in fixed if not name.endswith("_on_nvme")})
 
 
 def _first_that_runs(
@@ -130,11 +137,16 @@ def _changed(given: TrainingArguments, candidate: Candidate, fixed: Collection[s
     }
     if "activation_checkpointing" in values:
         values["gradient_checkpointing"] = values["activation_checkpointing"]  # its other name
+    if "activation_checkpointing_kwargs" in values:
+        values["gradient_checkpointing_kwargs"] = values["activation_checkpointing_kwargs"]
+    if not candidate.uses_nvme and given.nvme_path is not None:
+        values["nvme_path"] = None
     if accelerator_config(given).split_batches:
         values["per_device_train_batch_size"] = candidate.micro_batch * candidate.replicas
     args = copy.copy(given)
     args.change(**values, parallelism=None)
-    values.pop("gradient_checkpointing", None)
+    for older in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        values.pop(older, None)
     origins = {**given.origins, **dict.fromkeys(values, PLANNED)}
     args.origins = {name: origin for name, origin in origins.items() if name != "parallelism"}
     return args
@@ -145,6 +157,8 @@ def _is_given(args: TrainingArguments, name: str) -> bool:
         return args.given(name) or getattr(args, name) > 1  # or in parallelism_config
     if name == "activation_checkpointing":
         return args.long_context or args.given(name) or args.given("gradient_checkpointing")
+    if name == "activation_checkpointing_kwargs" and args.given("gradient_checkpointing_kwargs"):
+        return True
     return args.given(name) and getattr(args, name) is not None
 
 
@@ -157,6 +171,7 @@ def _of_file(config: CompiledConfig | None) -> dict[str, object]:
     for name in ("optimizer", "param"):
         if config is not None and f"zero_optimization.offload_{name}.device" in user:
             found[f"offload_{name}"] = config.offload(name) is not None
+            found[f"{name}_on_nvme"] = config.offload(name) == "nvme"
     return found
 
 
@@ -165,16 +180,29 @@ def _fixed(inputs: TrainerInputs, devices: JobDevices) -> dict[str, object]:
     args, found = inputs.args, {}
     for name, field in _FIELDS.items():
         if _is_given(args, field):
-            value = getattr(args, field)
-            found[name] = str(value) != "none" if name in ("offload_optimizer", "offload_param") else value
-            if name in FEATURES:
-                found[name] = bool(value)
+            found[name] = _value(args, name, field)
+    if args.nvme_path is None:
+        found |= {name: False for name in ("optimizer_on_nvme", "param_on_nvme") if name not in found}
+    if not takes_every_n_layers(inputs.model):
+        found.setdefault("every_n_layers", 1)
     if gradient_checkpointing_problems(inputs.model, None, reentrant=False):
         found.setdefault("checkpointing", False)
     if not devices.is_gpu:  # the memory of the host is that of the ranks
         found.setdefault("offload_optimizer", False)
         found.setdefault("offload_param", False)
     return found
+
+
+def _value(args: TrainingArguments, name: str, field: str) -> object:
+    """What a given argument says about the field ``name`` of a candidate."""
+    if name == "every_n_layers":
+        return every_n_layers(args)
+    value = getattr(args, field)
+    if name.endswith("_on_nvme"):
+        return str(value) == "nvme"
+    if name.startswith("offload_") and name not in FEATURES:
+        return str(value) != "none"
+    return bool(value) if name in FEATURES else value
 
 
 def _global_batch(args: TrainingArguments) -> int:
@@ -203,6 +231,7 @@ def _nothing_fits(
         for name, _ in goal.fixed
         if name in _FIELDS and _is_given(args, _FIELDS[name])
     ]
+    fixed = list(dict.fromkeys(fixed))
     kept = f" with {', '.join(fixed)}" if fixed else ""
     problems = [
         f"{_where(args)}: nothing{kept} fits on {cluster.world_size} x {cluster.device} of "

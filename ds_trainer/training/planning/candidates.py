@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ds_trainer.arguments.completion import as_mapping
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.optimizer_states import state_bytes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
 from ds_trainer.training.model.activation_offload import offloads_activations
 from ds_trainer.training.model.preparation import chunks_loss
 from ds_trainer.training.planning.sequence_length import SequenceLength
 from ds_trainer.training.startup.configuration import TrainerInputs
-
-_STATE_BYTES = (("8bit", 2.0), ("adafactor", 0.0), ("lion", 4.0), ("adagrad", 4.0), ("rmsprop", 4.0), ("sgd", 0.0))
-_ADAM = 8.0
 
 
 def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: ParallelLayout, length: int) -> Candidate:
@@ -33,6 +32,9 @@ def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: Parallel
         sp=layout.sp,
         offload_optimizer=config.offload("optimizer") is not None,
         offload_param=config.offload("param") is not None,
+        optimizer_on_nvme=config.offload("optimizer") == "nvme",
+        param_on_nvme=config.offload("param") == "nvme",
+        every_n_layers=every_n_layers(args),
         checkpointing=bool(args.activation_checkpointing) or config.activation_checkpointing is not None,
         precision=precision,
         attention=attention_of(inputs.model),
@@ -66,17 +68,16 @@ def unknown_activations(
     return ""
 
 
+def every_n_layers(args: TrainingArguments) -> int:
+    """One in how many layers is checkpointed, if any are."""
+    return int((as_mapping(args.activation_checkpointing_kwargs) or {}).get("every_n_layers") or 1)
+
+
 def optimizer_name(inputs: TrainerInputs) -> str | None:
     """Name of the class of the user's optimizer; None if the arguments describe it."""
     if inputs.optimizer is not None:
         return type(inputs.optimizer).__name__
     return None if inputs.optimizer_class is None else inputs.optimizer_class[0].__name__
-
-
-def state_bytes(optimizer: str) -> float:
-    """Bytes of optimizer states of an element, by the name of the optimizer: Adam's for one that is not known."""
-    name = optimizer.lower().replace("_", "")
-    return next((size for part, size in _STATE_BYTES if part in name), _ADAM)
 
 
 def attention_of(model: Any) -> str:

@@ -63,6 +63,8 @@ class RunEstimate:
         else:
             room = human_bytes(self.devices.cluster.board.memory * 1e9)
             text = f"{least}{human_bytes(memory.device)} of {room} on a device"
+        if memory.nvme:
+            text += f", {human_bytes(memory.nvme)} on NVMe for each rank"
         if self.unknown:
             return f"{text}, without activations, because {self.unknown}"
         text += f" (largest: {memory.peak.name})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -78,6 +80,18 @@ class RunEstimator:
     def text(self) -> str:
         """For the header of the run."""
         return f"none, because {self.reason}" if self.estimate is None else self.estimate.line()
+
+    def prediction(self) -> dict[str, Any] | None:
+        """For the report of the run: seconds of a step (low, expected, high) and bytes of a rank; None if unknown."""
+        if self.estimate is None:
+            return None
+        time, memory, devices = self.estimate.time, self.estimate.memory, self.estimate.devices
+        return {
+            "step_seconds": None if time is None else [time.low, time.seconds, time.high],
+            "tensor_bytes": memory.tensors,
+            "device_bytes": memory.device if devices is not None and devices.is_gpu else None,
+            "incomplete": self.estimate.unknown,
+        }
 
     def release(self) -> None:
         """Drop the reference to the model."""

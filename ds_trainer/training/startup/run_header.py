@@ -24,11 +24,16 @@ def print_header(
     eval_dataset: Any,
     resumed_from: Path | None,
     estimate: str,
+    prediction: dict[str, Any] | None,
 ) -> None:
-    """Print the header on the main process; ``estimate`` is the prediction of the run."""
+    """Print the header on the main process, and begin the record of the run there.
+
+    ``estimate`` is the prediction of the run as text, ``prediction`` as plain data.
+    """
     if run.is_main_process:
         summary = _summary(run, engines, telemetry, train_dataset, eval_dataset, resumed_from, estimate)
         print(header_text(summary), flush=True)
+        telemetry.recorder.begin(summary, prediction, run)
 
 
 def _summary(

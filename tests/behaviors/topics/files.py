@@ -11,7 +11,15 @@ import torch
 from tests.behaviors.api import Api
 from tests.support.models import tiny_llama
 
-_OURS = {"ds_config.json", "metrics.jsonl", "loss.png", "metrics.png"}
+_OURS = {
+    "ds_config.json",
+    "metrics.jsonl",
+    "loss.png",
+    "metrics.png",
+    "run_history.jsonl",
+    "report.html",
+    "report.json",
+}
 
 
 def _saved_run(api: Api) -> Any:

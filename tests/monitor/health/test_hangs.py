@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def test_a_hung_job_is_ended(tmp_path: Path) -> None:
         ranks.run(stops_in_step_and_aborts, str(tmp_path), timeout=60.0)
     assert [worker.exitcode for worker in workers] == [HUNG, HUNG]
     assert "Slow: rank 1 (" in found(tmp_path, {"rank_0.txt", "rank_1.txt"})
+    outcome = json.loads((tmp_path / "report.json").read_text())["summary"]["outcome"]
+    assert outcome["state"] == "killed" and "no progress" in outcome["text"]
 
 
 def stops_in_step_and_aborts(output_dir: str) -> None:

@@ -1,0 +1,58 @@
+"""``ds-trainer report``: writes the report of a run from its files, or compares two runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import DONE
+
+HELP = "write the report of a run, or compare two runs"
+DESCRIPTION = (
+    "Write RUN/report.html and RUN/report.json from the files of the run, also if it has not ended or was killed. "
+    "With a second run, compare the two in comparison.html and comparison.json."
+)
+
+
+def configure(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Add the options."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="output directory of a run")
+    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="output directory of a run to compare with")
+    parser.add_argument(
+        "--device-hour-price", type=float, metavar="PRICE", help="price of one device for one hour, for the cost"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where the comparison goes; default: comparison.html here"
+    )
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run the subcommand.
+
+    Raises:
+        ConfigError: a directory is not that of a run, or the file cannot be written.
+    """
+    from ds_trainer.monitor.report.writing import write_comparison, write_report
+
+    if overrides:
+        raise ConfigError(f"report takes no {overrides[0]}: its arguments are RUN and RUN2.")
+    price = options.device_hour_price
+    if price is not None and not (math.isfinite(price) and price >= 0):
+        raise ConfigError(f"--device-hour-price {price} must be a number that is not negative.")
+    if options.other is None and options.output is not None:
+        raise ConfigError(
+            f"--output {options.output} is for a comparison: pass a second run. The report of one run is "
+            f"{options.run}/report.html."
+        )
+    try:
+        if options.other is None:
+            page = write_report(options.run, price)
+        else:
+            page = write_comparison(options.run, options.other, options.output or Path("comparison.html"), price)
+    except OSError as error:
+        raise ConfigError(f"The report cannot be written: {error}.") from error
+    print(page)
+    return DONE

@@ -1,0 +1,129 @@
+"""Chat templates: the tokenizer's own, a named one, a file, or the text itself."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import read_user_file
+
+# Plain templates for models that have none. Both render tools and reasoning in the form of Qwen and Hermes.
+_TOOLS = """\
+{%- if tools %}
+    {%- set ns.system = (ns.system + '\\n\\n' if ns.system else '') + '# Tools\\n\\nYou may call these functions. '
+        + 'Write each call as JSON, {"name": ..., "arguments": ...}, within <tool_call></tool_call>.\\n<tools>' %}
+    {%- for tool in tools %}{%- set ns.system = ns.system + '\\n' + tool | tojson %}{%- endfor %}
+    {%- set ns.system = ns.system + '\\n</tools>' %}
+{%- endif %}
+"""
+_SYSTEM = """\
+{%- set ns = namespace(system='') %}
+{%- if messages and messages[0].role == 'system' %}
+    {%- set ns.system = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+"""
+_BODY = """\
+{%- macro body(message) %}
+    {%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+    {%- if message.content %}{{- message.content }}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' if message.content or not loop.first else '' }}
+        {{- '<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+        {{- '\\n</tool_call>' }}
+    {%- endfor %}
+{%- endmacro %}
+"""
+_CHATML = (
+    _SYSTEM
+    + _TOOLS
+    + _BODY
+    + """\
+{%- if ns.system %}{{- '<|im_start|>system\\n' + ns.system + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + body(message) + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+)
+_PLAIN = (
+    _SYSTEM
+    + _TOOLS
+    + _BODY
+    + """\
+{{- bos_token or '' }}
+{%- if ns.system %}{{- ns.system + '\\n\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- 'Assistant:' + ' ' + body(message) + eos_token + '\\n' }}
+    {%- else %}
+        {{- message.role | capitalize + ': ' + body(message) + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant:' }}{% endif %}
+"""
+)
+NAMED_TEMPLATES = {"chatml": _CHATML, "plain": _PLAIN}
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE_CALL = re.compile(r"strftime_now\(\s*([^)]*?)\s*\)")
+
+
+def load_template(given: str | None, tokenizer: Any) -> str:
+    """The text of a chat template.
+
+    Args:
+        given: a name (``chatml``, ``plain``), a file (``.jinja``, or any path that exists), the text (it has ``{{`` or
+            ``{%``), the name of one of the tokenizer's own templates, or None: the tokenizer's default one.
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: nothing of this is found.
+    """
+    own = getattr(tokenizer, "chat_template", None)
+    if given is None:
+        if isinstance(own, dict):
+            own = own.get("default")
+        if not own:
+            raise ConfigError(
+                "the tokenizer has no chat template (it belongs to a base model?); set chat_template to one of "
+                f"{', '.join(NAMED_TEMPLATES)}, to a file, or to the text of a template."
+            )
+        return str(own)
+    if "{{" in given or "{%" in given:
+        return given
+    if given in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[given]
+    if isinstance(own, dict) and given in own:
+        return str(own[given])
+    if Path(given).expanduser().is_file():
+        return read_user_file(given, f"The chat template {given!r}", "Jinja file")
+    names = [*NAMED_TEMPLATES, *(own if isinstance(own, dict) else ())]
+    raise ConfigError(
+        f"chat_template={given!r} is neither a template's name ({', '.join(names)}), nor a file that exists, nor the "
+        f"text of a template.{did_you_mean(given, names)}"
+    )
+
+
+def has_markers(template: str) -> bool:
+    """Whether the template marks what the assistant generates, with ``{% generation %}``."""
+    return _MARKER.search(template) is not None
+
+
+def with_fixed_date(template: str, date: str) -> tuple[str, dict[str, Any]]:
+    """The template with ``strftime_now`` answered for ``date`` (ISO), and the variables that this needs.
+
+    transformers answers with the current time: the same record would give other tokens tomorrow, and on two ranks at
+    midnight. Formats that are no constants are left to transformers.
+    """
+    arguments = _DATE_CALL.findall(template)
+    if not arguments or not all(re.fullmatch(r"'[^']*'|\"[^\"]*\"", argument) for argument in arguments):
+        return template, {}
+    day = datetime.date.fromisoformat(date)
+    dates = {argument[1:-1]: day.strftime(argument[1:-1]) for argument in arguments}
+    macro = "{% macro strftime_now(format) %}{{ fixed_dates[format] }}{% endmacro %}"
+    # A newline right after a block is removed (trim_blocks): one that begins the template needs another before it.
+    return macro + ("\n" if template.startswith("\n") else "") + template, {"fixed_dates": dates}

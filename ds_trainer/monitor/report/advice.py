@@ -1,0 +1,125 @@
+"""What to change for the next run: a few rules, each with the figures that lead to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ds_trainer.monitor import throughput
+from ds_trainer.monitor.report.run_files import RunFiles
+from ds_trainer.monitor.report.time_use import ENGINE, PROCESS, TimeUse
+from ds_trainer.monitor.units import human_bytes, human_duration
+
+_DATA_WAIT = 0.1  # of the time of steps
+_FREE_MEMORY = 0.5  # of the limit
+_LOW_MFU = 0.2
+_FAR_FROM_PUBLISHED = 0.7
+_OVERFIT = 0.02  # share by which the last evaluation loss is above the best
+_LARGE_SHARE = 0.2  # of the run, for saves, evaluation, logging
+_SPIKES = 3
+
+
+class Advice(NamedTuple):
+    """One change, and why."""
+
+    change: str
+    why: str
+
+
+def advice_of(
+    files: RunFiles,
+    outcome: str,
+    use: TimeUse,
+    speed: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    spikes: int,
+) -> list[Advice]:
+    """What to change, the most urgent first.
+
+    Args:
+        files: of the run.
+        outcome: its state.
+        use: where the time went.
+        speed, memory: these sections of the report.
+        spikes: number of spikes of the loss.
+    """
+    found = [*_failure(files, outcome), *_quality(files, spikes), *_speed(use, speed, memory), *_time(use, outcome)]
+    return found
+
+
+def _failure(files: RunFiles, outcome: str) -> list[Advice]:
+    end = files.sessions[-1].end if files.sessions else None
+    error = "" if end is None else f"{end.get('error')} {end.get('text')}"
+    if outcome == "diverged":
+        return [Advice("Lower learning_rate, or add warm-up (warmup_steps).", "The loss diverged.")]
+    if "OutOfMemory" in error or "out of memory" in error:
+        return [Advice("Use a smaller micro-batch with more gradient_accumulation_steps, or a higher ZeRO stage.",
+                       "Device memory ran out.")]  # fmt: skip
+    if outcome in ("killed", "stopped"):
+        how = "Start the same command again: it resumes from the newest checkpoint with auto_resume=True."
+        return [Advice(how, f"The run was {outcome} before its planned end.")]
+    if outcome == "failed":
+        return [Advice("See the error below, and start the command again after mending it.", "The run failed.")]
+    return []
+
+
+def _quality(files: RunFiles, spikes: int) -> list[Advice]:
+    found: list[Advice] = []
+    if spikes >= _SPIKES:
+        why = f"The loss had {spikes} spikes; the table below the curves has their samples where these are known."
+        found.append(Advice("Lower max_grad_norm or learning_rate, or set loss_spike_factor to skip such steps.", why))
+    for name, points in files.evaluation_losses().items():
+        step, best = min(points, key=lambda point: point[1])
+        last = points[-1][1]
+        if len(points) > 2 and last > best * (1 + _OVERFIT):
+            why = f"{name} rose from {best:.4g} at step {step:g} to {last:.4g}: the model begins to memorize."
+            found.append(Advice("Train for fewer steps, or set load_best_model_at_end=True.", why))
+    if not files.evaluation_losses() and files.curve("loss"):
+        found.append(Advice("Hold out some data and set eval_strategy.", "Nothing was evaluated."))
+    return found
+
+
+def _speed(use: TimeUse, speed: Mapping[str, Any], memory: Mapping[str, Any]) -> list[Advice]:
+    found: list[Advice] = []
+    wait = speed.get("data_wait")
+    if wait is not None and wait > _DATA_WAIT:
+        how = "Raise dataloader_num_workers, or tokenize before training (ds-trainer data prepare)."
+        found.append(Advice(how, f"{wait:.0%} of the time of steps is waiting for data."))
+    limit, peak = memory.get("limit_bytes"), memory.get("peak_bytes")
+    if memory.get("on_gpu") and limit and peak and peak < _FREE_MEMORY * limit:
+        how = "Raise per_device_train_batch_size, and lower gradient_accumulation_steps by the same factor."
+        found.append(Advice(how, f"The peak of {human_bytes(peak)} is far below the {human_bytes(limit)} of a device."))
+    mfu, published = speed.get("mfu"), speed.get("published") or {}
+    best = published.get("mfu")
+    if mfu is not None and best is not None and mfu < _FAR_FROM_PUBLISHED * best:
+        how = "Profile a few steps (profile_steps=5), and compare layouts with ds-trainer plan."
+        found.append(Advice(how, f"MFU is {mfu:.0%}; {published['source']} reached {best:.0%}."))
+    elif mfu is not None and best is None and mfu < _LOW_MFU:
+        how = "Profile a few steps (profile_steps=5): larger micro-batches, longer or packed rows, torch_compile."
+        found.append(Advice(how, f"MFU is {mfu:.0%}, which is low."))
+    communication = use.share(throughput.COMMUNICATION)
+    if communication > _LARGE_SHARE:
+        how = "Raise gradient_accumulation_steps or the micro-batch, or lower the ZeRO stage if memory allows."
+        found.append(Advice(how, f"{communication:.0%} of the time is waiting for other ranks."))
+    return found
+
+
+def _time(use: TimeUse, outcome: str) -> list[Advice]:
+    found: list[Advice] = []
+    if use.total <= 0:
+        return found
+    rules = (
+        ("evaluation", "Evaluate less often (eval_steps) or on fewer samples.", "evaluation"),
+        ("saving", "Save less often (save_steps), or in the background (save_async=True).", "saving"),
+        ("logging and callbacks", "Log less often (logging_steps), and look at your callbacks.", "between the steps"),
+        ("lost to restarts", "Save more often (save_steps).", "lost to restarts"),
+    )
+    for part, how, what in rules:
+        share, seconds = use.share(part), use.parts.get(part, 0.0)
+        if share > _LARGE_SHARE / (2 if part == "lost to restarts" else 1):
+            found.append(Advice(how, f"{share:.0%} of the run ({human_duration(seconds)}) was {what}."))
+    start = use.share(PROCESS, ENGINE)
+    if outcome == "finished" and start > 0.5 and use.total > 600:
+        how = "Prepare the data before the run, and check with ds-trainer doctor what the start waits for."
+        found.append(Advice(how, f"{start:.0%} of the run was its start."))
+    return found

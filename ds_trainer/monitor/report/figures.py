@@ -1,0 +1,168 @@
+"""The sections with figures: curves, time, memory, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_trainer.monitor.report.charts import Chart, Series, draw, shares, smoothed
+from ds_trainer.monitor.report.html import section, shown, table
+from ds_trainer.monitor.units import human_bytes, human_count, human_duration
+
+_GIB = 2**30
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "learning_rate": lambda value: f"{value:.2g}",
+    "tokens_per_second": human_count,
+    "samples_per_second": human_count,
+    "num_input_tokens_seen": human_count,
+    "mfu": lambda value: f"{100 * value:.3g} %",
+    "data_wait": lambda value: f"{100 * value:.3g} %",
+    "memory_gb": lambda value: f"{value:.3g}",
+}
+_MAIN = ("grad_norm", "learning_rate", "tokens_per_second", "mfu")
+_ELSEWHERE = ("loss", "memory_gb")
+
+
+def format_of(name: str) -> Callable[[float], str]:
+    """How a logged value is written on an axis."""
+    return _FORMATS.get(name, lambda value: f"{value:.4g}")
+
+
+def curves_section(report: Mapping[str, Any]) -> str:
+    """The loss, then everything else that was logged, with spikes."""
+    curves, evaluations, spikes = report["curves"], report["evaluations"], report["spikes"]
+    if not curves and not evaluations:
+        return section("Curves", '<p class="soft">Nothing was logged.</p>')
+    parts = [_loss(report)]
+    charts = [_quantity(name, curves[name], spikes) for name in _MAIN if name in curves]
+    parts.append(f'<div class="charts">{"".join(charts)}</div>')
+    rest = [name for name in curves if name not in _MAIN and name not in _ELSEWHERE]
+    if rest:
+        more = "".join(_quantity(name, curves[name], spikes) for name in rest)
+        opened = " open" if any(name.startswith("loss") for name in rest) else ""
+        parts.append(f'<details{opened}><summary>More curves</summary><div class="charts">{more}</div></details>')
+    if spikes:
+        parts.append(_spike_table(spikes))
+    return section("Curves", "".join(parts))
+
+
+def _loss(report: Mapping[str, Any]) -> str:
+    points, evaluations = report["curves"].get("loss", []), report["evaluations"]
+    trend = smoothed(points)
+    series = [Series("training", points, 0, faint=trend is not None)] if points else []
+    series += [Series("training, smoothed", trend, 0)] if trend else []
+    series += [
+        Series(shown(name), found, 1 + n, dots=len(found) < 60) for n, (name, found) in enumerate(evaluations.items())
+    ]
+    marks = _marks("loss", report["spikes"])
+    charts = [
+        f'<div class="{kind}">{draw(Chart("Loss over optimizer steps", series, marks=marks, wide=wide))}</div>'
+        for kind, wide in (("wide", True), ("narrow", False))
+    ]
+    return "".join(charts)
+
+
+def _quantity(name: str, points: Any, spikes: Any) -> str:
+    return draw(Chart(shown(name), [Series("", points, 0)], format_of(name), marks=_marks(name, spikes)))
+
+
+def _marks(name: str, spikes: Any) -> list[tuple[float, float | None, str]]:
+    return [(spike["step"], spike["value"], _spike_text(spike)) for spike in spikes if spike["name"] == name]
+
+
+def _spike_text(spike: Mapping[str, Any]) -> str:
+    value = "not finite" if spike["value"] is None else f"{spike['value']:.4g}"
+    return f"step {spike['step']:,}: {shown(spike['name'])} {value}, usually {spike['usual']:.4g}"
+
+
+def _spike_table(spikes: Any) -> str:
+    rows = []
+    for spike in spikes:
+        steps = (
+            f"{spike['step']:,}"
+            if spike["first_step"] == spike["step"]
+            else f"{spike['first_step']:,} to {spike['step']:,}"
+        )
+        value = "not finite" if spike["value"] is None else f"{spike['value']:.4g}"
+        samples = "not known"
+        if spike["samples"] is not None:
+            more = f" and {spike['more']:,} more" if spike["more"] else ""
+            samples = f"epoch {spike['epoch'] + 1}: {', '.join(map(str, spike['samples']))}{more}"
+        rows.append((steps, shown(spike["name"]), value, f"{spike['usual']:.4g}", samples))
+    head = ("steps", "value", "was", "usually", "positions in the dataset")
+    return f"<h3>Spikes, and the samples of their steps</h3>{table(head, rows)}"
+
+
+def time_section(time: Mapping[str, Any]) -> str:
+    """Where each second went."""
+    if not time["parts"]:
+        return section("Where the time went", '<p class="soft">Not recorded for this run.</p>')
+    rows = [(part["name"], part["share"], human_duration(part["seconds"])) for part in time["parts"]]
+    notes = ["Seconds of the main process since it was started. Communication is what the host waits for other ranks."]
+    if time["host_times"]:
+        notes.append(
+            "On a GPU the host runs ahead: forward and backward are the time to launch them, and the wait for the "
+            "device counts where the host waits, mostly in the optimizer."
+        )
+    if time["between_processes_seconds"] > 0:
+        notes.append(f"Between its processes the job had none for {human_duration(time['between_processes_seconds'])}.")
+    if time["repeated_steps"]:
+        notes.append(f"{time['repeated_steps']:,} steps were repeated after restarts.")
+    body = shares(rows) + "".join(f'<p class="soft small">{note}</p>' for note in notes)
+    return section("Where the time went", body + _profile(time["profile"]))
+
+
+def _profile(profile: Mapping[str, Any] | None) -> str:
+    parts = (profile or {}).get("parts")
+    if not isinstance(parts, Mapping) or not parts:
+        return ""
+    whole = sum(parts.values()) or 1.0
+    rows = [(str(name), seconds / whole, f"{1000 * seconds:.2f} ms") for name, seconds in parts.items() if seconds > 0]
+    return f"<h3>Profiled steps, mean of {(profile or {}).get('steps', '?')}</h3>{shares(rows)}"
+
+
+def memory_section(report: Mapping[str, Any]) -> str:
+    """Memory over time, against the limit and the plan."""
+    memory, points = report["memory"], report["curves"].get("memory_gb", [])
+    if not points:
+        return ""
+    limit, predicted = memory["limit_bytes"], memory["predicted_bytes"]
+    levels = []
+    if limit and (memory["on_gpu"] or memory["peak_bytes"] > 0.3 * limit):
+        levels.append(("limit", limit / _GIB))
+    if predicted and not memory["predicted_is_tensors"]:
+        levels.append(("planned", predicted / _GIB))
+    what = "peak of a device" if memory["on_gpu"] else "resident memory of the main process"
+    chart = draw(
+        Chart(f"Memory in GiB: {what}", [Series("", points, 0)], format_of("memory_gb"), levels, from_zero=True)
+    )
+    texts = [f"most {human_bytes(memory['peak_bytes'])}"]
+    if limit:
+        whose = "a device" if memory["on_gpu"] else "this rank's share of the machine"
+        texts.append(f"limit {human_bytes(limit)} ({whose})")
+    if predicted:
+        kind = "tensors alone" if memory["predicted_is_tensors"] else "whole device"
+        texts.append(f"planned {human_bytes(predicted)} ({kind})")
+    if memory["prediction_incomplete"]:
+        texts.append(f"the plan lacks activations, because {memory['prediction_incomplete']}")
+    return section("Memory", f'<div class="charts">{chart}</div><p class="soft small">{"; ".join(texts)}</p>')
+
+
+def ranks_section(ranks: Mapping[str, Any] | None) -> str:
+    """Step times of the ranks."""
+    if not ranks:
+        return ""
+    heads = ("rank", "host", "step", "data", "waiting for others", "work")
+    parts = ("step", "data", "communication", "work")
+    rows = [
+        (str(row["rank"]), row["host"], *(f"{1000 * row[part]:.1f} ms" if part in row else "" for part in parts))
+        for row in ranks["rows"]
+    ]
+    text = f"Means of {ranks['windows']} windows of steps, {ranks['world_size']} ranks. "
+    if ranks["notable"]:
+        text += (
+            f"In {ranks['notable']} windows a rank held up the others; last rank {ranks['slowest']}: {ranks['cause']}."
+        )
+    else:
+        text += "No rank held up the others."
+    return section("Ranks", f"{table(heads, rows)}<p class='soft small'>{text}</p>")

@@ -1,0 +1,238 @@
+"""The page of a report: one HTML file without scripts, network or other files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ds_trainer.monitor.report.data_section import data_section
+from ds_trainer.monitor.report.figures import curves_section, memory_section, ranks_section, time_section
+from ds_trainer.monitor.report.html import card, rows_table, section, shown, table
+from ds_trainer.monitor.report.style import STYLE
+from ds_trainer.monitor.units import human_count, human_duration
+
+_GOOD, _BAD, _OPEN = ("finished",), ("failed", "diverged", "killed"), ("stopped", "running", "unknown")
+_STATES = {
+    "finished": "Finished", "failed": "Failed", "diverged": "Diverged", "killed": "Killed",
+    "stopped": "Stopped early", "running": "Running", "unknown": "Unknown",
+}  # fmt: skip
+
+
+def html_page(title: str, body: Sequence[str]) -> str:
+    """A whole document."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def report_page(report: Mapping[str, Any]) -> str:
+    """The page of :func:`ds_trainer.monitor.report.contents.report_of`."""
+    summary = report["summary"]
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(report["made"]))
+    body = [
+        f"<h1>{escape(report['name'])}</h1>",
+        f'<p class="soft small">{escape(report["directory"])}, report of {made}</p>',
+        f'<div class="cards">{"".join(first_cards(summary))}</div>',
+        _advice(summary["advice"]),
+        _failure(summary["outcome"]),
+        curves_section(report),
+        time_section(report["time"]),
+        memory_section(report),
+        ranks_section(report["ranks"]),
+        data_section(report["data"]),
+        _results(report["results"]),
+        _checks(report["checks"]),
+        _incidents(report),
+        _settings(report),
+    ]
+    return html_page(f"{report['name']}: report of a training", body)
+
+
+def state_class(state: str) -> str:
+    """The color class of a state."""
+    return "good" if state in _GOOD else "bad" if state in _BAD else "warn"
+
+
+def state_name(state: str) -> str:
+    """The state as a person says it."""
+    return _STATES.get(state, state)
+
+
+def first_cards(summary: Mapping[str, Any]) -> list[str]:
+    """Did it work, how good, how fast, what it cost."""
+    outcome = summary["outcome"]
+    state = f'<span class="{state_class(outcome["state"])}">{state_name(outcome["state"])}</span>'
+    return [
+        card("Did it work?", state, [outcome["text"]]),
+        card("How good?", *quality_texts(summary["quality"])),
+        card("How fast?", *speed_texts(summary["speed"])),
+        card("What did it cost?", *cost_texts(summary["cost"])),
+    ]
+
+
+def quality_texts(quality: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The figure and the lines of the card."""
+    lines: list[str] = []
+    big = f"loss {quality['recent_loss']:.4g}" if quality["recent_loss"] is not None else "no loss logged"
+    if quality["recent_loss"] is not None:
+        lines.append(f"training loss {quality['first_loss']:.4g} at the start, {quality['last_loss']:.4g} at the end")
+    for name, found in quality["evaluations"].items():
+        best = f"{found['best']:.4g} at step {found['best_step']:,.0f}"
+        if not lines or big.startswith("loss"):
+            big = f"{shown(name)} {found['last']:.4g}"
+        lines.append(f"{shown(name)}: best {best}, last {found['last']:.4g}")
+    lines += [f"{shown(name)}: {value:.4g}" for name, value in list(quality["metrics"].items())[:6]]
+    if not quality["evaluations"]:
+        lines.append("nothing was evaluated")
+    return escape(big), lines
+
+
+def speed_texts(speed: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The figure and the lines of the card."""
+    tokens, samples, step = speed["tokens_per_second"], speed["samples_per_second"], speed["step_seconds"]
+    big = f"{human_count(tokens)} tokens/s" if tokens else f"{human_count(samples)} samples/s" if samples else "unknown"
+    lines: list[str] = []
+    if step:
+        predicted = speed["predicted_step_seconds"]
+        plan = f" (predicted {human_seconds(predicted[1])})" if predicted else ""
+        lines.append(f"{human_seconds(step)} per step{plan}")
+    if speed["mfu"] is not None:
+        lines.append(f"MFU {100 * speed['mfu']:.1f} %, {speed['tflops_per_device']:.3g} TFLOP/s per device")
+    elif speed["tflops_per_device"] is not None:
+        why = "no MFU: the peak of the device is not known"
+        lines.append(f"{speed['tflops_per_device']:.3g} TFLOP/s per device; {why}")
+    published = speed["published"]
+    if published:
+        lines.append(f"best published for this shape: MFU {100 * published['mfu']:.0f} % ({published['source']})")
+    else:
+        lines.append("no published figure for this shape and device is known here")
+    if speed["data_wait"] is not None:
+        lines.append(f"{100 * speed['data_wait']:.1f} % of the time of steps waits for data")
+    return escape(big), lines
+
+
+def human_seconds(seconds: float) -> str:
+    """``84 ms`` or ``1.2 s``."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else human_duration(seconds)
+
+
+def cost_texts(cost: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The figure and the lines of the card."""
+    hours = cost["device_hours"]
+    big = f"{hours:.3g} device hours" if hours is not None else human_duration(cost["wall_seconds"])
+    lines = []
+    if cost["devices"]:
+        devices = f"{cost['devices']:,} device{'s' if cost['devices'] != 1 else ''}"
+        lines.append(f"{human_duration(cost['wall_seconds'])} on {devices}")
+    if cost["price"] is not None:
+        big = f"{cost['price']:,.2f}"
+        lines.append(f"{hours:.3g} device hours at {cost['device_hour_price']:,.4g} each")
+    else:
+        lines.append("price: set report_device_hour_price, or pass --device-hour-price")
+    return escape(big), lines
+
+
+def _advice(advice: Sequence[Mapping[str, str]]) -> str:
+    if not advice:
+        return section("What to change next", '<p class="soft">No rule found anything to change.</p>')
+    items = (
+        f"<li><b>{escape(one['change'])}</b> <span class='soft'>{escape(one['why'])}</span></li>" for one in advice
+    )
+    return section("What to change next", f"<ul>{''.join(items)}</ul>")
+
+
+def _failure(outcome: Mapping[str, Any]) -> str:
+    if not outcome["details"]:
+        return ""
+    code = f"<p class='soft'>Exit code {outcome['exit_code']}.</p>" if outcome["exit_code"] is not None else ""
+    return section("The error", f"<pre>{escape(outcome['details'][-6000:])}</pre>{code}")
+
+
+def _results(results: Mapping[str, Any] | None) -> str:
+    if not results:
+        return ""
+    parts = []
+    evaluation = results.get("evaluation") or {}
+    if evaluation.get("verdict"):
+        parts.append(f"<p>{escape(str(evaluation['verdict']))}</p>")
+    sample = results.get("sample") or {}
+    if sample.get("text"):
+        text = f"{sample.get('prompt') or ''}{sample['text']}"[:4000]
+        parts.append(f'<h3>Sample of the saved model</h3><div class="sample">{escape(text)}</div>')
+    return section("Results of the recipe", "".join(parts)) if parts else ""
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
+    if not checks:
+        text = (
+            "No check was recorded: the self-test runs once per installation, and weights are compared with their "
+            "files if there are any."
+        )
+        return section("What was proven", f'<p class="soft">{text}</p>')
+    return section("What was proven", rows_table([(str(one["check"]), str(one["text"])) for one in checks]))
+
+
+def _incidents(report: Mapping[str, Any]) -> str:
+    rows = [
+        (_clock(one.get("time")), str(one["kind"]), _step(one.get("step")), str(one["text"])[:2000])
+        for one in report["incidents"]
+    ]
+    parts = [table(("time", "kind", "step", "what"), rows)] if rows else ['<p class="soft">None.</p>']
+    if report["incident_files"]:
+        files = "".join(f"<li><code>{escape(name)}</code></li>" for name in report["incident_files"][:50])
+        parts.append(f"<h3>Details in</h3><ul>{files}</ul>")
+    processes = [
+        (
+            _clock(one["began"]), f"{one['first_step']:,} to {one['last_step']:,}", str(one["host"] or ""),
+            f"{one['devices'] or ''}", human_duration(max(0.0, one["ended"] - one["began"])), str(one["outcome"]),
+        )
+        for one in report["processes"]
+    ]  # fmt: skip
+    if processes:
+        head = ("began", "steps", "host", "devices", "time", "end")
+        parts.append(f"<h3>Processes that trained this run</h3>{table(head, processes)}")
+    return section("Incidents and restarts", "".join(parts))
+
+
+def _settings(report: Mapping[str, Any]) -> str:
+    parts: list[str] = []
+    if report["command"]:
+        parts.append(f"<pre>{escape(report['command'])}</pre>")
+    rows = [
+        (str(one["name"]), _value(one["value"]), _value(one["default"]), str(one["origin"]))
+        for one in report["arguments"]
+    ]
+    if rows:
+        head = ("argument", "value", "default", "from")
+        parts.append(f"<h3>Arguments that differ from their defaults</h3>{table(head, rows)}")
+    git = report["git"]
+    facts = [("working directory", str(report["working_directory"]))] if report["working_directory"] else []
+    if git:
+        changed = f", {git['changed_files']} files changed" if git["changed_files"] else ", no changes"
+        facts.append(("git", f"{git['commit'][:12]} on {git['branch']}{changed}"))
+    facts += [(name, str(text)) for name, text in report["machine"].items() if text]
+    facts += [(name, str(number)) for name, number in report["versions"].items()]
+    if facts:
+        parts.append(f"<h3>Machine and versions</h3>{rows_table(facts)}")
+    if report["header"]:
+        header = [(str(row[0]), str(row[1])) for row in report["header"] if len(row) == 2]
+        parts.append(f"<details><summary>Header of the run</summary>{rows_table(header)}</details>")
+    return section("Command and settings", "".join(parts) or '<p class="soft">Not recorded.</p>')
+
+
+def _value(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _step(step: Any) -> str:
+    return f"{step:,}" if isinstance(step, (int, float)) else ""
+
+
+def _clock(seconds: Any) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds)) if isinstance(seconds, (int, float)) else ""

@@ -1,0 +1,45 @@
+"""Writes ``report.html`` and ``report.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.monitor.report.comparison import comparison_of, comparison_page
+from ds_trainer.monitor.report.contents import read_report
+from ds_trainer.monitor.report.page import report_page
+from ds_trainer.utils.files import write_text_atomic
+
+PAGE_NAME, CONTENT_NAME = "report.html", "report.json"
+COMPARISON_NAME = "comparison"
+
+
+def write_report(directory: Path, device_hour_price: float | None = None) -> Path:
+    """Write the report of the run in ``directory`` from its files, also if the run has not ended. Returns the page.
+
+    Raises:
+        ConfigError: it is not the output directory of a run.
+        OSError: a file cannot be written.
+    """
+    report = read_report(directory, device_hour_price)
+    _write_json(directory / CONTENT_NAME, report)
+    write_text_atomic(directory / PAGE_NAME, report_page(report))
+    return directory / PAGE_NAME
+
+
+def write_comparison(first: Path, second: Path, target: Path, device_hour_price: float | None = None) -> Path:
+    """Write the comparison of two runs to ``target`` (a page, with a ``.json`` beside it). Returns the page.
+
+    Raises:
+        ConfigError: one of them is not the output directory of a run.
+        OSError: a file cannot be written.
+    """
+    comparison = comparison_of(read_report(first, device_hour_price), read_report(second, device_hour_price))
+    _write_json(target.with_suffix(".json"), comparison)
+    write_text_atomic(target, comparison_page(comparison))
+    return target
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text_atomic(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")

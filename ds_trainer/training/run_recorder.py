@@ -1,0 +1,245 @@
+"""``RunRecorder``: records what happens to a training, and writes its report however it ends.
+
+The main process writes ``run_history.jsonl`` during the training, and ``report.html`` and ``report.json`` at its end
+(:mod:`ds_trainer.monitor.report`). Nothing is recorded before the training has its output directory. A failure in here
+is logged; it neither ends a training nor hides the error that did.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
+from ds_trainer.data.loader import PlannedLoader
+from ds_trainer.data.sampler import DistributedBatchSampler
+from ds_trainer.monitor.header import RunSummary, header_lines
+from ds_trainer.monitor.report.facts import changed_arguments, process_facts, restart_count
+from ds_trainer.monitor.report.history import RunHistory, rounded
+from ds_trainer.monitor.report.writing import write_report
+from ds_trainer.monitor.throughput import PhaseClock
+from ds_trainer.training.loop.training_run import TrainingRun
+from ds_trainer.utils import distributed, failures
+from ds_trainer.utils.files import read_json
+from ds_trainer.utils.logging import CHECK, get_logger
+from ds_trainer.utils.secrets import redacted
+
+logger = get_logger(__name__)
+
+_MOST_MESSAGES = 300
+_STEP = re.compile(r"[Ss]tep (\d+)")
+
+
+class _Messages(logging.Handler):
+    """Keeps warnings, errors and results of checks for the history."""
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        super().__init__(logging.INFO)
+        self._recorder = recorder
+        self._count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        check = getattr(record, CHECK, None)
+        if (record.levelno < logging.WARNING and check is None) or self._count >= _MOST_MESSAGES:
+            return
+        self._count += 1
+        text = redacted(record.getMessage())
+        found = _STEP.search(text)
+        values = {"level": record.levelname, "text": text, "check": check, "step": int(found[1]) if found else None}
+        self._recorder.message({name: value for name, value in values.items() if value is not None})
+
+
+class RunRecorder:
+    """Records the trainings of a Trainer.
+
+    Args:
+        events: arguments and state.
+    """
+
+    def __init__(self, events: TrainingEvents) -> None:
+        self._events = events
+        self._forget()
+
+    def _forget(self) -> None:
+        self._history: RunHistory | None = None
+        self._clock: PhaseClock | None = None
+        self._early: list[dict[str, Any]] = []
+        self._called = time.time()
+        self._ended = False
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Context of a training: it ends with the report."""
+        self._forget()
+        messages, package = _Messages(self), logging.getLogger("ds_trainer")
+        package.addHandler(messages)
+        try:
+            with failures.before_exit(self._end_by_peer):
+                yield
+        except BaseException as error:
+            self.end(error)
+            raise
+        else:
+            self.end(None)
+        finally:
+            package.removeHandler(messages)
+            if self._history is not None:
+                self._history.close()
+
+    def _end_by_peer(self, reason: str) -> None:
+        self.end(None, reason)
+
+    def message(self, values: dict[str, Any]) -> None:
+        """Record a message of the log."""
+        if self._history is None:
+            self._early.append({"time": round(time.time(), 3), **values})
+        else:
+            self._history.add("message", values)
+
+    # -- the training -------------------------------------------------------------------------------------------------
+
+    def begin(self, summary: RunSummary, prediction: dict[str, Any] | None, run: TrainingRun) -> None:
+        """Begin to record: the training has its engine and its output directory."""
+        args, state = self._events.args, self._events.state
+        if not (state.is_world_process_zero and args.run_report):
+            return
+        try:
+            self._history = RunHistory(Path(str(args.output_dir)))
+            if state.global_step == 0 and restart_count() == 0:
+                self._history.start_new()
+            self._history.add("start", self._start_facts(summary, prediction, run))
+            early, self._early = self._early, []
+            for values in early:
+                self._history.add("message", values)
+        except Exception:
+            logger.warning("The run is not recorded for its report, because of an error.", exc_info=True)
+
+    def _start_facts(self, summary: RunSummary, prediction: dict[str, Any] | None, run: TrainingRun) -> dict[str, Any]:
+        args, state = self._events.args, self._events.state
+        resumed = {}
+        if summary.resumed_from is not None:
+            resumed = {"resumed_from": summary.resumed_from, "resumed_written": _written(Path(summary.resumed_from))}
+        return {
+            "step": state.global_step,
+            **resumed,
+            **process_facts(),
+            "train_called": round(self._called, 3),
+            "run_name": args.run_name,
+            "seed": args.seed,
+            "arguments": changed_arguments(args),
+            "header": [line.strip().split(None, 1) for line in header_lines(summary)[1:]],
+            "summary": {name: value for name, value in asdict(summary).items() if name != "load"},
+            "memory_limit_bytes": _memory_limit(run.device),
+            "prediction": prediction,
+            "order": _order(run),
+            "device_hour_price": args.report_device_hour_price,
+        }
+
+    def time_by(self, clock: PhaseClock) -> None:
+        """Set the clock of the training."""
+        self._clock = clock
+
+    def progress(self) -> None:
+        """Record the step. Called at every log; a log after the training, of an evaluation, renews the report."""
+        if self._history is None:
+            return
+        if self._ended:
+            self._write()
+        else:
+            self._history.progress(self._events.state.global_step, self._seconds())
+
+    def _seconds(self) -> dict[str, float]:
+        return {} if self._clock is None else self._clock.seconds()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, error: BaseException | None, why: str | None = None) -> None:
+        """Record the end and write the report. Later calls do nothing.
+
+        Args:
+            error: what ends the training; None at its planned end.
+            why: the reason, if it is no exception: a signal, a hang.
+        """
+        if self._history is None or self._ended:
+            return
+        self._ended = True
+        state = self._events.state
+        try:
+            values: dict[str, Any] = {"step": state.global_step, "seconds": rounded(self._seconds())}
+            self._history.add("end", {**values, "epoch": state.epoch, **_ending(error, why)})
+        except Exception:
+            logger.error("The end of the run was not recorded, because of an error.", exc_info=True)
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            write_report(Path(str(self._events.args.output_dir)))
+        except Exception:
+            logger.error(
+                "The report of the run was not written, because of an error. `ds-trainer report %s` makes it from the "
+                "files of the run.",
+                self._events.args.output_dir,
+                exc_info=True,
+            )
+
+
+def _ending(error: BaseException | None, why: str | None) -> dict[str, Any]:
+    if error is None:
+        return {"outcome": "finished"} if why is None else {"outcome": "killed", "text": why}
+    if (cause := failures.cause_of(error)) is not None:
+        return {"outcome": "failed", "error": failures.PeerFailure.__name__, "text": redacted(cause)}
+    kind = type(error).__name__
+    text = redacted(str(error)).strip()
+    if isinstance(error, SystemExit):
+        stopped = hasattr(error, "checkpoint")
+        code = error.code if isinstance(error.code, int) else 1
+        return {"outcome": "stopped" if stopped else "failed", "error": kind, "text": text, "exit_code": code}
+    if isinstance(error, KeyboardInterrupt):
+        return {"outcome": "killed", "error": kind, "text": "interrupted (Ctrl-C)"}
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-6:])
+    outcome = "diverged" if kind == "TrainingDiverged" else "failed"
+    return {"outcome": outcome, "error": kind, "text": text, "trace": redacted(trace)}
+
+
+def _written(checkpoint: Path) -> float | None:
+    """When a checkpoint was written, seconds since 1970."""
+    try:
+        manifest: Mapping[str, Any] = read_json(checkpoint / MANIFEST_FILE)
+    except (OSError, ValueError):  # imported from another format
+        return None
+    written = manifest.get("written")
+    return float(written) if isinstance(written, (int, float)) else None
+
+
+def _memory_limit(device: torch.device) -> int:
+    """Bytes of the device; of a CPU, the part of the machine's memory that each rank on it can take."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or distributed.world_size()
+    return psutil.virtual_memory().total // max(1, ranks)
+
+
+def _order(run: TrainingRun) -> dict[str, Any] | None:
+    """What the order of the samples follows from; None if it is not that of a seed and an epoch alone."""
+    batches = run.loader.batch_sampler if isinstance(run.loader, PlannedLoader) else None
+    if not isinstance(batches, DistributedBatchSampler) or batches.order is not None:
+        return None
+    return {
+        "samples": batches.samples,
+        "seed": batches.seed,
+        "shuffle": batches.shuffle,
+        "steps_per_epoch": run.plan.steps_per_epoch,
+        "samples_per_step": run.batch_plan.global_batch_size,
+    }

@@ -1,0 +1,78 @@
+"""Each mistake in labels must be noticed by the check that every sample passes."""
+
+import numpy as np
+import pytest
+
+from ds_trainer.data.chat import encoder as encoder_module
+from ds_trainer.data.chat.checks import mask_problem
+from ds_trainer.data.chat.encoder import Encoder
+from ds_trainer.data.chat.problems import SampleProblem
+from ds_trainer.data.chat.tokens import IGNORED
+from ds_trainer.data.chat.turns import Span
+from ds_trainer.data.sources.record import Record
+from tests.data.chat.families import tokenizer_of
+
+TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello you<|im_end|>\n"
+SPAN = Span(TEXT.index("Hello"), TEXT.rindex("\n"))
+
+
+def sample():
+    tokenizer = tokenizer_of("chatml")
+    ids = np.asarray(tokenizer.encode(TEXT, add_special_tokens=False), dtype=np.int32)
+    first = len(tokenizer.encode(TEXT[: SPAN.start], add_special_tokens=False))
+    labels = np.full_like(ids, IGNORED)
+    labels[first:-1] = ids[first:-1]
+    return tokenizer, ids, labels, first
+
+
+def test_right_labels_pass():
+    tokenizer, ids, labels, _ = sample()
+    assert mask_problem(tokenizer, ids, labels, TEXT, [SPAN]) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "one token early",
+        "one token late",
+        "without the end",
+        "with what follows",
+        "the prompt",
+        "shifted",
+        "a hole",
+        "no",
+    ],
+)
+def test_wrong_labels_are_noticed(wrong):
+    tokenizer, ids, labels, first = sample()
+    if wrong == "one token early":
+        labels[first - 1] = ids[first - 1]
+    elif wrong == "one token late":
+        labels[first] = IGNORED
+    elif wrong == "without the end":
+        labels[-2] = IGNORED
+    elif wrong == "what follows":
+        labels[-1] = ids[-1]
+    elif wrong == "the prompt":
+        labels = ids.copy()
+    elif wrong == "shifted":
+        labels[first - 1 : -1] = labels[first:].copy()
+    elif wrong == "a hole":
+        labels[first + 1] = IGNORED
+    else:
+        labels[:] = IGNORED
+    assert mask_problem(tokenizer, ids, labels, TEXT, [SPAN]) is not None
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_an_encoder_with_a_border_one_token_off_refuses_every_sample(monkeypatch, shift):
+    right = encoder_module.tokenize
+
+    def off_by_one(*args):
+        found = right(*args)
+        return found._replace(borders=[found.borders[0] + shift, *found.borders[1:]])
+
+    monkeypatch.setattr(encoder_module, "tokenize", off_by_one)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you"}]
+    with pytest.raises(SampleProblem, match=r"the labels are wrong: .* is trained on, not 'Hello you<\|im_end\|>'"):
+        Encoder(tokenizer_of("chatml"))(Record("a:1", "messages", {"messages": messages}))

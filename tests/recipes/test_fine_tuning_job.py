@@ -1,0 +1,137 @@
+"""Fine-tuning from files, end to end in this process: data, training, evaluation, results."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer.recipes import fine_tuning_job
+from ds_trainer.recipes.jobs import run
+from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.utils.errors import ConfigError
+
+RECIPE = """\
+model:
+  path: model
+data:
+  train:
+    - path: questions.jsonl
+      weight: 3
+    - {path: "notes/*.txt", name: notes, weight: 1}
+  held_out: 5
+  max_length: 48
+arguments:
+  output_dir: out
+  per_device_train_batch_size: 4
+  num_train_epochs: 2
+  learning_rate: 1e-2
+  logging_steps: 5
+  save_strategy: "no"
+  use_cpu: true
+  report_to: none
+"""
+QUESTIONS = 37
+
+
+def save_model(directory: Path) -> Any:
+    """A one-layer Llama with a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=len(fast), max_position_embeddings=64, initializer_range=0.1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    fast.save_pretrained(directory)
+    return fast
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_model(tmp_path / "model")
+    rows = [{"prompt": f"{number} plus one is ", "completion": f"{number + 1}."} for number in range(QUESTIONS)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "notes").mkdir()
+    for number in range(6):
+        (tmp_path / "notes" / f"{number}.txt").write_text(f"note {number} " * 8)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(load_recipe("r.yaml"))
+    assert json.loads(json.dumps(results)) == json.loads((folder / "out" / "results.json").read_text())
+    questions, notes = results["data"]["sources"]
+    assert (questions["name"], questions["kind"], questions["records"]) == (
+        "questions.jsonl",
+        "prompt_completion",
+        QUESTIONS,
+    )
+    assert (notes["name"], notes["kind"], notes["files"], notes["records"]) == ("notes", "text", 6, 6)
+    assert questions["held_out"] + notes["held_out"] == results["data"]["eval_samples"] == 5
+    assert notes["tokens"] == 48 * notes["samples"]  # truncated
+    assert notes["trained_tokens"] == 47 * notes["samples"]  # nothing predicts the first token
+    held_out = results["data"]["eval_target_tokens"] - 47 * notes["held_out"]
+    assert questions["trained_tokens"] + held_out == sum(len(f"{n + 1}.") + 1 for n in range(QUESTIONS))
+    samples = QUESTIONS + 6 - 5
+    assert questions["samples_per_epoch"] + notes["samples_per_epoch"] == samples
+    assert abs(questions["samples_per_epoch"] - samples * 0.75) < 1
+    assert results["steps"] == 2 * math.ceil(samples / 4)
+    assert results["evaluation"]["eval_loss"] < math.log(258)
+    printed = capsys.readouterr().out
+    assert "gzip" not in printed
+    assert "questions.jsonl: " in printed
+    assert "of the tokens of a sample are trained on" in printed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert AutoTokenizer.from_pretrained(folder / "out").eos_token == "<end>"
+
+
+def test_the_evaluation_loss_is_that_of_plain_pytorch(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    results = run(load_recipe("r.yaml", ["--arguments.max_steps", "3", "--arguments.packing", "true"]))
+    recipe = load_recipe("r.yaml")
+    held_out = fine_tuning_job.prepare(recipe, recipe.training_arguments()).data.eval
+    assert held_out is not None
+    model = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for index in range(len(held_out)):
+            sample = held_out[index]
+            logits = model(input_ids=sample["input_ids"][None]).logits[0, :-1].double()
+            wanted = sample["labels"][1:]
+            total += float(torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum"))
+            targets += int((wanted != -100).sum())
+    assert results["evaluation"]["eval_loss"] == pytest.approx(total / targets, rel=1e-4)
+
+
+def test_all_bad_lines_are_reported_before_training(folder: Path) -> None:
+    with (folder / "questions.jsonl").open("a") as file:
+        file.write('{"prompt": "x"}\n{"prompt": 5, "completion": "y"}\n')
+    (folder / "notes" / "bad.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError) as caught:
+        run(load_recipe("r.yaml", ["--data.held_out", "0.2"]))
+    problems = caught.value.problems
+    assert [problem.split(": ")[0].rsplit("/", 1)[1] for problem in problems] == [
+        f"questions.jsonl:{QUESTIONS + 1}",
+        f"questions.jsonl:{QUESTIONS + 2}",
+        "bad.txt",
+    ]
+    assert problems[-1].endswith("set data.bad_lines to skip, which counts them and leaves them out.")
+    assert not (folder / "out").exists()
+    skipped = run(load_recipe("r.yaml", ["--data.bad_lines=skip", "--arguments.max_steps=1"]))
+    assert skipped["data"]["bad_lines"] == 3
+    assert skipped["data"]["sources"][0]["records"] == QUESTIONS
