@@ -1,4 +1,4 @@
-"""Conversations from the docstrings of Python's standard library, and a small model with a chat template to train on them.
+"""Conversations from the docstrings of Python's standard library, and a small model with a chat template for them.
 
 python examples/make_conversations.py conversations.jsonl --model base
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def conversations(library: Path, limit: int) -> Iterator[dict[str, Any]]:
-    """A question and its answer for each documented function and class of the modules in ``library``, sorted by name."""
+    """A question and its answer for each documented function and class of the modules in ``library``."""
     count = 0
     for path in sorted(library.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
