@@ -28,5 +28,5 @@ def test_from_the_library_to_a_recipe(tmp_path: Path, monkeypatch: pytest.Monkey
     out = tmp_path / "recipe.yaml"
     assert main(["init", str(out), "--model", str(model), "--data", str(data), "--devices", "cpu", "--yes"]) == 0
     recipe = load_recipe(out)
-    assert recipe.data.train_on == "assistant"
+    assert "assistant" in recipe.data.train_on
     assert recipe.tokens_per_sample <= 1024
