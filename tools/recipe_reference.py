@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.recipes.recipe import SECTIONS
+from ds_trainer.recipes.schema import attribute_meanings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "recipe.md"
@@ -41,7 +41,7 @@ def rows(section: str) -> Iterator[tuple[str, str, str, str]]:
     """Key, type, default and meaning of every key of a section."""
     spec: Any = SECTIONS[section]
     hints = typing.get_type_hints(spec)
-    meanings = _attributes(spec)
+    meanings = attribute_meanings(spec)
     for field in dataclasses.fields(spec):
         default = field.default_factory() if callable(field.default_factory) else field.default
         meaning = field.metadata.get("help") or meanings[field.name]
@@ -64,18 +64,6 @@ def page() -> str:
             "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
         )
     return "\n".join(parts)
-
-
-def _attributes(spec: type) -> dict[str, str]:
-    """Meanings of the fields, from the section ``Attributes:`` of the docstring."""
-    text = (inspect.getdoc(spec) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: _sentence(" ".join(meaning.split())) for name, meaning in found}
-
-
-def _sentence(text: str) -> str:
-    text = text.replace("``", "`")
-    return text[0].upper() + text[1:]
 
 
 def _type(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""``ds-trainer checkpoint``: inspect, verify, export and convert checkpoints."""
+"""``ds-trainer checkpoint``: inspect, verify, export, convert and merge checkpoints."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ds_trainer.cli import checkpoint_convert
+from ds_trainer.cli import checkpoint_convert, checkpoint_merge
 from ds_trainer.cli.argv import unknown_choice
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.sizes import parse_size
 
-HELP = "inspect, verify, export or convert a checkpoint"
-DESCRIPTION = """Inspect checkpoints, verify the checksums of their files, export the model, or convert other formats.
+HELP = "inspect, verify, export, convert or merge checkpoints"
+DESCRIPTION = """Inspect checkpoints, verify the checksums of their files, export the model, convert
+other formats, or merge adapters.
 Needs neither a GPU nor the parallel layout that wrote the checkpoint."""
 
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -120,4 +121,5 @@ ACTIONS = {
     "verify": Action("verify the checksums of a checkpoint (of all in a directory)", _path, _verify),
     "export": Action("export the model to a directory that from_pretrained can load", _export_arguments, _export),
     "convert": Action(checkpoint_convert.HELP, checkpoint_convert.configure, checkpoint_convert.run),
+    "merge": Action(checkpoint_merge.HELP, checkpoint_merge.configure, checkpoint_merge.run),
 }

@@ -13,6 +13,7 @@ from ds_trainer.config.environment import Environment, device_type
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.recipes.recipe import Recipe, load_recipe
+from ds_trainer.recipes.schema import schema_text
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
@@ -31,15 +32,22 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="print a table of all values and their sources instead of JSON"
     )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of recipes, for editors, and nothing else"
+    )
     parser.usage = (
         "ds-trainer config [RECIPE] [--world-size N] [--device cpu|cuda] [--explain] [--section.key value ...]\n"
         "       ds-trainer config [--model NAME] [--world-size N] [--device cpu|cuda] [--explain] "
-        "[--argument value ...]"
+        "[--argument value ...]\n"
+        "       ds-trainer config --schema"
     )
 
 
 def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     """Print the configuration (on the main process); returns the exit code."""
+    if options.schema:
+        print(schema_text(), end="")
+        return 0
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, args)
         arguments, shape = recipe.training_arguments(), model_shape(recipe)

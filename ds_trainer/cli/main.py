@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 import ds_trainer
 from ds_trainer.cli import (
     arguments,
+    chat,
     checkpoint,
     config,
     dashboard,
     data,
     doctor,
+    init,
     launch,
     plan,
     plot,
@@ -36,7 +38,9 @@ from ds_trainer.utils.outcomes import record_outcome
 from ds_trainer.utils.ranks import likely_rank
 
 SUBCOMMANDS = {
+    "init": init,
     "train": train,
+    "chat": chat,
     "launch": launch,
     "run": run,
     "config": config,

@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_trainer.cli.dashboard import train_with_dashboard
-from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.recipes.recipe import Recipe, load_recipe
 
 HELP = "train the model of a recipe"
 DESCRIPTION = """Train, evaluate and save the language model of a recipe. Any value of the recipe can be overridden:
@@ -40,8 +41,32 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dashboard and sys.stdout.isatty():  # in a file, the lines of the run are what can be read
         directory = Path(str(recipe.training_arguments().output_dir))
         return train_with_dashboard(["train", options.recipe, *overrides], directory)
+    if recipe.task.name != "sft":
+        return run_other_task(recipe)
 
     from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch
 
-    run_job(recipe)
+    return _told(run_job(recipe))
+
+
+def run_other_task(recipe: Recipe) -> int:
+    """Run a task that has its own job; returns the exit code."""
+    if recipe.task.uses_trl:
+        from ds_trainer.compatibility.replacement import replace_transformers
+
+        replace_transformers()  # TRL's trainers inherit from transformers' Trainer
+        from ds_trainer.recipes import preference_job
+
+        return _told(preference_job.run(recipe))
+    from ds_trainer.recipes import classification_job
+
+    return _told(classification_job.run(recipe))
+
+
+def _told(results: dict[str, Any]) -> int:
+    """Print, on the main process, what to do with the model of a run that has ended; returns the exit code."""
+    if results:
+        from ds_trainer.recipes.next_steps import print_next_steps
+
+        print_next_steps(results["output_dir"])
     return 0

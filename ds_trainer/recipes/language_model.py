@@ -86,6 +86,8 @@ def build_language_model(
     if spec.path is None:
         model = from_config(config, **common)
     else:
+        if spec.quantization is not None:
+            common["quantization_config"] = spec.quantization
         model = from_pretrained(spec.path, config=config, allow_new_weights=allow_new_weights, **common)
     return model
 

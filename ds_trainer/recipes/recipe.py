@@ -11,6 +11,7 @@
     data:        {...}          # DataSpec, or a list of training data
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
+    task:        NAME           # TaskSpec: sft (the default), dpo, reward or classification
 
 Any value can be overridden on the command line: ``--arguments.max_steps 20`` or ``--data.train=[a.txt,b.txt]``. Paths
 are relative to the working directory. This module opens neither the model nor the data, so a recipe may be valid even
@@ -34,6 +35,7 @@ from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
 from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.recipes.task import TaskSpec, complete_short_form
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file
 from ds_trainer.utils.sizes import parse_tokens
@@ -49,6 +51,8 @@ class ModelSpec:
         auto_class: name of the transformers class; default: AutoModelForCausalLM.
         dtype: type of the weights before the engine converts them; default: float32.
         peft: fields of a PEFT config: adapters are added to the model, and only they are trained.
+        quantization: fields of transformers' BitsAndBytesConfig, such as ``load_in_4bit: true``: the base is quantized
+            when it is loaded, and ``peft`` is trained on it (QLoRA).
     """
 
     path: str | None = None
@@ -56,6 +60,7 @@ class ModelSpec:
     auto_class: str | None = None
     dtype: str | None = None
     peft: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """What cannot work, as one sentence per problem."""
@@ -66,6 +71,10 @@ class ModelSpec:
             return ["model.architecture: 'model_type' is missing; name a transformers model type such as llama."]
         if self.peft is not None and not isinstance(self.peft.get("peft_type"), str):
             return ["model.peft: 'peft_type' is missing; name a PEFT method such as LORA."]
+        if self.quantization is not None and (self.peft is None or self.path is None):
+            return [
+                "model.quantization: quantized weights cannot be trained; give model.path, and adapters as model.peft."
+            ]
         return []
 
 
@@ -106,6 +115,7 @@ class Recipe:
     data: DataSpec
     arguments: dict[str, Any] = field(default_factory=dict)
     report: ReportSpec = ReportSpec()
+    task: TaskSpec = field(default_factory=TaskSpec)
     path: str = ""
     origins: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -142,12 +152,13 @@ class Recipe:
         return args
 
     def to_dict(self) -> dict[str, Any]:
-        """The four sections as plain values, ready for JSON."""
+        """The sections as plain values, ready for JSON."""
         return {section: dataclasses.asdict(self)[section] for section in SECTIONS}
 
 
 SECTIONS: dict[str, type] = {
     "model": ModelSpec,
+    "task": TaskSpec,
     "data": DataSpec,
     "arguments": TrainingArguments,
     "report": ReportSpec,
@@ -165,6 +176,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     root, problems = read_yaml(read_user_file(name, f"The recipe {name!r}", "YAML file"), name)
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
+    complete_short_form(root.value)
     data = root.value.get("data")
     if data is not None and isinstance(data.value, list):
         root.value["data"] = Located({"train": data}, data.where)
@@ -189,7 +201,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     ):
         problems += [f"{name}: {problem}" for problem in found if key in readable]
     origins = dict(_origins(root.value, ""))
-    recipe = Recipe(model, data, values["arguments"], report, path=name, origins=origins)
+    task = TaskSpec(**values["task"])
+    if {"task", "arguments"} <= readable:
+        problems += [f"{name}: {problem}" for problem in task.problems(values["data"], values["arguments"])]
+    recipe = Recipe(model, data, values["arguments"], report, task, path=name, origins=origins)
     try:
         recipe.training_arguments()
     except ConfigError as error:

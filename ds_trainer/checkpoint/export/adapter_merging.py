@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights
+from ds_trainer.checkpoint.export.checkpoint_weights import WholeTensors
 from ds_trainer.checkpoint.export.meta_model import adapted_meta_model, meta_model_name
 from ds_trainer.checkpoint.weights.adapter_files import computed_prompts, write_adapters
 from ds_trainer.checkpoint.weights.model_description import ModelDescription
@@ -21,7 +21,7 @@ from ds_trainer.utils.errors import ConfigError
 
 
 def export_adapters(
-    source: CheckpointWeights, description: ModelDescription, directory: Path, dtype: torch.dtype | None
+    source: WholeTensors, description: ModelDescription, directory: Path, dtype: torch.dtype | None
 ) -> None:
     """Write only the adapters, as ``save_model`` does.
 
@@ -37,7 +37,7 @@ def export_adapters(
 
 
 class MergedWeights:
-    """The weights of a checkpoint with its active adapters merged into them.
+    """Weights with the active adapters of their model merged into them.
 
     Args:
         source: the weights.
@@ -51,7 +51,7 @@ class MergedWeights:
         ConfigError: the model cannot be built from the checkpoint's files, or its adapters cannot be merged.
     """
 
-    def __init__(self, source: CheckpointWeights, description: ModelDescription, dtype: torch.dtype | None) -> None:
+    def __init__(self, source: WholeTensors, description: ModelDescription, dtype: torch.dtype | None) -> None:
         self._source, self._active = source, description.active
         self._dtype = dtype
         self._tensors = {meta_model_name(t.name, description.wrapped, True): t for t in description.tensors}
@@ -59,8 +59,8 @@ class MergedWeights:
         if not hasattr(self._model, "merge_and_unload"):
             types = sorted({str(config["peft_type"]) for config in description.adapters.values()})
             raise ConfigError(
-                f"{source.checkpoint}: adapters of type {', '.join(types)} cannot be merged into the weights. Remove "
-                "--merge-lora to export only the adapters."
+                f"{source.checkpoint}: adapters of type {', '.join(types)} cannot be merged into the weights. Use the "
+                "adapters with their base model (export them without --merge-lora)."
             )
         # The tensors that merging produces, on meta.
         merged = copy.deepcopy(self._model).merge_and_unload(adapter_names=self._active)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ds_trainer.checkpoint.export.adapter_merging import MergedWeights, export_adapters
-from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights
+from ds_trainer.checkpoint.export.checkpoint_weights import CheckpointWeights, WholeTensors
 from ds_trainer.checkpoint.export.directory_description import describe_directory
 from ds_trainer.checkpoint.export.meta_model import check_against_model
 from ds_trainer.checkpoint.shards.engine_files import CLIENT_STATE_FILE
@@ -107,6 +107,32 @@ def _export(
     adapters_only = bool(description.adapters) and not merge_lora
     if problems := source.problems([t for t in description.tensors if t.adapter or not adapters_only]):
         raise ConfigError(problems)
+    return write_model(source, described, directory, max_shard_bytes, dtype, adapters_only)
+
+
+def write_model(
+    source: WholeTensors,
+    described: Path,
+    directory: Path,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None = None,
+    adapters_only: bool = False,
+) -> ExportResult:
+    """Write the tensors of ``source`` to ``directory``, which is created when everything is written.
+
+    Args:
+        source: reads the tensors.
+        described: a directory with the files of :func:`description_files`.
+        directory: must not exist, or be empty.
+        max_shard_bytes: maximum size of one weight file.
+        dtype: dtype of floating-point tensors; None: as described.
+        adapters_only: write only the adapters; otherwise adapters are merged into the weights.
+
+    Raises:
+        ConfigError: the model cannot be built from its configuration, or its adapters cannot be merged.
+        WeightFilesError: a file reads back differently than it was written.
+    """
+    description = ModelDescription.read(described)
     # A hidden sibling of the directory: on the same file system, so that the rename is atomic.
     partial = directory.absolute().with_name(f".{directory.absolute().name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
@@ -133,7 +159,7 @@ def _copy_files(checkpoint: Path, description: ModelDescription, directory: Path
 
 
 def _write_weights(
-    source: CheckpointWeights,
+    source: WholeTensors,
     described: Path,
     description: ModelDescription,
     directory: Path,

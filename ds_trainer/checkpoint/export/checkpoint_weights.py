@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,19 @@ from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from ds_trainer.utils.errors import ConfigError
 
 _CHUNK = 32 * 2**20  # bytes of a shard that are read at a time
+
+
+class WholeTensors(Protocol):
+    """What reads full tensors of a described model, one at a time.
+
+    Attributes:
+        checkpoint: a directory with the model's configuration, and the place that messages name.
+    """
+
+    checkpoint: Path
+
+    def read(self, tensor: DescribedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the full tensor, converted to ``dtype``."""
 
 
 class _StoredShard(NamedTuple):

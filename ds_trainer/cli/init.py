@@ -1,0 +1,166 @@
+"""``ds-trainer init``: writes a commented recipe from the answers to five questions, or from flags."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import write_text_atomic
+
+if TYPE_CHECKING:
+    from ds_trainer.recipes.new_recipe import Wanted
+
+HELP = "write a recipe: asks five questions, or takes flags"
+DESCRIPTION = """Write a commented recipe for ds-trainer train. Reads the first samples of the data and the
+configuration of the model, and chooses lengths, batch sizes, ZeRO stage and learning rate for the devices. What is not
+given as a flag is asked for; with --yes the defaults are taken."""
+
+_DEFAULT_FILE = "recipe.yaml"
+
+
+def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Add the arguments of the subcommand."""
+    add = parser.add_argument
+    add("out", metavar="OUT.yaml", nargs="?", default=_DEFAULT_FILE, help=f"recipe to write; default: {_DEFAULT_FILE}")
+    add("--model", metavar="NAME", help="directory or Hub name of the model to start from")
+    add("--data", metavar="PATH", nargs="+", help="files, directories or glob patterns")
+    add("--task", metavar="TASK", help="full, lora, qlora, pretrain, dpo, reward or classification")
+    add("--devices", metavar="DEVICES", help="cpu, a number of GPUs, 8 x H100-80GB, or 4 x 8 x H100-80GB")
+    add("--output", metavar="DIR", help="output directory of the run")
+    add("--yes", action="store_true", help="take the defaults of what is not given")
+    add("--force", action="store_true", help="replace an existing recipe")
+
+
+def run(options: argparse.Namespace, args: Sequence[str]) -> int:
+    """Ask, look, and write; returns the exit code.
+
+    Raises:
+        ConfigError: flags are missing or wrong, or the model or the data cannot be read.
+    """
+    if args:
+        raise ConfigError(f"ds-trainer init: unrecognized arguments: {' '.join(args)}.")
+    out = Path(options.out).expanduser()
+    if out.exists() and not options.force:
+        raise ConfigError(f"{out} exists. Write another file, or replace it with --force.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: the directory {out.absolute().parent} does not exist.")
+    asks = sys.stdin.isatty() and not options.yes
+    if not asks:
+        _check_complete(options)
+
+    from ds_trainer.recipes import new_recipe
+    from ds_trainer.recipes.devices import FORMS, default_devices, parse_devices
+
+    _check_task_name(options.task, new_recipe.TASKS)
+    model = options.model or _ask("Model to start from (directory or Hub name)", None)
+    config, tokenizer, is_bytes = _read_model(model)
+    data = options.data or shlex.split(_ask("Data (files, directories or patterns)", None))
+    from ds_trainer.recipes.data_survey import survey
+
+    found = survey(data, tokenizer)
+    print(f"  {found.describe()}")
+    devices = options.devices or (_ask(f"Devices ({FORMS})", default_devices()) if asks else default_devices())
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    output = options.output or ""
+    wanted = new_recipe.Wanted(
+        model, config, tuple(data), found, parse_devices(devices), output, has_template, is_bytes
+    )
+    task = options.task or _choose_task(wanted, asks)
+    new_recipe.check_task(task, wanted)
+    if is_bytes and task != "pretrain":
+        raise ConfigError(f"The model in {model} reads bytes and has no tokenizer; only --task pretrain can train it.")
+    if not output:
+        default = f"runs/{Path(model).name}-{task}"
+        output = _ask("Output directory", default) if asks else default
+    from dataclasses import replace
+
+    write_text_atomic(out, new_recipe.recipe_text(task, replace(wanted, output=output), str(out)))
+    _check(out)
+    print(f"{out} is written. Look at it, then start\n  {wanted.devices.command(shlex.quote(str(out)))}")
+    return 0
+
+
+def _check_complete(options: argparse.Namespace) -> None:
+    """Without a terminal everything is given, or has a default that ``--yes`` takes."""
+    needed = ["model", "data"] if options.yes else ["model", "data", "task", "devices", "output"]
+    missing = [f"--{name}" for name in needed if not getattr(options, name)]
+    if not missing:
+        return
+    hint = "" if options.yes else " --yes takes the defaults of --task, --devices and --output."
+    why = "" if options.yes else ", and there is no terminal to ask in"
+    raise ConfigError(
+        f"ds-trainer init: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{why}.{hint}"
+    )
+
+
+def _check_task_name(task: str | None, tasks: dict[str, str]) -> None:
+    if task is not None and task not in tasks:
+        raise ConfigError(f"--task {task}: unknown task.{did_you_mean(task, tasks)} The tasks are {', '.join(tasks)}.")
+
+
+def _ask(question: str, default: str | None) -> str:
+    while True:
+        try:
+            answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
+        except EOFError:
+            raise ConfigError("The input ended before all questions were answered; nothing is written.") from None
+        if answer or default:
+            return answer or str(default)
+
+
+def _choose_task(wanted: Wanted, asks: bool) -> str:
+    from ds_trainer.recipes.new_recipe import TASKS, default_task
+
+    task, reason = default_task(wanted)
+    if not asks:
+        print(f"  Task: {task}, because {reason}.")
+        return task
+    for name, text in TASKS.items():
+        print(f"  {name:<15} {text}")
+    answer = _ask(f"Task ({task}, because {reason})", task)
+    _check_task_name(answer, TASKS)
+    return answer
+
+
+def _read_model(name: str) -> tuple[dict[str, Any], Any, bool]:
+    """The configuration of the model, its tokenizer, and whether it reads bytes.
+
+    Raises:
+        ConfigError: there is no model of that name, or it has no tokenizer.
+    """
+    from ds_trainer.training.loading.model_files import model_directory
+    from ds_trainer.utils.files import read_json
+
+    try:
+        directory = model_directory(name, weights=False)
+    except ConfigError as error:
+        raise ConfigError(f"--model: {error}") from error
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"--model {name}: there is no config.json in {directory}; give the directory of a model.")
+    config = dict(read_json(directory / "config.json"))
+    if (directory / ByteTokenizer.FILE_NAME).is_file():
+        return config, None, True
+    from transformers import AutoTokenizer
+
+    try:
+        return config, AutoTokenizer.from_pretrained(directory, local_files_only=True), False
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"--model {name}: it has no tokenizer that can be loaded: {reason}") from error
+
+
+def _check(path: Path) -> None:
+    """The recipe is one that ``ds-trainer train`` accepts."""
+    from ds_trainer.recipes.recipe import load_recipe
+
+    try:
+        load_recipe(path)
+    except ConfigError:
+        path.unlink()
+        raise

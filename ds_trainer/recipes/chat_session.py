@@ -1,0 +1,225 @@
+"""A conversation with a model: its chat template, or plain continuation for a model without one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.saved_model import SavedModel
+from ds_trainer.recipes.token_streaming import TextStream
+from ds_trainer.utils.errors import ConfigError
+
+_DEFAULT_TEMPERATURE = 0.7
+_MARK = "answer-ends-here"
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How answers are drawn.
+
+    Attributes:
+        max_new_tokens: most tokens of an answer.
+        temperature: 0: the most likely token. None: that of the model's generation settings, else 0.7.
+        seed: of the random numbers of each answer; None: another one each time.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said.
+
+    Attributes:
+        text: the answer.
+        tokens: number of its tokens.
+        end: ``stop`` if the model ended it, ``length`` at max_new_tokens or the model's positions, ``interrupted``.
+    """
+
+    text: str
+    tokens: int
+    end: str
+
+
+class ChatSession:
+    """Turns of a conversation.
+
+    Args:
+        model: of transformers or PEFT, in evaluation mode.
+        tokenizer: of transformers, or :class:`ByteTokenizer`.
+        options: how answers are drawn.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: GenerationOptions) -> None:
+        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._system: str | None = None
+        self._turns: list[dict[str, str]] = []
+        self._stop = self._stop_tokens()
+        text_config = model.config.get_text_config()
+        self._positions: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+
+    def reset(self) -> None:
+        """Forget all turns; the system message stays."""
+        self._turns = []
+
+    def set_system(self, text: str) -> None:
+        """Begin a new conversation with the system message ``text``; empty: without one.
+
+        Raises:
+            ConfigError: the model has no chat template.
+        """
+        if not self.has_template:
+            raise ConfigError("The model has no chat template, so there is no system message; it continues your text.")
+        self._system = text or None
+        self.reset()
+
+    def ask(self, text: str, write: Callable[[str], None]) -> Answer:
+        """The answer to ``text``, or its continuation, handed to ``write`` in pieces while it is generated.
+
+        Raises:
+            ConfigError: the conversation is too long for the model, or its template refuses it.
+        """
+        import torch
+
+        turns = [*self._turns, {"role": "user", "content": text}]
+        ids = self._prompt(turns, text)
+        room = min(self._options.max_new_tokens, self._positions - len(ids))
+        if room < 1:
+            raise ConfigError(
+                f"The conversation has {len(ids):,} tokens, but the model has {self._positions:,} positions. Shorten "
+                "it, or begin a new one with /reset."
+            )
+        pieces: list[str] = []
+
+        def record(piece: str) -> None:
+            pieces.append(piece)
+            write(piece)
+
+        stream = TextStream(self._decode, record)
+        input_ids = torch.tensor([ids], device=self._model.device)
+        if self._options.seed is not None:
+            torch.manual_seed(self._options.seed)
+        end = "length"
+        try:
+            with torch.inference_mode():
+                self._model.generate(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    streamer=stream,
+                    max_new_tokens=room,
+                    eos_token_id=self._stop or None,
+                    pad_token_id=self._stop[0] if self._stop else 0,
+                    **self._sampling(),
+                )
+        except KeyboardInterrupt:
+            stream.end()
+            end = "interrupted"
+        if stream.tokens and stream.tokens[-1] in self._stop:
+            end = "stop"
+        answer = Answer("".join(pieces), len(stream.tokens), end)
+        if self.has_template:
+            self._turns = [*turns, {"role": "assistant", "content": answer.text.strip()}]
+        return answer
+
+    def _prompt(self, turns: Sequence[dict[str, str]], text: str) -> list[int]:
+        if self.has_template:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            rendered = self._render([*system, *turns], add_generation_prompt=True)
+            return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        if isinstance(self._tokenizer, ByteTokenizer):  # documents begin like this in training
+            return [self._tokenizer.separator_id, *text.encode("utf-8")]
+        ids = list(self._tokenizer(text)["input_ids"])
+        if not ids:
+            raise ConfigError("The text has no tokens; type some.")
+        return ids
+
+    def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"The model's chat template refuses the conversation: {error}") from error
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return self._tokenizer.decode(token for token in tokens if token != self._tokenizer.separator_id)
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _stop_tokens(self) -> list[int]:
+        """Tokens that end an answer: those of the generation settings, of the tokenizer, and of the template.
+
+        A base model's settings name the end of a document; the end of a turn is another token in many templates.
+        """
+        settings = getattr(self._model.generation_config, "eos_token_id", None)
+        stop = [settings] if isinstance(settings, int) else list(settings or ())
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return list(dict.fromkeys([*stop, self._tokenizer.separator_id]))
+        stop += [token for token in [self._tokenizer.eos_token_id] if token is not None]
+        if self.has_template:
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+            tail = self._render(messages, add_generation_prompt=False).rpartition(_MARK)[2]
+            tokens = self._tokenizer(tail, add_special_tokens=False)["input_ids"]
+            stop += [token for token in tokens[:1] if token in self._tokenizer.all_special_ids]
+        return list(dict.fromkeys(stop))
+
+    def _sampling(self) -> dict[str, Any]:
+        settings, temperature = self._model.generation_config, self._options.temperature
+        if temperature is None:
+            if getattr(settings, "do_sample", False):
+                return {}
+            temperature = _DEFAULT_TEMPERATURE
+        if temperature == 0:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": temperature}
+
+
+def load_session(saved: SavedModel, options: GenerationOptions, device: str, dtype: str | None = None) -> ChatSession:
+    """Load the model and its tokenizer.
+
+    Args:
+        saved: where the model is.
+        options: how answers are drawn.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: of the weights; default: that of the files.
+
+    Raises:
+        ConfigError: the device, the model or its tokenizer cannot be used.
+    """
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    from ds_trainer.recipes.saved_model import load_for_generation
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"--device {device}: write auto, cpu, cuda or cuda:N.") from None
+    if place.type == "cuda" and not (place.index or 0) < torch.cuda.device_count():
+        raise ConfigError(f"--device {device}: this machine has {torch.cuda.device_count()} GPUs that torch can use.")
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    tokenizer: Any = ByteTokenizer()
+    if not saved.is_bytes:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(saved.tokenizer_directory, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{saved.tokenizer_directory} has no tokenizer that can be loaded "
+                f"({' '.join(str(error).split())[:200]}). Copy the tokenizer's files of the base model into it."
+            ) from error
+    return ChatSession(load_for_generation(saved, place, dtype), tokenizer, options)

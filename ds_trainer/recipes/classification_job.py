@@ -1,0 +1,165 @@
+"""The task ``classification``: the label of a text, or of a pair of texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_trainer.data.sources.bad_lines import BadRecord
+from ds_trainer.data.sources.record import Record
+from ds_trainer.data.sources.rows import Row
+from ds_trainer.recipes.recipe import Recipe
+from ds_trainer.recipes.record_reading import read_split
+from ds_trainer.recipes.task_run import task_tokenizer, train_and_report
+from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+_KIND = "classification"
+# Heads of the model classes for sequences, which no language model's files have.
+_HEADS = ("score.*", "classifier.*", "pre_classifier.*", "*pooler*", "classification_head.*", "head.*")
+
+
+def run(recipe: Recipe) -> dict[str, Any]:
+    """Train a classifier, evaluate it, save it and report. Called by every rank.
+
+    Returns:
+        The content of ``results.json`` on the main process, an empty dict elsewhere.
+
+    Raises:
+        ConfigError: the recipe cannot work; lists all problems found.
+    """
+    from transformers import DataCollatorWithPadding
+
+    from ds_trainer.training.trainer import Trainer
+
+    began = time.perf_counter()
+    args = recipe.training_arguments()
+    tokenizer = task_tokenizer(recipe)
+    split = read_split(recipe.data, _KIND, _KIND, LabeledRows(recipe))
+    labels = sorted({record.fields["label"] for record in split.train}, key=_order)
+    _check_labels(labels, split.eval)
+    length = recipe.tokens_per_sample
+    trainer = Trainer(
+        _model(recipe, labels, tokenizer, args),
+        args,
+        train_dataset=LabeledTexts(split.train, labels, tokenizer, length),
+        eval_dataset=LabeledTexts(split.eval, labels, tokenizer, length) if split.eval else None,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        processing_class=tokenizer,
+        compute_metrics=classification_metrics,
+    )
+    return train_and_report(recipe, trainer, {"train": len(split.train), "eval": len(split.eval)}, began)
+
+
+class LabeledRows:
+    """Makes a record of a row with a text, perhaps a second one, and a label."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        options = recipe.task.options
+        self.text_key = recipe.data.text_key or "text"
+        self.label_key = str(options.get("label_key", "label"))
+        self.pair_key: str | None = options.get("text_pair_key")
+
+    def __call__(self, row: Row) -> Record:
+        """The record.
+
+        Raises:
+            BadRecord: a key is missing, a text is none, or the label is neither a text nor an integer.
+        """
+        if not isinstance(row.value, Mapping):
+            raise BadRecord(f"expected a mapping with {self.text_key!r} and {self.label_key!r}")
+        fields = {"text": self._text(row.value, self.text_key), "label": self._label(row.value)}
+        if self.pair_key is not None:
+            fields["pair"] = self._text(row.value, self.pair_key)
+        return Record(row.where, _KIND, fields)
+
+    def _text(self, value: Mapping[str, Any], key: str) -> str:
+        text = self._of(value, key)
+        if not isinstance(text, str) or not text.strip():
+            raise BadRecord(f"{key!r} must be a text that is not empty, got {text!r}")
+        return text
+
+    def _label(self, value: Mapping[str, Any]) -> str:
+        label = self._of(value, self.label_key)
+        if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
+            raise BadRecord(f"{self.label_key!r} must be the name or the number of a class, got {label!r}")
+        return str(label)
+
+    def _of(self, value: Mapping[str, Any], key: str) -> Any:
+        if key not in value:
+            listed = ", ".join(map(repr, list(value)[:12])) or "none"
+            raise BadRecord(f"no key {key!r}; found {listed}.{did_you_mean(key, list(value))}")
+        return value[key]
+
+
+def _order(label: str) -> tuple[int, int, str]:
+    """Numbers in their order, then names."""
+    return (0, int(label), "") if label.lstrip("-").isdecimal() else (1, 0, label)
+
+
+def _check_labels(labels: Sequence[str], evaluation: Sequence[Record]) -> None:
+    problems = []
+    if len(labels) < 2:
+        problems.append(f"data.train has one label only ({', '.join(labels)}); a classifier needs two or more.")
+    unknown = {record.fields["label"]: record.source for record in evaluation if record.fields["label"] not in labels}
+    problems += [f"{source}: the label {label!r} is not in the training data." for label, source in unknown.items()]
+    if problems:
+        raise ConfigError(problems)
+
+
+class LabeledTexts(torch.utils.data.Dataset[dict[str, Any]]):
+    """``input_ids``, ``attention_mask`` and ``labels`` (the number of the class), tokenized when they are read."""
+
+    def __init__(self, records: Sequence[Record], labels: Sequence[str], tokenizer: Any, length: int) -> None:
+        self._records, self._tokenizer, self._length = records, tokenizer, length
+        self._numbers = {label: number for number, label in enumerate(labels)}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        fields = self._records[index].fields
+        encoded = self._tokenizer(fields["text"], fields.get("pair"), truncation=True, max_length=self._length)
+        return {**encoded, "labels": self._numbers[fields["label"]]}
+
+
+def _model(recipe: Recipe, labels: Sequence[str], tokenizer: Any, args: Any) -> Any:
+    from ds_trainer.training.loading.peft_adapters import make_peft_config
+    from ds_trainer.training.loading.pretrained import from_pretrained
+
+    spec = recipe.model
+    if spec.path is None:
+        raise ConfigError(f"{recipe.where('model')}: task classification starts from a trained model; set model.path.")
+    peft_config = None
+    if spec.peft is not None:
+        where = f"{recipe.where('model.peft')}: model.peft"
+        peft_config = make_peft_config({"task_type": "SEQ_CLS", **spec.peft}, where)
+    options: dict[str, Any] = {} if spec.quantization is None else {"quantization_config": spec.quantization}
+    allowed = args.allow_new_weights or list(_HEADS)
+    return from_pretrained(
+        spec.path,
+        spec.auto_class or "AutoModelForSequenceClassification",
+        dtype=spec.dtype or "float32",
+        peft_config=peft_config,
+        allow_new_weights=allowed,
+        seed=args.seed,
+        num_labels=len(labels),
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+
+
+def classification_metrics(prediction: Any) -> dict[str, float]:
+    """Accuracy, and the mean F1 over the classes that occur (macro)."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    guessed, true = np.argmax(logits, -1), np.asarray(prediction.label_ids)
+    scores = []
+    for label in np.union1d(guessed, true):
+        hits = float(np.sum((guessed == label) & (true == label)))
+        scores.append(2 * hits / float(np.sum(guessed == label) + np.sum(true == label)))
+    return {"accuracy": float(np.mean(guessed == true)), "f1_macro": float(np.mean(scores))}

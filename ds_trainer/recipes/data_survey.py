@@ -1,0 +1,149 @@
+"""What the data for a new recipe is: format, number and lengths of its first samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ds_trainer.data.sources.bad_lines import BadLine, BadLines
+from ds_trainer.data.sources.record import Record
+from ds_trainer.data.sources.rows import Row, read_rows
+from ds_trainer.data.sources.source import Source
+from ds_trainer.data.sources.spec import SourceSpec
+from ds_trainer.utils.errors import ConfigError
+
+MEASURED, COUNTED = 500, 100_000
+_LABELS = ("label", "labels", "class", "category")
+
+
+@dataclass(frozen=True)
+class DataSurvey:
+    """The data.
+
+    Attributes:
+        kind: of the records (see :class:`ds_trainer.data.sources.record.Record`), or ``classification``.
+        format: as a reader calls it.
+        samples: their number, at most :data:`COUNTED`.
+        lengths: tokens of the first :data:`MEASURED` samples, sorted.
+        label_key: of classification, the key of the label.
+        bad_lines: among the samples that were counted.
+    """
+
+    kind: str
+    format: str
+    samples: int
+    lengths: tuple[int, ...]
+    label_key: str | None = None
+    bad_lines: int = 0
+
+    def percentile(self, share: float) -> int:
+        """The length that this share of the measured samples does not exceed."""
+        return self.lengths[max(0, math.ceil(share * len(self.lengths)) - 1)]
+
+    def describe(self) -> str:
+        """One sentence."""
+        number = f"{self.samples:,}" if self.samples < COUNTED else f"more than {COUNTED:,}"
+        one = "sample" if self.samples == 1 else "samples"
+        return (
+            f"{number} {one} of {self.format}; tokens: median {self.percentile(0.5):,}, 95 % up to "
+            f"{self.percentile(0.95):,}, longest {self.lengths[-1]:,}"
+            f"{'' if self.samples <= len(self.lengths) else f' (of the first {len(self.lengths):,})'}."
+        )
+
+
+def survey(paths: Sequence[str], tokenizer: Any) -> DataSurvey:
+    """Read the first samples of ``paths``.
+
+    Args:
+        paths: files, directories or glob patterns.
+        tokenizer: of transformers; None: bytes are counted.
+
+    Raises:
+        ConfigError: files are missing, or samples have no known or different formats; lists all problems.
+    """
+    problems: list[str] = []
+    sources: list[Source] = []
+    for path in paths:
+        try:
+            sources.append(Source(SourceSpec(path=(path,)), "--data"))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    formats = [source.find_format() for source in sources]
+    bad = BadLines("skip")
+    kinds: dict[str, str] = {}
+    for source, format in zip(sources, formats, strict=True):
+        if format is None:
+            list(islice(source.read(bad := BadLines("error")), MEASURED))
+            problems += bad.problems()[:1] or [f"{source.name}: no sample."]
+        else:
+            kinds.setdefault(format.kind, source.name)
+    if len(kinds) > 1:
+        problems.append(
+            f"--data: {', '.join(f'{name} has {kind}' for kind, name in kinds.items())}; give one kind only."
+        )
+    if problems:
+        raise ConfigError(problems)
+    label_key = _label_key(sources) if "text" in kinds else None
+    lengths: list[int] = []
+    samples = 0
+    for record in islice(_records(sources, bad), COUNTED):
+        samples += 1
+        if len(lengths) < MEASURED:
+            lengths.append(tokens_of(record, tokenizer))
+    if not lengths:
+        raise ConfigError(f"--data {' '.join(paths)}: there is no sample.")
+    kind = "classification" if label_key is not None else next(iter(kinds))
+    names = dict.fromkeys(format.name for format in formats if format is not None)
+    described = "texts with labels" if label_key is not None else ", ".join(names)
+    return DataSurvey(kind, described, samples, tuple(sorted(lengths)), label_key, bad.count)
+
+
+def _records(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:
+    for source in sources:
+        yield from source.read(bad)
+
+
+def _label_key(sources: Sequence[Source]) -> str | None:
+    """The key of a label beside the text in the first row of the first source, if there is one."""
+    for row in read_rows(sources[0].files[0]):
+        if isinstance(row, BadLine) or not isinstance(row, Row) or not isinstance(row.value, dict):
+            return None
+        return next((key for key in _LABELS if isinstance(row.value.get(key), str | int)), None)
+    return None
+
+
+def tokens_of(record: Record, tokenizer: Any) -> int:
+    """About how many tokens a record has; with a chat template, with its tokens."""
+    fields = record.fields
+    if "messages" in fields and getattr(tokenizer, "chat_template", None):
+        try:
+            encoded = tokenizer.apply_chat_template(fields["messages"], tools=fields.get("tools"), tokenize=False)
+        except Exception:  # a template may refuse anything, in any way; the job says why, and this is an estimate
+            encoded = " ".join(_texts(fields))
+        return _count(encoded, tokenizer)
+    both = _count(" ".join(_texts({"prompt": fields.get("prompt")})), tokenizer)
+    if "chosen" in fields:  # the longer of the two
+        return both + max(_count(" ".join(_texts(fields[key])), tokenizer) for key in ("chosen", "rejected"))
+    return _count("\n".join(_texts(fields)), tokenizer)
+
+
+def _count(text: str, tokenizer: Any) -> int:
+    return len(text.encode()) if tokenizer is None else len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a tree of lists and mappings, but the names of roles."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            if key not in ("role", "type"):
+                yield from _texts(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts(entry)

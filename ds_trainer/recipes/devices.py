@@ -1,0 +1,71 @@
+"""The devices of a new recipe: ``cpu``, ``8``, ``H100-80GB``, ``8 x H100-80GB`` or ``4 x 8 x H100-80GB``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.utils.errors import ConfigError
+
+FORMS = "cpu, a number of GPUs like those of this machine, 8 x H100-80GB, or 4 x 8 x H100-80GB (machines first)"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where a recipe is to run.
+
+    Attributes:
+        text: as it was given.
+        cluster: the GPUs; None on CPUs.
+    """
+
+    text: str
+    cluster: Cluster | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return 1 if self.cluster is None else self.cluster.world_size
+
+    def command(self, recipe: str) -> str:
+        """The command that trains ``recipe`` on them."""
+        cluster = self.cluster
+        if cluster is None or cluster.world_size == 1:
+            return f"ds-trainer train {recipe}"
+        nodes = "" if cluster.nodes == 1 else f" --nodes {cluster.nodes} --hostfile hosts"
+        return f"ds-trainer launch{nodes} --nproc-per-node {cluster.devices_per_node} {recipe}"
+
+
+def parse_devices(text: str) -> Devices:
+    """Read :data:`FORMS`.
+
+    Raises:
+        ConfigError: it is none of them, or the device is unknown.
+    """
+    given = text.strip()
+    if given.lower() == "cpu":
+        return Devices("cpu")
+    parts = [part.strip() for part in re.split(r"\s+x\s+|(?<=\d)x(?=\s|\d|[A-Za-z])", given)]
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    names = [part for part in parts if not part.isdecimal()]
+    if len(names) > 1 or len(numbers) > 2 or 0 in numbers or not given:
+        raise ConfigError(f"--devices {text!r} is not understood. Write {FORMS}.")
+    nodes, per_node = numbers if len(numbers) == 2 else (1, numbers[0] if numbers else 1)
+    if names:
+        return Devices(given, Cluster.of(names[0], nodes, per_node))
+    here = Cluster.of_this_machine(nodes)
+    if per_node > here.devices_per_node:
+        raise ConfigError(
+            f"--devices {text}: this machine has {here.devices_per_node} GPUs. Name the GPUs of another one, as in "
+            f"{per_node} x H100-80GB."
+        )
+    return Devices(given, Cluster.of(here.device, nodes, per_node))
+
+
+def default_devices() -> str:
+    """The devices of this machine, as :func:`parse_devices` reads them."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return str(count) if count else "cpu"

@@ -1,0 +1,299 @@
+"""Writes the text of a new recipe: values that suit the model, the data and the devices, each with its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.search import Goal, Plan, search
+from ds_trainer.recipes import schema
+from ds_trainer.recipes.data_survey import DataSurvey
+from ds_trainer.recipes.devices import Devices
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_memory import total_host_memory
+
+TASKS = {
+    "full": "fine-tune all weights on conversations, prompts with completions, or texts",
+    "lora": "fine-tune LoRA adapters on them",
+    "qlora": "fine-tune LoRA adapters on a base in 4 bits",
+    "pretrain": "continue the pre-training on text, in blocks of equal length",
+    "dpo": "prefer chosen answers over rejected ones (TRL)",
+    "reward": "a reward model from chosen and rejected answers (TRL)",
+    "classification": "a classifier of labeled texts",
+}
+"""What a new recipe can do."""
+
+_KINDS = {
+    **dict.fromkeys(("full", "lora", "qlora"), ("messages", "prompt_completion", "text")),
+    "pretrain": ("text",),
+    **dict.fromkeys(("dpo", "reward"), ("preference",)),
+    "classification": ("classification",),
+}
+_LORA_RANK = 16
+_SMALL_MODEL = 100e6  # parameters; models below it need larger steps than pretrained ones
+_SEQUENCES = 32  # of an optimizer step
+_LONGEST = 8192
+_TRAINING_BYTES = 16  # of a parameter in float32 with Adam: weight, gradient, two moments
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe is for, completed and checked.
+
+    Attributes:
+        model: directory or Hub name.
+        config: the content of its ``config.json``.
+        data: paths.
+        survey: of the data.
+        devices: where it runs.
+        output: output directory.
+        has_template: whether the model's tokenizer has a chat template.
+        is_bytes: whether the model was trained on bytes.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    data: tuple[str, ...]
+    survey: DataSurvey
+    devices: Devices
+    output: str
+    has_template: bool = True
+    is_bytes: bool = False
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model for the planner."""
+        return PlannedModel.from_config(self.config, Path(self.model).name)
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence of the model."""
+        return self.planned.max_length or _LONGEST
+
+
+def check_task(task: str, wanted: Wanted) -> None:
+    """Raise if the data is not for ``task``.
+
+    Raises:
+        ConfigError: it is for other tasks, which the message names.
+    """
+    kind = wanted.survey.kind
+    if kind not in _KINDS[task]:
+        fitting = [name for name, kinds in _KINDS.items() if kind in kinds]
+        raise ConfigError(
+            f"--task {task} needs data of the kind {' or '.join(_KINDS[task])}, but {', '.join(wanted.data)} has "
+            f"{wanted.survey.format}. It is data for {', '.join(fitting)}."
+        )
+
+
+def default_task(wanted: Wanted) -> tuple[str, str]:
+    """The task that the data is for and that fits the devices, and why."""
+    by_kind = {"preference": "dpo", "classification": "classification", "text": "pretrain"}
+    if wanted.survey.kind in by_kind:
+        return by_kind[wanted.survey.kind], f"the data has {wanted.survey.format}"
+    if wanted.is_bytes:
+        return "full", "the model reads bytes"
+    cluster = wanted.devices.cluster
+    if cluster is None:
+        needed = wanted.planned.total * _TRAINING_BYTES
+        if needed < total_host_memory() / 2:
+            return "full", f"all weights need {needed / 1e9:.1f} GB with their optimizer, which this machine has"
+        return "lora", f"all weights would need {needed / 1e9:.0f} GB with their optimizer"
+    if plan_of("full", wanted) is not None:
+        return "full", f"all weights fit on {wanted.devices.text}"
+    if plan_of("lora", wanted) is not None:
+        return "lora", f"all weights do not fit on {wanted.devices.text}, adapters do"
+    return "qlora", f"the weights do not fit on {wanted.devices.text} in 16 bits"
+
+
+def plan_of(task: str, wanted: Wanted) -> Plan | None:
+    """The fastest plan that fits; None on CPUs, or if none fits."""
+    if wanted.devices.cluster is None or task == "qlora":  # the planner reads 4 bits from loaded modules only
+        return None
+    rank = _LORA_RANK if task == "lora" else 0
+    model = PlannedModel.from_config(wanted.config, Path(wanted.model).name, rank)
+    ranks = wanted.devices.ranks
+    batch = -(-_SEQUENCES // ranks) * ranks
+    length = length_of(wanted)
+    for goal in (Goal(length, batch), Goal(length)):
+        best = search(model, wanted.devices.cluster, goal).best
+        if best is not None:
+            return best
+    return None
+
+
+def length_of(wanted: Wanted) -> int:
+    """Tokens of a sample: the power of two that 99 % of the samples do not exceed, up to the model's positions."""
+    wish = 128
+    while wish < wanted.survey.percentile(0.99) and wish < _LONGEST:
+        wish *= 2
+    return min(wish, wanted.positions)
+
+
+def recipe_text(task: str, wanted: Wanted, path: str) -> str:
+    """The recipe as YAML with comments."""
+    plan = plan_of(task, wanted)
+    lines = [
+        f"# yaml-language-server: $schema={Path(schema.__file__).with_name(schema.SCHEMA_FILE)}",
+        f"# {wanted.model}: {TASKS[task]}. Written by ds-trainer init; every value can be changed.",
+        f"# Start:  {wanted.devices.command(path)}",
+        f"# Data:   {wanted.survey.describe()}",
+        *(f"# {line}" for line in _plan_lines(task, wanted, plan)),
+    ]
+    sections = {
+        "model": _model(task, wanted),
+        "task": _task(task, wanted),
+        "data": _data(task, wanted),
+        "arguments": _arguments(task, wanted, plan),
+        "report": _report(task),
+    }
+    for name, entries in sections.items():
+        rows = list(entries)
+        if rows:
+            lines += ["", f"{name}:", *(_line(*row) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: str, value: Any, reason: str = "") -> str:
+    indent = "  " * (1 + key.count("."))
+    name = key.rpartition(".")[2]
+    text = "" if value is None else f" {value if _is_plain(value) else json.dumps(value, ensure_ascii=False)}"
+    return f"{indent}{name}:{text}{f'  # {reason}' if reason else ''}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a text needs no quotes in YAML, or is a number that needs to stay one."""
+    if not isinstance(value, str):
+        return False
+    if re.fullmatch(r"[1-9]e-[1-9]", value):
+        return True
+    if value in ("no", "yes", "on", "off", "true", "false", "null") or value.strip() != value:
+        return False
+    return (
+        all(char.isalnum() or char in "_-./+" for char in value) and not value[:1].isdigit() and value[:1] not in "-.+"
+    )
+
+
+def _plan_lines(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[str]:
+    if plan is not None:
+        memory, room = plan.memory.device / 1e9, plan.cluster.board.memory
+        yield (
+            f"Plan:   {wanted.devices.text}: {memory:.1f} of {room:.0f} GB on each device, "
+            f"about {plan.seconds:.1f} s a step, {plan.tokens_per_second:,.0f} tokens a second (estimates)"
+        )
+    elif wanted.devices.cluster is None:
+        yield "Plan:   this machine's CPUs, one rank"
+    elif task == "qlora":
+        yield f"Plan:   {wanted.devices.text}: no estimate for a base in 4 bits; the header of the run shows its memory"
+    else:
+        yield f"Plan:   does NOT fit on {wanted.devices.text} by estimate; 'ds-trainer plan {wanted.model}' shows why"
+
+
+def _model(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    yield "path", wanted.model
+    if task in ("lora", "qlora"):
+        yield "peft", None, "only these adapters are trained and saved"
+        yield "peft.peft_type", "LORA"
+        yield "peft.r", _LORA_RANK, "rank: more learns more, and takes more memory"
+        yield "peft.lora_alpha", 2 * _LORA_RANK
+        yield "peft.lora_dropout", 0.0
+        yield "peft.target_modules", "all-linear"
+    if task == "qlora":
+        compute = "float32" if wanted.devices.cluster is None else "bfloat16"
+        yield "quantization", None, "the base in 4 bits (bitsandbytes)"
+        yield "quantization.load_in_4bit", True
+        yield "quantization.bnb_4bit_quant_type", "nf4"
+        yield "quantization.bnb_4bit_compute_dtype", compute
+
+
+def _task(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    if task in ("dpo", "reward", "classification"):
+        yield "name", task
+    if task == "dpo":
+        yield "options", None, "fields of TRL's DPOConfig"
+        yield "options.beta", 0.1, "lower: the model may go further from where it began"
+    if task == "classification" and wanted.survey.label_key != "label":
+        yield "options", None
+        yield "options.label_key", wanted.survey.label_key
+
+
+def _data(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    yield "train", list(wanted.data)
+    small = wanted.survey.samples < 1000
+    if task == "pretrain":
+        yield "held_out_every", 10 if small else 50, "every N-th document is for evaluation"
+        yield "sequence_length", min(wanted.positions, 2048), "tokens of a block; documents are cut, not padded"
+        return
+    yield "held_out", 0.1 if small else 0.05, "share of the samples for evaluation"
+    length = length_of(wanted)
+    longer = sum(1 for one in wanted.survey.lengths if one > length)
+    reason = f"{longer:,} of {len(wanted.survey.lengths):,} samples are longer" if longer else "no sample is longer"
+    yield "max_length", length, f"tokens; {reason}"
+    if task in ("full", "lora", "qlora"):
+        if longer:
+            yield "long_samples", "truncate", "or drop, split (text), error"
+        if wanted.survey.kind == "messages":
+            if not wanted.has_template:
+                yield "chat_template", "chatml", "the model's tokenizer has none"
+            yield "train_on", "assistant", "only answers are learned; or last_turn, all, a list of roles"
+    if wanted.survey.bad_lines:
+        yield "bad_lines", "skip", f"{wanted.survey.bad_lines:,} lines cannot be used"
+
+
+def _arguments(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[tuple[Any, ...]]:
+    yield "output_dir", wanted.output
+    yield "num_train_epochs", 3 if wanted.survey.samples < 50_000 else 1
+    rate, why = _learning_rate(task, wanted)
+    yield "learning_rate", rate, why
+    yield "lr_scheduler_type", "cosine"
+    yield "warmup_steps", 0.05, "share of all steps"
+    if plan is not None:
+        yield from plan.candidate.arguments().items()
+    else:
+        yield "per_device_train_batch_size", 4, "samples at a time; more is faster until memory ends"
+        # A small dataset gets smaller steps, so that there are enough of them to learn in.
+        sequences = next((size for size in (8, 16) if wanted.survey.samples < 50 * size), _SEQUENCES)
+        accumulation = max(1, sequences // 4 // wanted.devices.ranks)
+        yield (
+            "gradient_accumulation_steps",
+            accumulation,
+            f"an optimizer step has {4 * accumulation * wanted.devices.ranks}",
+        )
+        yield from _without_plan(task, wanted)
+    samples_per_row = length_of(wanted) // max(1, wanted.survey.percentile(0.5))
+    if task in ("full", "lora", "qlora") and samples_per_row >= 4:
+        yield "packing", True, "short samples share a row, without seeing each other"
+    yield "logging_steps", 10
+    yield "eval_strategy", "epoch"
+    yield "save_strategy", "epoch"
+    yield "save_total_limit", 2, "newest checkpoints; a run that was stopped goes on with --arguments.auto_resume true"
+
+
+def _without_plan(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    if wanted.devices.cluster is None:
+        yield "use_cpu", True
+        if task in ("dpo", "reward"):
+            yield "bf16", False, "TRL's default is true"
+        return
+    yield "bf16", True
+    yield "activation_checkpointing", True
+    yield "zero_stage", 2 if task == "qlora" else 3, "4-bit weights cannot be sharded" if task == "qlora" else ""
+
+
+def _learning_rate(task: str, wanted: Wanted) -> tuple[str, str]:
+    if wanted.planned.total < _SMALL_MODEL and task in ("full", "lora", "qlora", "pretrain"):
+        return "1e-3", "the model is small"
+    rates = {"full": "1e-5", "pretrain": "2e-5", "dpo": "1e-6", "reward": "1e-5", "classification": "2e-5"}
+    rate = rates.get(task, "2e-4")
+    return rate, "lower it if the loss of evaluation rises"
+
+
+def _report(task: str) -> Iterator[tuple[Any, ...]]:
+    if task == "pretrain":
+        yield "compression_baselines", False
+        yield "sample_tokens", 0

@@ -1,0 +1,167 @@
+"""``ds-trainer init``: a recipe that suits the data, the model and the devices; what is missing is said at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_trainer.arguments.yaml_reader import read_yaml
+from ds_trainer.cli.main import main
+from ds_trainer.recipes.devices import parse_devices
+from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.recipes.schema import recipe_schema
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
+from tests.support.chat_model import save_chat_model
+from tests.support.json_schema import schema_problems
+
+WORDS = ("red", "green", "blue", "cat", "dog", "fox")
+PAIRS = [f"{first} {second}" for first in WORDS for second in WORDS]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "chat": [
+        {"messages": [{"role": "user", "content": f"say {pair}"}, {"role": "assistant", "content": pair}]}
+        for pair in PAIRS
+    ],
+    "text": [{"text": f"{pair} " * 10} for pair in PAIRS],
+    "preferences": [{"prompt": f"say {pair}", "chosen": pair, "rejected": pair[::-1]} for pair in PAIRS],
+    "labels": [{"text": pair, "label": pair.split()[0]} for pair in PAIRS],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model and data of every kind."""
+    path = tmp_path_factory.mktemp("init")
+    save_chat_model(path / "base")
+    for name, rows in ROWS.items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def init(folder: Path, data: str, *more: str, out: str = "r.yaml") -> int:
+    return main(["init", str(folder / out), "--model", str(folder / "base"), "--data", str(folder / data), *more])
+
+
+@pytest.mark.parametrize(
+    ("data", "task"),
+    [
+        *(("chat.jsonl", task) for task in ("full", "lora", "qlora")),
+        ("text.jsonl", "pretrain"),
+        *(("preferences.jsonl", task) for task in ("dpo", "reward")),
+        ("labels.jsonl", "classification"),
+    ],
+)
+def test_the_recipe_is_one_that_train_accepts(folder: Path, data: str, task: str) -> None:
+    out = f"{task}.yaml"
+    options = ["--task", task, "--devices", "cpu", "--output", "runs/x"]
+    assert init(folder, data, *options, out=out) == DONE
+    recipe = load_recipe(folder / out)
+    assert recipe.arguments["output_dir"] == "runs/x"
+    assert recipe.task.name == (task if task in ("dpo", "reward", "classification") else "sft")
+    assert (recipe.model.peft is not None) == (task in ("lora", "qlora"))
+    assert (recipe.model.quantization is not None) == (task == "qlora")
+    root, problems = read_yaml((folder / out).read_text(), out)
+    assert not problems
+    assert list(schema_problems(root.plain(), recipe_schema())) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "task"),
+    [("chat", "full"), ("text", "sft"), ("preferences", "dpo"), ("labels", "classification")],
+)
+def test_defaults_follow_the_data(folder: Path, data: str, task: str) -> None:
+    assert init(folder, f"{data}.jsonl", "--yes", "--devices", "cpu", "--force") == DONE
+    recipe = load_recipe(folder / "r.yaml")
+    assert recipe.task.name == (task if task != "full" else "sft")
+    if data != "text":
+        assert recipe.data.max_length == 128  # the power of two above the longest sample
+    else:
+        assert recipe.data.sequence_length == 256  # the positions of the model
+
+
+def test_a_plan_for_gpus_that_this_machine_does_not_have(folder: Path) -> None:
+    assert init(folder, "chat.jsonl", "--yes", "--devices", "2 x H100-80GB", "--force") == DONE
+    text = (folder / "r.yaml").read_text()
+    assert "ds-trainer launch --nproc-per-node 2" in text
+    assert "of 84 GB on each device" in text or "of 85 GB on each device" in text
+    arguments = load_recipe(folder / "r.yaml").arguments
+    assert arguments["bf16"] is True
+    assert "zero_stage" in arguments
+
+
+def test_everything_that_is_missing_is_said_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["init", str(folder / "new.yaml"), "--task", "lora"]) == CANNOT_WORK
+    message = capsys.readouterr().err
+    assert "--model, --data, --devices, --output are missing" in message
+    assert "--yes" in message
+    assert main(["init", str(folder / "new.yaml"), "--yes"]) == CANNOT_WORK
+    assert "--model, --data are missing" in capsys.readouterr().err
+    assert not (folder / "new.yaml").exists()
+
+
+def test_questions(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    answers = ["", str(folder / "base"), str(folder / "chat.jsonl"), "cpu", "lora", ""]
+    asked: list[str] = []
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return answers.pop(0)
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", answer)
+    assert main(["init", str(folder / "asked.yaml")]) == DONE
+    assert not answers
+    assert [question.split()[0] for question in asked] == ["Model", "Model", "Data", "Devices", "Task", "Output"]
+    recipe = load_recipe(folder / "asked.yaml")
+    assert recipe.arguments["output_dir"] == "runs/base-lora"
+    assert recipe.model.peft is not None
+    assert "36 samples of conversations" in capsys.readouterr().out
+
+
+def test_a_recipe_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "kept.yaml").write_text("mine")
+    assert init(folder, "chat.jsonl", "--yes", out="kept.yaml") == CANNOT_WORK
+    assert "--force" in capsys.readouterr().err
+    assert (folder / "kept.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("text.jsonl", ["--task", "dpo"], "needs data of the kind preference"),
+        ("chat.jsonl", ["--task", "lroa"], "Did you mean 'lora'?"),
+        ("nothing.jsonl", [], "nothing.jsonl"),
+        ("chat.jsonl", ["--devices", "two"], "two"),
+    ],
+)
+def test_what_cannot_work(
+    folder: Path, data: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(folder, data, "--yes", *options, out="wrong.yaml") == CANNOT_WORK
+    assert message in capsys.readouterr().err
+    assert not (folder / "wrong.yaml").exists()
+
+
+def test_devices() -> None:
+    assert parse_devices("cpu").cluster is None
+    for text, nodes, per_node in (("8 x H100-80GB", 1, 8), ("4 x 8 x H100-80GB", 4, 8), ("H100-80GB", 1, 1)):
+        cluster = parse_devices(text).cluster
+        assert cluster is not None
+        assert (cluster.nodes, cluster.devices_per_node) == (nodes, per_node)
+    assert parse_devices("4 x 8 x H100-80GB").command("r.yaml") == (
+        "ds-trainer launch --nodes 4 --hostfile hosts --nproc-per-node 8 r.yaml"
+    )
+    with pytest.raises(ConfigError, match="not understood"):
+        parse_devices("1 x 2 x 3 x H100-80GB")
