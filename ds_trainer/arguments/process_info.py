@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ds_trainer.arguments.deepspeed_plugin import DeepSpeedPlugin
+from ds_trainer.arguments.distributed_state import DistributedState
 from ds_trainer.arguments.enums import NamedValue
 from ds_trainer.utils.devices import device_of, device_type_of_job
 from ds_trainer.utils.errors import ConfigError
@@ -98,6 +99,11 @@ class ProcessInfo:
     def deepspeed_plugin(self) -> DeepSpeedPlugin:
         """What scripts ask about DeepSpeed before there is a Trainer: ``zero_stage``."""
         return DeepSpeedPlugin(self)
+
+    @property
+    def distributed_state(self) -> DistributedState:
+        """What libraries ask about the processes before there is a Trainer, as of accelerate's ``PartialState``."""
+        return DistributedState(self)
 
     # -- devices --------------------------------------------------------------------------------------------------
 

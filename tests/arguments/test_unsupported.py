@@ -64,3 +64,16 @@ def test_the_zero_stage_is_known_before_there_is_a_trainer(tmp_path: Path, monke
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     assert stage() == 1
+
+
+def test_processes_are_known_before_there_is_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL asks for the type before it loads a model by name: a device map would take it from the engine."""
+    state = TrainingArguments("o", use_cpu=True).distributed_state
+    assert state.distributed_type == "DEEPSPEED" and state.device.type == "cpu" and not state.use_distributed
+    assert (state.num_processes, state.process_index, state.is_main_process) == (1, 0, True)
+    assert state.split_between_processes is not None  # of accelerate's state
+    launched = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    ranks = (state.num_processes, state.process_index, state.local_process_index)
+    assert ranks == (4, 3, 1) and not state.is_local_main_process and state.use_distributed
