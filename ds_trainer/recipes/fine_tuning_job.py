@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.data.padding import TokenPaddingCollator
+from ds_trainer.recipes.data_card import write_data_card
 from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, read_fine_tuning_data
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
@@ -59,6 +60,7 @@ def run(recipe: Recipe) -> dict[str, Any]:
     output_dir = Path(str(args.output_dir))
     if trainer.is_world_process_zero():
         (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
+        write_data_card(inputs.data, inputs.tokenizer.pretrained, output_dir)  # now, so that a run that dies has it
     prepared = time.perf_counter()
 
     train_output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -93,6 +93,16 @@ def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "gzip" not in printed
     assert "questions.jsonl: " in printed
     assert "of the tokens of a sample are trained on" in printed
+    card = json.loads((folder / "out" / "data_card.json").read_text())
+    assert [row["name"] for row in card["sources"]] == ["questions.jsonl", "notes"]
+    assert sum(card["lengths"]["counts"]) == samples and card["lengths"]["edges"][-1] > 48
+    first = card["samples"][0]
+    assert first["source"].startswith("questions.jsonl: ") and ".jsonl:" in first["source"]
+    asked, answered = first["pieces"]
+    assert asked["text"].endswith(" plus one is ") and not asked["trained"]
+    assert answered == {"text": f"{int(asked['text'].split()[0]) + 1}.<end>", "trained": True}
+    report = (folder / "out" / "report.html").read_text()
+    assert '<span class="trained">' in report and "plus one is" in report
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(folder / "out")

@@ -30,7 +30,7 @@ def sample_text(tokenizer: Any, ids: np.ndarray, labels: np.ndarray, color: bool
         color: whether to use the colors of a terminal.
     """
     text = ""
-    for trained, part in _parts(ids, labels):
+    for trained, part in parts(ids, labels):
         decoded = tokenizer.decode(part.tolist())
         if color:
             text += f"{_TRAINED if trained else _MASKED}{decoded}{_RESET}"
@@ -49,8 +49,13 @@ def token_lines(tokenizer: Any, ids: np.ndarray, labels: np.ndarray, color: bool
     return lines
 
 
-def _parts(ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
-    """Runs of tokens that are all trained on, or all not."""
+def parts(ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
+    """Runs of tokens, and whether they are trained on.
+
+    Args:
+        ids: token ids, shape [tokens].
+        labels: of the same shape, -100 where nothing is trained on.
+    """
     trained = labels != IGNORED
     edges = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
     for start, end in pairwise(edges):
