@@ -24,9 +24,6 @@ from torch.utils.data import Dataset
 from ds_trainer.data.order import ComputedPermutation, StoredOrder, shuffled
 from ds_trainer.utils.errors import ConfigError
 
-SOURCE_KEY = "source_index"
-"""Key of a sample: the index of its source."""
-
 
 class Mixture(Dataset[Any]):
     """Samples of several datasets.
@@ -96,8 +93,7 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         source, position = self.locate(index)
-        sample = self.datasets[source][position]
-        return {**sample, SOURCE_KEY: source} if isinstance(sample, dict) else sample
+        return self.datasets[source][position]
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
