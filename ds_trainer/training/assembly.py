@@ -311,7 +311,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             getattr(self.processing_class, "pad_token_id", None),
             self.floating_point_ops if of_user else None,
         )
-        cut_for_ranks(run.loader, self.losses, counter, self.overridden, self.args.auto_find_batch_size)
+        cut_for_ranks(run.loader, self.losses, counter, {*self.overridden, *vars(self)}, self.args.auto_find_batch_size)
         health = self.telemetry.watch(self.output_dir, checkpointer.finish_before_exit)
         group = self.groups.seq_data_parallel if distributed.world_size() > 1 else None
         window = LossWindow(self.device, self.args.logging_nan_inf_filter, group)

@@ -31,6 +31,7 @@ from ds_trainer.data.prepared.block_file import writing
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import resolve_ranks
+from ds_trainer.utils.threads import new_thread
 
 logger = get_logger(__name__)
 
@@ -72,7 +73,7 @@ class Heartbeat:
         self._path, self._every = path, every
         self._values = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = new_thread(self._run, name="heartbeat")
         self.doing = "starting"
 
     def __enter__(self) -> Heartbeat:

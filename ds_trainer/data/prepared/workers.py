@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ds_trainer.data.prepared.shard import Encode, ReadRecords, ShardResult, write_shard
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.threads import new_thread
 
 if TYPE_CHECKING:
     from ds_trainer.data.sources.record import Record
@@ -168,7 +168,7 @@ def _start_worker(pickled: bytes, tokens: Synchronized[int]) -> None:
     global _work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     os.environ["RAYON_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    new_thread(_end_with_parent, name="parent").start()
 
     def note(count: int) -> None:
         with tokens.get_lock():

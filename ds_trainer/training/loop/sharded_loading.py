@@ -21,7 +21,8 @@ def cut_for_ranks(
         loader: the loader of the training; one of a user gives whole batches.
         losses: shards sequences and counts items.
         counter: measures whole batches.
-        overridden: names of the methods that a subclass overrides; ``get_batch_samples`` may read batches.
+        overridden: names of the methods that a subclass or the Trainer itself replaces; ``get_batch_samples`` may read
+            batches.
         splits: whether micro-batches may be split by rows (``auto_find_batch_size``).
     """
     needs_whole = splits or "get_batch_samples" in overridden

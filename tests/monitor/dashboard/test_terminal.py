@@ -15,6 +15,7 @@ import termios
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ds_trainer.cli.main import main
@@ -151,5 +152,8 @@ def test_a_training_with_its_dashboard_stops_by_ctrl_c(tmp_path: Path) -> None:
         screen.wait_for("Stopped at step")
         assert screen.process.wait(timeout=60) == 75
     finally:
+        trainings = psutil.Process(screen.process.pid).children() if screen.process.poll() is None else []
         screen.close()
+        for training in trainings:  # of a test that failed: it has a session of its own
+            training.kill()
     assert (tmp_path / "out" / "report.html").exists()
