@@ -43,7 +43,13 @@ class Screen:
         self._master, slave = pty.openpty()
         self.resize(columns, lines)
         command = [sys.executable, "-m", "ds_trainer", *words]
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+
+        def heed_ctrl_c() -> None:  # a shell lets the processes that it starts in the background ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=heed_ctrl_c
+        )
         os.close(slave)
         self.text = ""
 
