@@ -80,7 +80,10 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
 def test_unknown_commands_are_rejected() -> None:
     unknown = kit("--cpu", "kernel")
     assert unknown.returncode == 2
-    assert "unknown stage or option 'kernel'. Stages: oracle kernels throughput memory features longest stalls" in unknown.stderr
+    assert (
+        "unknown stage or option 'kernel'. Stages: oracle kernels throughput memory features longest stalls"
+        in unknown.stderr
+    )
     assert kit("--minutes", "0").returncode == 2
     if not torch.cuda.is_available():
         assert "--cpu runs the same code" in kit("kernels").stderr
