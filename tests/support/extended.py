@@ -13,9 +13,9 @@ import json
 import re
 from pathlib import Path
 
-BUDGET = 4.0
+BUDGET = 2.5
 """Seconds of a function in the default run, on one core that does nothing else."""
-LONGEST = 10.0
+LONGEST = 6.0
 """Seconds of one case, above which a function is left to the extended run."""
 
 # They start launchers and machines; several processes begin with them, so that none is left alone with one at the end.
