@@ -30,6 +30,8 @@ def test_a_function_keeps_as_many_cases_as_fit(
     seconds: float | None, number: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extended, "SECONDS", {} if seconds is None else {"tests/a.py::test_b": seconds})
+    monkeypatch.setattr(extended, "BUDGET", 4.0)
+    monkeypatch.setattr(extended, "LONGEST", 10.0)
     assert [case for case in range(number) if not is_extended("tests/a.py::test_b", case, number)] == kept
 
 
