@@ -18,8 +18,8 @@ from tests.support.pool import pool
 
 FOLDER = Path(__file__).parents[2] / "ds_configs" / "recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))
-# The data of each that is run on one rank. quickstart and finetune_adapters have tests of their own jobs; dpo, reward and
-# classification are in test_tasks.py.
+# The data of each that is run on one rank. quickstart and finetune_adapters have tests of their own jobs; dpo, reward
+# and classification are in test_tasks.py.
 SMALL = {"full": "answers", "lora": "answers", "qlora": "answers", "continued_pretraining": "text"}
 
 
