@@ -78,7 +78,8 @@ def first_cards(summary: Mapping[str, Any]) -> list[str]:
 def quality_texts(quality: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The figure and the lines of the card."""
     lines: list[str] = []
-    big = f"loss {quality['recent_loss']:.4g}" if quality["recent_loss"] is not None else "no loss logged"
+    no_loss = "loss not finite" if quality["loss_not_finite"] else "no loss logged"
+    big = no_loss if quality["recent_loss"] is None else f"loss {quality['recent_loss']:.4g}"
     if quality["recent_loss"] is not None:
         lines.append(f"training loss {quality['first_loss']:.4g} at the start, {quality['last_loss']:.4g} at the end")
     for name, found in quality["evaluations"].items():

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.monitor.metrics_file import without_nonfinite
 from ds_trainer.monitor.report.comparison import comparison_of, comparison_page
 from ds_trainer.monitor.report.contents import read_report
 from ds_trainer.monitor.report.page import report_page
@@ -42,4 +43,5 @@ def write_comparison(first: Path, second: Path, target: Path, device_hour_price:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text_atomic(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    plain = without_nonfinite(content)
+    write_text_atomic(path, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
