@@ -81,7 +81,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also numbers of too many digits
             record = None
         if isinstance(record, dict):
             records.append(record)

@@ -25,7 +25,7 @@ def write_report(directory: Path, device_hour_price: float | None = None) -> Pat
     """
     report = read_report(directory, device_hour_price)
     _write_json(directory / CONTENT_NAME, report)
-    write_text_atomic(directory / PAGE_NAME, report_page(report))
+    _write(directory / PAGE_NAME, report_page(report))
     return directory / PAGE_NAME
 
 
@@ -38,10 +38,15 @@ def write_comparison(first: Path, second: Path, target: Path, device_hour_price:
     """
     comparison = comparison_of(read_report(first, device_hour_price), read_report(second, device_hour_price))
     _write_json(target.with_suffix(".json"), comparison)
-    write_text_atomic(target, comparison_page(comparison))
+    _write(target, comparison_page(comparison))
     return target
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     plain = without_nonfinite(content)
-    write_text_atomic(path, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    _write(path, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write ``text``; half of a surrogate pair, from a file name or from data, becomes a question mark."""
+    write_text_atomic(path, text.encode("utf-8", errors="replace").decode("utf-8"))
