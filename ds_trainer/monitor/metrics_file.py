@@ -49,17 +49,18 @@ def metric_record(values: Mapping[str, Any]) -> dict[str, Any]:
             record[name] = None
             record[f"{name}_nonfinite"] = str(value)
         else:
-            record[name] = _without_nonfinite(value)
+            record[name] = without_nonfinite(value)
     return record
 
 
-def _without_nonfinite(value: Any) -> Any:
+def without_nonfinite(value: Any) -> Any:
+    """``value`` with null in place of every number that JSON does not know, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _without_nonfinite(item) for key, item in value.items()}
+        return {key: without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_nonfinite(item) for item in value]
+        return [without_nonfinite(item) for item in value]
     return value
 
 
@@ -80,7 +81,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also numbers of too many digits
             record = None
         if isinstance(record, dict):
             records.append(record)

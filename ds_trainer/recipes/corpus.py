@@ -46,8 +46,8 @@ class Corpus:
         problems: list[str] = []
         self.eval_files = self._find_all("eval", problems)
         train_files = self._find_all("train", problems)
-        held_out = {file.path for file in self.eval_files}
-        self.train_files = [file for file in train_files if file.path not in held_out]
+        held_out = {file.path.resolve() for file in self.eval_files}
+        self.train_files = [file for file in train_files if file.path.resolve() not in held_out]
         if train_files and not self.train_files:
             problems.append(f"data.train: all {len(train_files)} files are also in data.eval; no training data.")
         if problems:
@@ -98,7 +98,7 @@ class Corpus:
         for key, spec in self.spec.sources(split):
             try:
                 for file in find_files(spec, key, DOCUMENT_SUFFIXES):
-                    found.setdefault(file.path, CorpusFile(file, spec.text_key or "text"))
+                    found.setdefault(file.path.resolve(), CorpusFile(file, spec.text_key or "text"))
             except ConfigError as error:
                 problems += error.problems
         return list(found.values())

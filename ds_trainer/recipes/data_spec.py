@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,7 +103,7 @@ class DataSpec:
                 )
         if self.held_out_every is not None and self.held_out_every < 2:
             problems.append(f"data.held_out_every={self.held_out_every} must be 2 or more.")
-        if self.held_out is not None and not (0 < self.held_out < 1 or self.held_out == int(self.held_out) > 0):
+        if self.held_out is not None and not (0 < self.held_out < 1 or _is_count(self.held_out)):
             problems.append(f"data.held_out={self.held_out} must be a number of samples, or a share between 0 and 1.")
         return problems + self._length_problems(arguments or {}) + self._source_problems() + self._role_problems()
 
@@ -177,6 +178,10 @@ class DataSpec:
         return (
             [f"data.train_on: {', '.join(map(repr, wrong))} is no role; roles are {', '.join(ROLES)}."] if wrong else []
         )
+
+
+def _is_count(number: float) -> bool:
+    return math.isfinite(number) and number == int(number) > 0
 
 
 def _tokens(length: int | str | None) -> int | None:

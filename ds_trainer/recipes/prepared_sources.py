@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.data.prepared.dataset import PreparedDataset
-from ds_trainer.data.prepared.prepare import prepare
+from ds_trainer.data.prepared.prepare import NothingPrepared, prepare
 from ds_trainer.data.prepared.workers import Part
 from ds_trainer.data.sources.bad_lines import BadLine, BadLines
 from ds_trainer.data.sources.files import SourceFile
@@ -16,6 +16,7 @@ from ds_trainer.data.sources.held_out import HeldOut
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.source import Source, read_file
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder
+from ds_trainer.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,26 @@ def prepare_sources(
     Raises:
         ConfigError: there are bad lines, records that cannot be encoded, or no sample; lists up to 20.
     """
+    try:
+        return _prepare(sources, split, held_out, encoder, identity, directory)
+    except NothingPrepared as error:
+        if split is None or error.records:
+            raise
+        found, remedy = ("none", "larger") if held_out else ("all", "smaller")
+        raise ConfigError(
+            f"data.held_out takes {found} of the records ({split.portion:.3g} of them are wanted); give a {remedy} "
+            "share, or a number of samples."
+        ) from error
+
+
+def _prepare(
+    sources: Sequence[Source],
+    split: HeldOut | None,
+    held_out: bool,
+    encoder: RecordEncoder,
+    identity: dict[str, Any],
+    directory: str | Path,
+) -> PreparedDataset:
     parts = []
     for source in sources:
         sizes = [_size(file.path) for file in source.files]
@@ -88,6 +109,7 @@ def prepare_sources(
         parts += [Part(size, FileRecords(files, source, split, held_out)) for files, size in groups]
     reading = {
         "sources": [[source.format_name, source.spec.kind, source.spec.limit, len(source.files)] for source in sources],
+        "formats": [sorted({file.format for file in source.files}) for source in sources],
         "split": None if split is None else [split.limit, held_out],
     }
     return prepare(
@@ -96,8 +118,13 @@ def prepare_sources(
         directory,
         files=[path for source in sources for path in _files_of(source)],
         identity={**identity, "reading": reading},
-        vocab_size=len(encoder.encoder.tokenizer),
+        vocab_size=_ids_of(encoder.encoder.tokenizer),
     )
+
+
+def _ids_of(tokenizer: Any) -> int:
+    """All ids of ``tokenizer`` are below this number; some vocabularies have gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def _files_of(source: Source) -> Iterator[str]:

@@ -39,6 +39,18 @@ _ABANDONED = 24 * 3600  # seconds after which an incomplete directory of another
 _TQDM_EVERY = 0.5
 
 
+class NothingPrepared(ConfigError):
+    """No record gave a sample.
+
+    Attributes:
+        records: that were read.
+    """
+
+    def __init__(self, records: int) -> None:
+        super().__init__(f"There is nothing to train on: {records:,} records were read, and none gave a sample.")
+        self.records = records
+
+
 @dataclass(frozen=True)
 class PreparationReport:
     """What it took to write a dataset.
@@ -259,14 +271,13 @@ class _Index:
         """The manifest of all shards; the files of shards without a sample are removed.
 
         Raises:
-            ConfigError: there is no sample.
+            NothingPrepared: there is no sample.
         """
         lengths: FileRecord = self._lengths.finish()
         offsets: FileRecord = self._offsets.finish()
         counts = sum((result.counts for result in self._results), Counter[str]())
         if not self._tokens:
-            records = counts["records"]
-            raise ConfigError(f"There is nothing to train on: {records} records were read, and none gave a sample.")
+            raise NothingPrepared(counts["records"])
         for result in self._results:
             if not result.record.samples:
                 (self._directory / result.record.file_name).unlink()

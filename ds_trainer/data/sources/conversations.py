@@ -160,7 +160,7 @@ def _turn(turn: Any, name: str, directory: Path) -> dict[str, Any]:
             if not isinstance(turn[key], str):
                 raise BadRecord(f"{name}: {key!r} must be a string, got {type_name(turn[key])}")
             found[key] = turn[key]
-    if (trained := turn.get("train", turn.get("weight"))) is not None:
+    if (trained := next((turn[key] for key in ("train", "weight") if turn.get(key) is not None), None)) is not None:
         if trained not in (0, 1):
             raise BadRecord(f"{name}: 'train' must be true or false, got {trained!r}")
         found["train"] = bool(trained)
@@ -229,12 +229,15 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRecord(f"{name}: a tool call has no name")
     arguments = function.get("arguments", {})
-    arguments = parsed_json(arguments, f"arguments of {name}") if isinstance(arguments, str) else arguments
+    # Null in a text was written by a person or a model; in a mapping, a table may have put it there.
+    arguments = (
+        parsed_json(arguments, f"arguments of {name}") if isinstance(arguments, str) else without_nulls(arguments)
+    )
     if not isinstance(arguments, dict):
         raise BadRecord(f"{name}: the arguments of a tool call must be a mapping, got {type_name(arguments)}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {
         "type": "function",
         **identity,
-        "function": {"name": function["name"], "arguments": without_nulls(arguments)},
+        "function": {"name": function["name"], "arguments": arguments},
     }

@@ -41,6 +41,8 @@ class SourceFile:
 def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_SUFFIXES) -> list[SourceFile]:
     """The files of ``spec``, each once: paths in their order, files of a directory by relative path.
 
+    A link keeps its own name: in the cache of the Hub, the file behind it has a hash for a name, and no suffix.
+
     Args:
         spec: the source.
         key: its name in messages, such as ``data.train[0]``.
@@ -54,7 +56,7 @@ def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_
     for path in spec.path:
         try:
             for file in _Finder(spec, key, suffixes).find(path):
-                found.setdefault(file.path, file)
+                found.setdefault(file.path.resolve(), file)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -74,7 +76,7 @@ class _Finder:
             return self._below(root, self.spec.file_pattern or "*.py", f"{self.key}: {path}")
         source = Path(path).expanduser()
         if source.is_file():
-            return [SourceFile(source.resolve(), self._format(source))]
+            return [SourceFile(source.absolute(), self._format(source))]
         if source.is_dir():
             return self._in_directory(source, f"{self.key}: {path}")
         here = f" (working directory: {Path.cwd()})"
@@ -84,7 +86,7 @@ class _Finder:
         files = [match for match in matches if match.is_file() and not _excluded(match.as_posix(), self.spec.exclude)]
         if not files:
             raise ConfigError(f"{self.key}: the pattern {path!r} matches no file{self._unless_excluded()}{here}.")
-        return [SourceFile(file.resolve(), self._format(file)) for file in files]
+        return [SourceFile(file.absolute(), self._format(file)) for file in files]
 
     def _in_directory(self, directory: Path, name: str) -> list[SourceFile]:
         if (directory / "dataset_dict.json").is_file():
@@ -94,7 +96,7 @@ class _Finder:
         if self.spec.format == "dataset" and not is_dataset:
             raise ConfigError(f"{name} was not written by save_to_disk of datasets (it has no state.json).")
         if is_dataset and self.spec.format in ("auto", "dataset"):
-            return [SourceFile(directory.resolve(), "dataset")]
+            return [SourceFile(directory.absolute(), "dataset")]
         given = self.spec.format in ("auto", "text")
         return self._below(directory, self.spec.file_pattern or ("*" if given else f"*.{self.spec.format}*"), name)
 
@@ -114,7 +116,7 @@ class _Finder:
                     relative.append(inside)
         if not relative:
             raise ConfigError(f"{name}: no file in it matches {pattern!r}{self._unless_excluded()}.")
-        found = [SourceFile((root / inside).resolve(), self._format(root / inside)) for inside in sorted(relative)]
+        found = [SourceFile((root / inside).absolute(), self._format(root / inside)) for inside in sorted(relative)]
         if self.suffixes is RECORD_SUFFIXES and self.spec.format == "auto" and self.spec.file_pattern is None:
             tables = [file for file in found if file.format != "text" and file.path.name not in _NO_SAMPLES]
             return tables or found

@@ -72,6 +72,11 @@ class HeldOut:
             )
         return cls(-smallest[0])
 
+    @property
+    def portion(self) -> float:
+        """The part of all possible records that is held out, 0 to 1."""
+        return self.limit / _RANGE
+
     def takes(self, record: Record) -> bool:
         """Whether ``record`` is held out."""
         return digest(record) < self.limit

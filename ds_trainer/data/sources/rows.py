@@ -107,6 +107,11 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row | BadLine]:
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     with open_bytes(path) as stream:
+        encoding = _other_encoding(stream.read(4))
+        if encoding is not None:
+            yield BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
+            return
+    with open_bytes(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         header: list[str] | None = None
@@ -218,6 +223,7 @@ def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:
         counted = position
         where = f"{path}:{line}"
         if in_list and text[position : position + 1] == "]":
+            yield from _second_value(path, text, position + 1)
             return
         try:
             value, position = _DECODER.raw_decode(text, position)
@@ -230,7 +236,8 @@ def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:
             yield BadLine(place, reason, whole_file=True)
             return
         if not in_list:
-            yield from _rows_of_object(path, where, value)
+            second = list(_second_value(path, text, position))
+            yield from second or _rows_of_object(path, where, value)
             return
         yield Row(where, value)
         position = _after_space(text, position)
@@ -239,6 +246,15 @@ def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:
             yield BadLine(f"{path}:{at}", "not valid JSON: expected ',' or ']' after an element", whole_file=True)
             return
         position += text[position] == ","
+
+
+def _second_value(path: Path, text: str, end: int) -> Iterator[BadLine]:
+    """Something after the only value of a file: files that were joined, or objects that were printed one by one."""
+    position = _after_space(text, end)
+    if position < len(text):
+        line = text.count("\n", 0, position) + 1
+        reason = "not valid JSON: a second value follows the first; write one object per line (jsonl), or one list"
+        yield BadLine(f"{path}:{line}", reason, whole_file=True)
 
 
 def _after_space(text: str, position: int) -> int:
@@ -264,6 +280,8 @@ def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[Row | BadLin
 
 
 def _header_problem(header: list[str]) -> str | None:
+    if not _is_text(header):
+        return "not UTF-8 text"
     if not all(name.strip() for name in header):
         return "a column in the first line has no name"
     repeated = sorted({name for name in header if header.count(name) > 1})
@@ -273,8 +291,15 @@ def _header_problem(header: list[str]) -> str | None:
 def _named(where: str, header: list[str], row: list[str]) -> Row | BadLine:
     if len(row) != len(header):
         return BadLine(where, f"has {len(row)} values, but the first line names {len(header)} columns")
+    if not _is_text(row):
+        return BadLine(where, "not UTF-8 text")
+    return Row(where, dict(zip(header, row, strict=True)))
+
+
+def _is_text(row: list[str]) -> bool:
+    """Whether no byte had to become a surrogate."""
     try:
         "".join(row).encode("utf-8")
     except UnicodeEncodeError:
-        return BadLine(where, "not UTF-8 text")
-    return Row(where, dict(zip(header, row, strict=True)))
+        return False
+    return True

@@ -38,7 +38,10 @@ class Source:
     def __init__(self, spec: SourceSpec, key: str, without: Collection[Path] = ()) -> None:
         self.spec, self.key = spec, key
         found = find_files(spec, key)
-        self.files = [file for file in found if file.path not in without]
+        if unusual := [problem for file in found if (problem := _name_problem(key, file.path))]:
+            raise ConfigError(unusual)
+        others = {path.resolve() for path in without}
+        self.files = [file for file in found if file.path.resolve() not in others]
         if not self.files:
             raise ConfigError(f"{key}: all {len(found)} files are also in data.eval; no training data.")
         self.format: RecordFormat | None = None
@@ -112,6 +115,16 @@ def read_file(file: SourceFile, format: RecordFormat | None, kind: str = "auto")
             yield Record(row.where, format.kind, format.fields(value, file.path.parent))
         except BadRecord as error:
             yield BadLine(row.where, str(error))
+
+
+def _name_problem(key: str, path: Path) -> str | None:
+    """Names of files are in figures, logs and cards, which are UTF-8."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return f"{key}: the name of the file {shown} is not UTF-8; rename it."
+    return None
 
 
 def _value(row: Row, text_key: str) -> Any:

@@ -70,7 +70,7 @@ class MetricsFollower:
     def _add(self, line: bytes) -> None:
         try:
             record = json.loads(line)
-        except ValueError:  # a line of a killed writer, or binary data
+        except (ValueError, RecursionError):  # a line of a killed writer, or binary data
             record = None
         if not isinstance(record, dict):
             self.unreadable += 1

@@ -103,6 +103,7 @@ def _quality(files: RunFiles) -> dict[str, Any]:
         "first_loss": loss[0][1] if loss else None,
         "last_loss": loss[-1][1] if loss else None,
         "recent_loss": statistics.fmean(tail) if tail else None,
+        "loss_not_finite": bool(files.not_finite("loss")),
         "steps": files.last_step,
         "planned_steps": files.summary.get("max_steps"),
         "evaluations": {},

@@ -31,7 +31,7 @@ def format_of(name: str) -> Callable[[float], str]:
 def curves_section(report: Mapping[str, Any]) -> str:
     """The loss, then everything else that was logged, with spikes."""
     curves, evaluations, spikes = report["curves"], report["evaluations"], report["spikes"]
-    if not curves and not evaluations:
+    if not curves and not evaluations and not spikes:
         return section("Curves", '<p class="soft">Nothing was logged.</p>')
     parts = [_loss(report)]
     charts = [_quantity(name, curves[name], spikes) for name in _MAIN if name in curves]
@@ -72,7 +72,11 @@ def _marks(name: str, spikes: Any) -> list[tuple[float, float | None, str]]:
 
 def _spike_text(spike: Mapping[str, Any]) -> str:
     value = "not finite" if spike["value"] is None else f"{spike['value']:.4g}"
-    return f"step {spike['step']:,}: {shown(spike['name'])} {value}, usually {spike['usual']:.4g}"
+    return f"step {spike['step']:,}: {shown(spike['name'])} {value}, usually {_usual(spike)}"
+
+
+def _usual(spike: Mapping[str, Any]) -> str:
+    return "never finite" if spike["usual"] is None else f"{spike['usual']:.4g}"
 
 
 def _spike_table(spikes: Any) -> str:
@@ -88,7 +92,7 @@ def _spike_table(spikes: Any) -> str:
         if spike["samples"] is not None:
             more = f" and {spike['more']:,} more" if spike["more"] else ""
             samples = f"epoch {spike['epoch'] + 1}: {', '.join(map(str, spike['samples']))}{more}"
-        rows.append((steps, shown(spike["name"]), value, f"{spike['usual']:.4g}", samples))
+        rows.append((steps, shown(spike["name"]), value, _usual(spike), samples))
     head = ("steps", "value", "was", "usually", "positions in the dataset")
     return f"<h3>Spikes, and the samples of their steps</h3>{table(head, rows)}"
 

@@ -66,7 +66,7 @@ def state_name(state: str) -> str:
 def first_cards(summary: Mapping[str, Any]) -> list[str]:
     """Did it work, how good, how fast, what it cost."""
     outcome = summary["outcome"]
-    state = f'<span class="{state_class(outcome["state"])}">{state_name(outcome["state"])}</span>'
+    state = f'<span class="{state_class(outcome["state"])}">{escape(state_name(outcome["state"]))}</span>'
     return [
         card("Did it work?", state, [outcome["text"]]),
         card("How good?", *quality_texts(summary["quality"])),
@@ -78,7 +78,8 @@ def first_cards(summary: Mapping[str, Any]) -> list[str]:
 def quality_texts(quality: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The figure and the lines of the card."""
     lines: list[str] = []
-    big = f"loss {quality['recent_loss']:.4g}" if quality["recent_loss"] is not None else "no loss logged"
+    no_loss = "loss not finite" if quality["loss_not_finite"] else "no loss logged"
+    big = no_loss if quality["recent_loss"] is None else f"loss {quality['recent_loss']:.4g}"
     if quality["recent_loss"] is not None:
         lines.append(f"training loss {quality['first_loss']:.4g} at the start, {quality['last_loss']:.4g} at the end")
     for name, found in quality["evaluations"].items():
@@ -149,7 +150,11 @@ def _advice(advice: Sequence[Mapping[str, str]]) -> str:
 def _failure(outcome: Mapping[str, Any]) -> str:
     if not outcome["details"]:
         return ""
-    code = f"<p class='soft'>Exit code {outcome['exit_code']}.</p>" if outcome["exit_code"] is not None else ""
+    code = (
+        f"<p class='soft'>Exit code {escape(str(outcome['exit_code']))}.</p>"
+        if outcome["exit_code"] is not None
+        else ""
+    )
     return section("The error", f"<pre>{escape(outcome['details'][-6000:])}</pre>{code}")
 
 

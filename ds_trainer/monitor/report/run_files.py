@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -128,7 +127,12 @@ class RunFiles:
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is larger than every float
+        return False
 
 
 def _mapping(path: Path) -> dict[str, Any] | None:
@@ -137,7 +141,7 @@ def _mapping(path: Path) -> dict[str, Any] | None:
         found = read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s): the report leaves it out", path, error)
         return None
     return found if isinstance(found, dict) else None

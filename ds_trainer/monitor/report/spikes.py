@@ -28,7 +28,7 @@ class Spike:
         name: ``loss`` or ``grad_norm``.
         first_step, step: the steps that the value is of; ``grad_norm`` is that of the last step only.
         value: infinite or NaN values are None.
-        usual: median of the values before.
+        usual: median of the values before; None if none was finite.
         epoch: epoch of the steps, from 0; None if the order of the data is not known.
         samples: positions in the dataset of the samples of these steps; None if they are not known.
         more: number of further samples.
@@ -38,7 +38,7 @@ class Spike:
     first_step: int
     step: int
     value: float | None
-    usual: float
+    usual: float | None
     epoch: int | None = None
     samples: list[int] | None = None
     more: int = 0
@@ -50,7 +50,7 @@ def spikes_of(files: RunFiles) -> list[dict[str, Any]]:
     for name, ratio in _LEAST_RATIO.items():
         points = files.curve(name)
         found += find_spikes(name, points, ratio)
-        usual = statistics.median([value for _, value in points]) if points else float("nan")
+        usual = statistics.median([value for _, value in points]) if points else None
         steps = [step for step, _ in points]
         for step in files.not_finite(name):
             before = max((int(other) for other in steps if other < step), default=int(step) - 1)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.monitor.metrics_file import without_nonfinite
 from ds_trainer.monitor.report.comparison import comparison_of, comparison_page
 from ds_trainer.monitor.report.contents import read_report
 from ds_trainer.monitor.report.page import report_page
@@ -24,7 +25,7 @@ def write_report(directory: Path, device_hour_price: float | None = None) -> Pat
     """
     report = read_report(directory, device_hour_price)
     _write_json(directory / CONTENT_NAME, report)
-    write_text_atomic(directory / PAGE_NAME, report_page(report))
+    _write(directory / PAGE_NAME, report_page(report))
     return directory / PAGE_NAME
 
 
@@ -37,9 +38,15 @@ def write_comparison(first: Path, second: Path, target: Path, device_hour_price:
     """
     comparison = comparison_of(read_report(first, device_hour_price), read_report(second, device_hour_price))
     _write_json(target.with_suffix(".json"), comparison)
-    write_text_atomic(target, comparison_page(comparison))
+    _write(target, comparison_page(comparison))
     return target
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text_atomic(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    plain = without_nonfinite(content)
+    _write(path, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write ``text``; half of a surrogate pair, from a file name or from data, becomes a question mark."""
+    write_text_atomic(path, text.encode("utf-8", errors="replace").decode("utf-8"))
