@@ -23,6 +23,7 @@ from ds_trainer.engine.finite_step import enable_overflow_checks, scales_loss, s
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
+from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
 from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.reduction_dtypes import (
@@ -120,6 +121,7 @@ class TrainingEngine:
         if self.stage == 3:
             mark_leaf_modules(model)
         reset_autocast(model)
+        compile_muon_when_called()
         placed = loading_weights(model, self.groups, mpu)
         partitioned = complete_partitioning(self.groups, gather_logits)
         with skip_optimizer_state_init(), partitioned, placed, bounded_creation() as spared, keep_adagrad_groups():

@@ -28,7 +28,6 @@ from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.monitor.header import RunSummary, header_lines
 from ds_trainer.monitor.report.facts import changed_arguments, process_facts, restart_count
 from ds_trainer.monitor.report.history import RunHistory, rounded
-from ds_trainer.monitor.report.writing import write_report
 from ds_trainer.monitor.throughput import PhaseClock
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.utils import distributed, failures
@@ -185,6 +184,8 @@ class RunRecorder:
 
     def _write(self) -> None:
         try:
+            from ds_trainer.monitor.report.writing import write_report  # not needed before the end of a run
+
             write_report(Path(str(self._events.args.output_dir)))
         except Exception:
             logger.error(

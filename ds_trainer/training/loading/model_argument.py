@@ -19,7 +19,6 @@ from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.engine.loading.weight_source import ChainedSource, attach_weight_source, attached_weight_source
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.training.loading.peft_adapters import add_adapters
-from ds_trainer.training.loading.pretrained import from_config, from_pretrained
 from ds_trainer.utils.errors import ConfigError
 
 _CONFIGURATION_KEYWORDS = {"auto_class", "dtype"}
@@ -43,6 +42,8 @@ def resolve_model(given: Any, args: TrainingArguments, peft_config: Any = None, 
         ConfigError: the model cannot be built, or ``model_init_kwargs`` do not apply to it.
     """
     keywords = dict(as_mapping(args.model_init_kwargs) or {})
+    if is_model_reference(given):  # imported here: a start with a module does not need it
+        from ds_trainer.training.loading.pretrained import from_config, from_pretrained
     if isinstance(given, (str, os.PathLike)):
         keywords.setdefault("allow_new_weights", args.allow_new_weights)
         defaults = {"seed": args.seed, "peft_config": peft_config, "device": args.device}

@@ -117,7 +117,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(
     def broken(directory: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("ds_trainer.training.run_recorder.write_report", broken)
+    monkeypatch.setattr("ds_trainer.monitor.report.writing.write_report", broken)
     with pytest.raises(RuntimeError, match="gone"):
         train(tmp_path, [Ends(3, fail)])
     assert "The report of the run was not written" in log.text and "ds-trainer report" in log.text
