@@ -30,7 +30,7 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
-from ds_trainer.planner.offload_sizes import PARAM_BUFFER
+from ds_trainer.planner.offload_sizes import PARAM_BUFFERS, param_buffer
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.problems import Problems
 
@@ -254,6 +254,8 @@ def _zero(
             path, *_lowest_stage(builder.config, layout, args.optim if library and library.stage_0_only else "")
         )
     stage = builder.config.get(path)
+    if devices[1] == "nvme":
+        _weights_on_nvme(builder, shape, layout)
     if stage == 0 or shape.hidden_size is None:
         return  # without a known width, DeepSpeed's default sizes apply
     width = shape.hidden_size
@@ -265,20 +267,34 @@ def _zero(
         builder.derive("zero_optimization.allgather_bucket_size", bucket, f"hidden size squared, {reason}")
     else:
         prefetch = bucket * 9 // 10
-        builder.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
+        if devices[1] != "nvme":
+            builder.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
         why = f"10 x hidden size ({shape.source}): vectors are not sharded, matrices are"
         builder.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
-        if devices[1] == "nvme":
-            _swap_buffers(builder, shape, layout)
 
 
-def _swap_buffers(builder: ConfigBuilder, shape: ModelShape, layout: ParallelLayout) -> None:
-    """DeepSpeed asserts that each shard that it reads from NVMe fits a buffer of 10**8 elements."""
-    largest = 0 if shape.transformer is None else shape.transformer.largest_matrix
-    shard = -(-largest // layout.seq_data_parallel_size)
-    if shard > PARAM_BUFFER:
-        why = f"the largest matrix on {layout.seq_data_parallel_size} ranks ({shape.source})"
-        builder.derive("zero_optimization.offload_param.buffer_size", shard + shard % 2, why)
+def _weights_on_nvme(builder: ConfigBuilder, shape: ModelShape, layout: ParallelLayout) -> None:
+    """Buffers of the shards that are read from NVMe, and no prefetch.
+
+    A gathered weight keeps its buffer until it is released, and DeepSpeed asserts that one is free and that it holds
+    the shard. Its prefetch may read a weight twice, which ends in ``already assigned swap buffer id``.
+    """
+    path = "zero_optimization.stage3_prefetch_bucket_size"
+    if builder.requested(path):
+        builder.problems.add(
+            f"{path}={builder.requested(path)} in {builder.where(path)}, but weights are on NVMe "
+            f"({builder.config.describe('zero_optimization.offload_param.device')}): DeepSpeed's prefetch reads a "
+            "weight twice there and stops. Set it to 0, or leave it out."
+        )
+    builder.derive(path, 0, "weights on NVMe: DeepSpeed's prefetch reads a weight twice there, and stops")
+    why = "weights on NVMe are released after each use, because a gathered one keeps its buffer"
+    builder.derive("zero_optimization.stage3_max_reuse_distance", 0, why)
+    section = "zero_optimization.offload_param"
+    builder.derive(f"{section}.buffer_count", PARAM_BUFFERS, "weights that are gathered at a time, with a margin")
+    if shape.transformer is not None:
+        ranks = layout.seq_data_parallel_size
+        size = param_buffer(shape.transformer.largest_matrix, ranks)
+        builder.derive(f"{section}.buffer_size", size, f"the largest matrix on {ranks} ranks ({shape.source})")
 
 
 def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, stage_0_optimizer: str) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Goal, Plan, fits, search
 from ds_trainer.planner.step_time import step_time
+from ds_trainer.utils.errors import ConfigError
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
 MODEL, LARGE = PlannedModel.from_config(LLAMA_8B, "llama-8b"), PlannedModel.from_config(LLAMA_70B, "llama-70b")
@@ -91,8 +92,17 @@ def test_the_configuration_of_a_plan(ranks: int) -> None:
     assert config.get(f"{zero}.offload_optimizer.device") == config.get(f"{zero}.offload_param.device") == "nvme"
     assert config.get(f"{zero}.offload_param.nvme_path") == "/local_nvme"
     largest = max(group.numel for group in MODEL.parameters) / ranks
-    assert (config.get(f"{zero}.offload_param.buffer_size") or 10**8) >= largest
-    assert (config.get(f"{zero}.offload_param.buffer_size") is None) == (ranks == 8)
+    assert largest <= config.get(f"{zero}.offload_param.buffer_size") <= largest + 2
+    assert config.get(f"{zero}.offload_param.buffer_count") == 5
+    assert config.get(f"{zero}.stage3_prefetch_bucket_size") == 0
+    assert config.get(f"{zero}.stage3_max_reuse_distance") == 0
+
+
+def test_a_prefetch_of_weights_on_nvme_is_refused() -> None:
+    given = {"zero_optimization": {"stage3_prefetch_bucket_size": 1000}}
+    args = TrainingArguments("runs", offload_param="nvme", nvme_path="/local_nvme", deepspeed=given)
+    with pytest.raises(ConfigError, match=r"stage3_prefetch_bucket_size=1000 .* reads a weight twice"):
+        compile_config(args, ParallelLayout(2), ModelShape.from_config(LLAMA_8B), "cuda")
 
 
 def test_features_and_disks_together() -> None:

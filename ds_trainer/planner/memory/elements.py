@@ -23,11 +23,13 @@ class Elements:
         layer: of a layer.
         outside: of the parameters outside of layers.
         head: of the LM head, tied or not; 0 if it is frozen.
+        tied: of the LM head if it is the embedding too; otherwise 0.
         largest: of the largest parameter that is trained.
         largest_in_layer: of the largest that is trained inside of a layer.
         widest: of the largest parameter, trained or not.
         widest_in_layer: of the largest inside of a layer, trained or not.
         layers: of all layers.
+        largest_matrix: that the largest parameter may have, on all ranks of tensor parallelism together.
         bucket: ``reduce_bucket_size`` of the compiled configuration.
     """
 
@@ -38,11 +40,13 @@ class Elements:
     layer: int
     outside: int
     head: int
+    tied: int
     largest: int
     largest_in_layer: int
     widest: int
     widest_in_layer: int
     layers: int
+    largest_matrix: int
     bucket: int
 
 
@@ -71,6 +75,8 @@ def elements_of(model: PlannedModel, tp: int) -> Elements:
         if size <= 10 * hidden:
             persistent += size * copies
     layer = inside // model.stack.layers
+    kinds = {group.kind for group in trained_groups}
+    head = -(-model.rows // tp) * hidden if kinds & set(_OF_HEAD) else 0
     return Elements(
         total=total,
         quantized=quantized,
@@ -78,11 +84,13 @@ def elements_of(model: PlannedModel, tp: int) -> Elements:
         persistent=persistent,
         layer=layer,
         outside=max(0, total - inside),
-        head=-(-model.rows // tp) * hidden if any(group.kind in _OF_HEAD for group in trained_groups) else 0,
+        head=head,
+        tied=0 if "head" in kinds else head,
         largest=largest,
         largest_in_layer=largest_in_layer,
         widest=widest,
         widest_in_layer=widest_in_layer,
         layers=inside,
+        largest_matrix=model.transformer.largest_matrix,
         bucket=max(hidden * hidden, _SMALLEST_BUCKET),
     )

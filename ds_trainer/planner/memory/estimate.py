@@ -136,7 +136,7 @@ class MemoryEstimator:
         numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)
         offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
         features = (*offload, run.checkpointing, run.every_n_layers)
-        key = (run.world_size, run.tp, run.stage, numbers, features)
+        key = (run.world_size, run.tp, run.cp * run.sp > 1, run.stage, numbers, features)
         found = self._shared.get(key)
         if found is None:
             elements = self._elements.get(run.tp)
@@ -145,7 +145,9 @@ class MemoryEstimator:
             states, host = model_states(elements, run)
             host["process"] = _HOST_BASE
             if not run.optimizer_on_nvme:  # those are written sub-group by sub-group, while the run waits
-                host["snapshot of a save"] = 12 * elements.trainable / run.shards
+                file = run.weight_bytes * elements.trainable if self.model.adapters else 0  # of adapters
+                ranks = run.shards if run.stage == 3 else 1
+                host["snapshot of a save"] = 12 * elements.trainable / run.shards + file / ranks
             found = shared_items(states, host, elements, run, self.model.stack.layers)
             found = self._shared[key] = replace(found, nvme=nvme_states(elements, run))
         return found

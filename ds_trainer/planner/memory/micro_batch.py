@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_trainer.planner.candidate import CHUNK_TOKENS, Candidate
@@ -22,12 +23,14 @@ class MicroBatch:
         layer: what the first layer keeps, checkpointed or not.
         recomputed: what a layer's recomputation makes before its backward pass; 0 without checkpointing.
         recomputed_last: the same for the last layer.
-        forward: what exists in addition in a layer's forward pass.
+        forward: what exists in addition in a layer's forward pass; a recomputed one runs without gradients.
         backward: what exists in addition in a layer's backward pass.
         loss: what exists in addition from the last layer's forward to its backward pass: logits, loss, gradients.
         evaluation: what exists at most in a forward pass without gradients: a layer, or logits and loss in float32.
         output: the last layer's output.
         logits: the logits, or their gradient, in the dtype of the model.
+        last_norm: what the last norm and the LM head keep, which exists while the head's gradient is made.
+        norm_backward: what exists in addition in the last norm's backward pass.
         output_gradient: the gradient of the last layer's output, which a chunked loss adds in float32 and then casts.
         offloaded: what is kept in host memory instead.
     """
@@ -40,6 +43,8 @@ class MicroBatch:
     backward: float
     loss: float
     logits: float
+    last_norm: float
+    norm_backward: float
     output_gradient: float
     output: float
     evaluation: float
@@ -51,6 +56,7 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     before = sum(_kept(model, run, stack) for stack in model.transformer.stacks[:-1])
     stack = model.stack
     kind = (run.attention, run.number_format)
+    formulas, _ = model.activations(*kind)
     sizes = layer_sizes(stack, model.rows, run.length, tp=run.tp, cp=run.cp)
     tokens = _tokens(run, stack)
     if run.chunked_loss:
@@ -63,8 +69,16 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         tile = share * (found.layer - kept)
         found = model.bytes_per_token({**sizes, "inner": share * sizes["inner"]}, *kind)
     everything, forward = tokens * kept, tokens * found.forward
+    trains_norms = any(group.kind == "norm" for group in model.trained_parameters)
+    if not trains_norms:  # then nothing reads what two norms of a layer made before they scaled it
+        everything -= tokens * 2 * run.weight_bytes * sizes["hidden"]
+        forward -= tokens * 2 * run.weight_bytes * sizes["hidden"]
+    without_gradients = tokens * _largest_without_gradients(sizes, run.weight_bytes, found.forward)
+    headless = {**sizes, "vocabulary": 0.0}
     share = 1.0 if run.eval_micro_batch is None else run.eval_micro_batch / run.micro_batch
     logits = tokens * sizes["vocabulary"]
+    # Float32 logits exist twice, those of 16 bits too; a slice of the vocabulary is gathered to them.
+    evaluated = (8 + (4 / run.tp if run.tp > 1 else 0)) if run.weight_bytes == 4 else 10
     boundary = tokens * run.weight_bytes * sizes["hidden"]
     layer = boundary if run.checkpointing else everything
     inputs = run.checkpointed_layers(stack.layers)
@@ -76,14 +90,28 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         layer=layer,
         recomputed=everything if run.checkpointing else 0.0,
         recomputed_last=everything if recomputes_last else 0.0,
-        forward=forward - (0.0 if recomputes_last else everything),
+        forward=max(without_gradients, forward - everything - boundary) if recomputes_last else forward - everything,
         backward=tokens * (found.backward + tile),
         loss=tokens * found.loss,
         output=boundary,
         output_gradient=boundary + tokens * 4 * sizes["hidden"] * (run.weight_bytes < 4) if run.chunked_loss else 0.0,
         logits=run.weight_bytes * logits,
-        evaluation=share * (boundary + max(forward, logits * (8 if run.weight_bytes == 4 else 10))),
+        last_norm=tokens * formulas.outside.bytes_per_token(headless) * trains_norms,
+        norm_backward=tokens * formulas.bytes_per_token(headless).loss * trains_norms,
+        evaluation=share * (boundary + max(without_gradients, logits * evaluated)),
     )
+
+
+def _largest_without_gradients(sizes: Mapping[str, float], width: int, forward: float) -> float:
+    """Bytes per token that exist at most in a layer's forward pass which keeps nothing.
+
+    In the MLP: two projections and their product, the input and the residual. In attention: queries and keys before
+    and after the rotation, values, the output. In a norm: the input, and two in float32.
+    """
+    hidden, inner = sizes["hidden"], sizes["inner"] * sizes["active"]
+    mlp = width * (2 * hidden + 3 * inner)
+    attention = width * (2 * hidden + 2 * sizes["queries"] + 3 * sizes["keys"])
+    return min(forward, max(mlp, attention, (width + 8) * hidden))
 
 
 def _kept(model: PlannedModel, run: Candidate, stack: Stack) -> float:

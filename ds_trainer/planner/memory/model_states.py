@@ -14,8 +14,8 @@ share them, ``w`` bytes of a weight and ``B`` elements of ``reduce_bucket_size``
     optimizer on NVMe: on the disk, for each rank, 4 t / W (masters) + 8 t / W + 4 t / W (gradients); in host memory
     the gradients in the dtype of accumulation, and 4 buffers of 4 bytes x the largest sub-group
 
-    weights on NVMe: on the disk w n / W; in host memory the first 10**9 elements of them, 5 buffers of w x 10**8 (or
-    the largest shard), and if there are more elements, one of W x w x the largest sub-group: its parameters as a whole
+    weights on NVMe: on the disk w n / W; in host memory the first 10**9 elements of them, 5 buffers of w x the
+    largest shard, and if there are more elements, one of W x w x the largest sub-group: its parameters as a whole
 
 Source: allocations of DeepSpeed's engines, counted in ``benchmarks/plan_memory.py``; the constructors in
 ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``; for NVMe ``runtime/swap_tensor/partitioned_optimizer_swapper.py``
@@ -29,10 +29,10 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import Elements
 from ds_trainer.planner.offload_sizes import (
     OPTIMIZER_BUFFERS,
-    PARAM_BUFFER,
     PARAM_BUFFERS,
     PARAMS_IN_HOST,
     SUB_GROUP,
+    param_buffer,
 )
 
 
@@ -53,7 +53,7 @@ def model_states(elements: Elements, run: Candidate) -> tuple[dict[str, float], 
         weights["weights"] = width * elements.total / shards
         if run.param_on_nvme:
             weights["weights"] = width * min(PARAMS_IN_HOST, trained)
-            host["weight buffers"] = width * PARAM_BUFFERS * max(PARAM_BUFFER, elements.widest / shards)
+            host["weight buffers"] = width * PARAM_BUFFERS * param_buffer(elements.largest_matrix, shards)
             if trained > PARAMS_IN_HOST:
                 host["buffer of updated weights"] = width * largest_sub_group(elements, run) * shards
         if shards > 1:

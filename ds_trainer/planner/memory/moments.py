@@ -31,6 +31,9 @@ from ds_trainer.planner.offload_sizes import SUB_GROUP
 REUSE_DISTANCE = 10**9
 """DeepSpeed's default of ``stage3_max_reuse_distance``: gathered weights that are used again within that many elements
 stay."""
+MAX_LIVE = 10**9
+"""DeepSpeed's default of ``stage3_max_live_parameters``: the prefetch runs ahead until so many are
+gathered."""
 ALL_REDUCE_BUCKET = 5 * 10**8
 """Elements that are reduced at a time without ZeRO."""
 
@@ -118,7 +121,7 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
         {"gathered weights": gathered.without_head, **before, **gradients.head_reduction},
         {**before, "gathered weights": gathered.without_head, **gradients.first},
         {**before, "gathered weights": gathered.a_layer, **gradients.middle},
-        {**before, "gathered weights": gathered.at_the_end, **gradients.last},
+        {**before, "gathered weights": gathered.at_the_end, **gradients.last, **gathered.in_flight},
         {"gathered weights": gathered.at_the_end, **before, **gradients.end},
         _norm(elements, run),
         {} if run.offload_optimizer else _update(elements, run),
@@ -141,8 +144,8 @@ def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, 
     return (
         {"activations": batch.kept, "a layer": batch.forward},
         {"activations": output, "logits and loss": batch.loss},
-        {"activations": output, "gradient of logits": batch.logits, **gradient},
-        {"activations": output, **gradient},
+        {"activations": output, "gradient of logits": batch.logits, "last norm": batch.last_norm, **gradient},
+        {"activations": output, "last norm": batch.norm_backward, **gradient},
         {"activations": batch.kept, **last},
         {"activations": batch.layer + after_reduction * (batch.kept - batch.layer), **layer},
         {"activations": batch.layer, **layer},
@@ -168,25 +171,33 @@ class GatheredWeights:
         at_the_end: when the backward pass is at the first layer.
         in_evaluation: at most in a forward pass that keeps nothing.
         buffer: of a gather.
+        in_flight: a buffer that exists at the end of the backward pass too. It was measured in runs with sequences that
+            ranks share, in which DeepSpeed gathers weights again.
     """
 
     def __init__(self, elements: Elements, run: Candidate) -> None:
         self.at_the_turn = self.without_head = self.a_layer = self.at_the_end = self.in_evaluation = self.buffer = 0.0
+        self.in_flight: dict[str, float] = {}
         if run.stage != 3 or run.shards == 1:
             return
         width, sharded = run.weight_bytes, elements.total - elements.persistent
         uses = 2 + run.checkpointing / run.every_n_layers
-        prefetched = 0.9 * elements.bucket
+        prefetched = 0.0 if run.param_on_nvme else 0.9 * elements.bucket
         layer = min(sharded, elements.layer + prefetched)
         near = max(layer, min(sharded, REUSE_DISTANCE / uses + elements.layer))
-        all_stay = near >= sharded
-        embedding = max(0, elements.outside - elements.head)
+        if run.param_on_nvme:  # the compiled configuration releases them after each use
+            near = min(sharded, max(elements.layer, elements.head))
+        first = max(0, elements.outside - elements.head) + elements.tied
+        embedding = first if elements.head else 0  # its backward pass needs it, if there is one
+        live = min(sharded, MAX_LIVE)
         self.a_layer = width * layer
         self.at_the_turn = width * near
-        self.without_head = width * max(layer, near - elements.head)
-        self.at_the_end = width * (max(layer, embedding + elements.layer) if all_stay else layer)
-        self.in_evaluation = width * max(layer, elements.widest)
+        self.without_head = width * max(layer, near - elements.head + elements.tied)
+        self.at_the_end = width * min(sharded, embedding + elements.layer)
+        self.in_evaluation = width * max(min(live, sharded - first), elements.widest)
         self.buffer = width * min(sharded, max(prefetched + elements.widest_in_layer / 2, elements.widest))
+        if run.cp * run.sp > 1:
+            self.in_flight = {"gather buffer": self.buffer}
 
 
 def _accumulated(elements: Elements, run: Candidate) -> dict[str, float]:
@@ -209,29 +220,35 @@ class _Gradients:
     """
 
     def __init__(self, elements: Elements, run: Candidate, layers: int) -> None:
-        self.layers_until_reduction = 0
+        self.layers_until_reduction = 0.0
         width, trained = run.weight_bytes, elements.trainable
         self.head: dict[str, float] = {"gradient of the LM head": width * min(elements.head, trained)}
         self.head_reduction: dict[str, float] = dict(self.head)
         self.first: dict[str, float] = {}
         if run.stage == 3:
-            self._with_sharded_weights(elements, run)
+            self._with_sharded_weights(elements, run, layers)
         elif run.stage == 2:
             self._with_sharded_gradients(elements, run, layers)
         else:
-            self._with_whole_gradients(elements, run)
+            self._with_whole_gradients(elements, run, layers)
 
-    def _with_whole_gradients(self, elements: Elements, run: Candidate) -> None:
+    def _with_whole_gradients(self, elements: Elements, run: Candidate, layers: int) -> None:
         width, trained = run.weight_bytes, elements.trainable
+        tied = _tied(elements, run)
         again = run.accumulation > 1  # then they exist already, and so does the bucket
         everything = 0.0 if again else width * trained
         buffers = {"reduction bucket": 0.0 if run.stage == 0 or again else width * elements.bucket}
         embedding = max(0, elements.outside - elements.head)  # the last gradient of a backward pass
-        outside = {"gradients": min(everything, width * (elements.layer + elements.head)), **buffers}
-        inside = {"gradients": max(0.0, everything - width * (embedding + elements.layer)), **buffers}
+        newest = elements.largest_in_layer
+
+        def until(layer: int) -> dict[str, float]:
+            found = width * (embedding + (layer + 1) * elements.layer - newest)
+            return {"gradients": max(0.0, everything - found), **buffers}
+
         self.head_reduction = {**self.head, **buffers}
-        self.first = self.middle = outside
-        self.last = inside
+        self.first = {"gradients": min(everything, width * (newest + elements.head)), **buffers}
+        self.middle, self.last = until(1), until(0)
+        self.layers_until_reduction = layers - layers / max(1, layers - 1)  # the second layer has the most gradients
         if run.stage == 0:  # gradients are flattened on a single rank too
             self.end = {"gradients": everything, "all-reduce": width * min(ALL_REDUCE_BUCKET, trained)}
             return
@@ -239,6 +256,7 @@ class _Gradients:
         first = width * (0 if embedding > elements.bucket else elements.bucket)
         self.end = {
             "gradients": max(0.0, everything - first),
+            **tied,
             **buffers,
             **_reduction(elements, run, elements.largest),
             "reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run),
@@ -246,46 +264,61 @@ class _Gradients:
 
     def _with_sharded_gradients(self, elements: Elements, run: Candidate, layers: int) -> None:
         width = run.weight_bytes
+        tied = _tied(elements, run)
         bucket = {"reduction bucket": width * elements.bucket}
         owned = {"reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run)}
-        inside = {
-            "gradient": width * elements.largest_in_layer,
-            **bucket,
-            "copies for the reduction": _copy(elements, run, elements.layers),
-        }
+        first = {"gradient": width * elements.largest_in_layer, **tied, **bucket}
+        # A bucket that takes more than a layer is reduced beside fewer tensors than the most that a layer has.
+        part = 0.5 if elements.bucket >= elements.layer else 1.0
+        copies = part * _copy(elements, run, elements.layers)
+        inside = {**first, "copies for the reduction": copies}
         self.head_reduction = {**self.head, **bucket}
-        at_once = elements.head > elements.bucket
+        at_once = elements.head > elements.bucket and not tied
         if at_once:
             reduction = _reduction(elements, run, elements.head)
             self.head_reduction |= reduction if sum(reduction.values()) > sum(owned.values()) else owned
         else:
-            room = max(0, elements.bucket - elements.head)
-            self.layers_until_reduction = min(layers - 1, room // max(1, elements.layer) + 1)
-        self.first = {**inside, **(owned if at_once else {})}
+            self.layers_until_reduction = _layers_until_reduction(elements, layers)
+        self.first = {**first, **(owned if at_once else {})}
         self.middle = self.last = {**inside, **owned}
         self.end = {
             "gradient": width * elements.largest,
+            **tied,
             **bucket,
             **_reduction(elements, run, elements.largest),
             **owned,
         }
 
-    def _with_sharded_weights(self, elements: Elements, run: Candidate) -> None:
+    def _with_sharded_weights(self, elements: Elements, run: Candidate, layers: int) -> None:
         width = run.weight_bytes
-        copy = _copy(elements, run, elements.layers)
-        self.first = {"gradient": width * elements.largest_in_layer, "copies for the reduction": copy}
-        self.middle = self.last = self.first
-        if elements.head > elements.bucket:
+        tied = _tied(elements, run)
+        self.first = {"gradient": width * elements.largest_in_layer, **tied}
+        self.middle = self.last = {**self.first, "copies for the reduction": _bucket_copy(elements, run)}
+        if elements.head <= elements.bucket or tied:
+            self.layers_until_reduction = _layers_until_reduction(elements, layers)
+        else:
             self.head_reduction |= _reduction_of_sharded(elements, run, elements.head)
         self.end = {
             "gradient": width * elements.largest,
+            **tied,
             **_reduction_of_sharded(elements, run, elements.largest),
         }
 
 
+def _tied(elements: Elements, run: Candidate) -> dict[str, float]:
+    """The LM head's gradient, if it waits for that of the embedding, to which it is added: both are one parameter."""
+    return {"gradient of the tied embedding": run.weight_bytes * elements.tied} if elements.tied else {}
+
+
+def _layers_until_reduction(elements: Elements, layers: int) -> int:
+    """Layers whose gradients, with that of the LM head, fill the bucket."""
+    room = max(0, elements.bucket - (0 if elements.tied else elements.head))
+    return min(layers - 1, room // max(1, elements.layer) + 1)
+
+
 def _reduction_of_sharded(elements: Elements, run: Candidate, size: int) -> dict[str, float]:
     """Like :func:`_reduction`, with ZeRO 3: a larger gradient than the bucket is always copied."""
-    copy = run.weight_bytes * size if size > elements.bucket else _copy(elements, run, elements.layers)
+    copy = run.weight_bytes * size if size > elements.bucket else _bucket_copy(elements, run)
     norm = 8 * size / run.shards if run.offload_optimizer else 0.0
     return {"float64 gradient": norm} if norm > copy else {"copies for the reduction": copy}
 
@@ -303,6 +336,11 @@ def _copy(elements: Elements, run: Candidate, waiting: int) -> float:
     if run.shards == 1:
         return 0.0
     return run.weight_bytes * min(waiting, elements.trainable, elements.bucket)
+
+
+def _bucket_copy(elements: Elements, run: Candidate) -> float:
+    """Bytes that ZeRO 3 copies from gradients of layers to reduce them, on one rank too."""
+    return run.weight_bytes * min(elements.layers, elements.trainable, elements.bucket)
 
 
 def _reduction(elements: Elements, run: Candidate, size: int) -> dict[str, float]:
@@ -327,9 +365,16 @@ def _norm(elements: Elements, run: Candidate) -> dict[str, float]:
         return {"float64 gradient": 8 * elements.largest / run.shards}
     owned = owned_elements(elements, run)
     return {
+        **_kept_by_stage_1(elements, run),
         "gradients": run.gradient_bytes * owned,
         "float64 gradient": 8 * min(elements.largest, elements.trainable / run.shards),
     }
+
+
+def _kept_by_stage_1(elements: Elements, run: Candidate) -> dict[str, float]:
+    """ZeRO 1 in float32 keeps the gradient of a tied embedding that is larger than the bucket. Measured."""
+    keeps = run.stage == 1 and run.weight_bytes == 4 and run.shards > 1 and elements.tied > elements.bucket
+    return _tied(elements, run) if keeps else {}
 
 
 def _update(elements: Elements, run: Candidate) -> dict[str, float]:
@@ -343,6 +388,7 @@ def _update(elements: Elements, run: Candidate) -> dict[str, float]:
         return {"flattened gradients": width * part, "float32 gradients": 4 * part if width == 2 else 0.0}
     flattened = width * trained if run.gradient_bytes == width else 0.0
     return {
+        **_kept_by_stage_1(elements, run),
         "gradients": run.gradient_bytes * owned_elements(elements, run),
         "flattened gradients": flattened,
         "float32 gradients": converted if flattened else 0.0,

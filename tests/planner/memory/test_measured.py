@@ -49,6 +49,21 @@ def test_the_largest_moment() -> None:
     assert {name: ratio for name, ratio in found.items() if not 0.98 < ratio < 1.08} == {}
 
 
+BELOW = {  # of these runs two moments are further below what was measured: neither is their largest
+    ("ZeRO 1 bf16 ranks 4 tp 2", "end_of_backward"),
+    ("ZeRO 3 bf16 ranks 2 large vocabulary, accumulation 2", "layers"),
+}
+
+
+@pytest.mark.parametrize("phase", benchmark.LABELS)
+def test_every_moment(phase: str) -> None:
+    """The median within 1 %, none more than 2.1 % below what was measured; above, at most 11 %."""
+    found = {name: ratios(name)[phase] for name in CASES if phase in ratios(name)}
+    assert statistics.median(found.values()) == pytest.approx(1, abs=0.01)
+    outside = {(name, phase) for name, ratio in found.items() if not 0.979 < ratio < 1.11}
+    assert outside == {one for one in BELOW if one[1] == phase}
+
+
 @pytest.mark.parametrize("name", ["ZeRO 2 bf16 ranks 2", "ZeRO 3 fp32 ranks 1"])
 def test_a_run_of_today_is_that_of_the_file(name: str, tmp_path: Path) -> None:
     from tests.support.pool import pool
@@ -76,7 +91,7 @@ def items() -> set[str]:
 
 @pytest.mark.parametrize("item", sorted(items()))
 def test_a_dropped_item_is_noticed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    close = {(name, phase) for name in CASES for phase, ratio in ratios(name).items() if abs(ratio - 1) < 0.02}
+    close = {(name, phase): ratio for name in CASES for phase, ratio in ratios(name).items() if abs(ratio - 1) < 0.02}
     states_of, shared_of, activations_of = model_states.model_states, moments.shared_items, moments.activation_items
 
     def without(found: Mapping[str, float]) -> dict[str, float]:
@@ -97,5 +112,10 @@ def test_a_dropped_item_is_noticed(item: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, "model_states", fewer_states)
     monkeypatch.setattr(estimate, "shared_items", fewer_shared)
     monkeypatch.setattr(estimate, "activation_items", fewer_activations)
-    missed = {(name, phase) for name in CASES for phase, ratio in ratios(name).items() if ratio < 0.975}
-    assert missed & close, "no run tells that this is missing"
+    missed = [
+        (name, phase)
+        for name in CASES
+        for phase, ratio in ratios(name).items()
+        if ratio < close.get((name, phase), 0.0) - 0.02
+    ]
+    assert missed, "no run tells that this is missing"

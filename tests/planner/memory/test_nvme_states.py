@@ -18,6 +18,7 @@ from ds_trainer.config.environment import Environment
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory import model_states as states
 from ds_trainer.planner.memory.elements import elements_of
+from ds_trainer.planner.offload_sizes import PARAM_BUFFERS
 from ds_trainer.planner.planned_model import PlannedModel
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -27,8 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed"),
 ]
 
-SUB_GROUP, BUFFER, IN_HOST = 5_000_000, 3_000_000, 8_000_000
-BUFFERS = 16  # with 5, DeepSpeed 0.19.8 runs out of them: a gathered parameter keeps its buffer
+SUB_GROUP, IN_HOST = 5_000_000, 8_000_000
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 4096}
 
 
@@ -41,7 +41,7 @@ def measure(folder: Path, extensions: str, param: str, in_host: int, bf16: bool)
     zero["offload_param"] = {"device": param}
     zero["offload_optimizer"]["nvme_path"] = str(disk)
     if param == "nvme":
-        zero["offload_param"].update(nvme_path=str(disk), buffer_size=BUFFER, buffer_count=BUFFERS, max_in_cpu=in_host)
+        zero["offload_param"].update(nvme_path=str(disk), max_in_cpu=in_host)
     args = TrainingArguments(
         str(folder),
         deepspeed={"zero_optimization": zero},
@@ -78,17 +78,67 @@ def measure(folder: Path, extensions: str, param: str, in_host: int, bf16: bool)
     return found
 
 
+def trained(folder: Path, extensions: str, in_host: int | None) -> tuple[list[float], list[float], int]:
+    """Loss and gradient norm of each step, and most buffers that were used at a time.
+
+    Args:
+        folder: for the run.
+        extensions: where compiled operators are.
+        in_host: ``max_in_cpu``; None trains without offload.
+    """
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    folder.mkdir(exist_ok=True)
+    zero: dict[str, Any] = {"stage": 3}
+    if in_host is not None:
+        for part in ("offload_param", "offload_optimizer"):
+            zero[part] = {"device": "nvme", "nvme_path": str(folder)}
+        zero["offload_param"]["max_in_cpu"] = in_host
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(folder),
+        deepspeed={"zero_optimization": zero},
+        max_steps=4,
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        per_device_train_batch_size=2,
+    )
+    trainer = Trainer(tiny_llama(**SIZES), args, train_dataset=RaggedTokens(32))
+    used = 0
+
+    def count(module: torch.nn.Module, *_: Any) -> None:
+        nonlocal used
+        swapper = next((getattr(one, "nvme_swapper", None) for one in module.parameters()), None)
+        if swapper is not None:
+            used = max(used, swapper.param_buffer_count - swapper.available_swap_in_buffers())
+
+    for module in trainer.model.modules():
+        module.register_forward_hook(count)
+        module.register_full_backward_hook(count)
+    trainer.train()
+    steps = [step for step in trainer.state.log_history if "loss" in step]
+    trainer.engine.close()
+    return [step["loss"] for step in steps], [step["grad_norm"] for step in steps], used
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_on_nvme_train_like_without_offload(ranks: int, extensions: str, tmp_path: Path) -> None:
+    """With the compiled buffers. All weights are on the disk: ``max_in_cpu`` is 0."""
+    plain = pool(ranks).run(partial(trained, tmp_path / "plain", extensions, None))
+    found = pool(ranks).run(partial(trained, tmp_path / "nvme", extensions, 0))
+    for (losses, norms, used), (wanted, wanted_norms, none) in zip(found, plain, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert norms == pytest.approx(wanted_norms, rel=1e-5)
+        assert 0 < used <= PARAM_BUFFERS and none == 0
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("param", "in_host"), [("cpu", 0), ("nvme", 10**9), ("nvme", IN_HOST)])
 def test_host_memory_and_files(
     param: str, in_host: int, bf16: bool, extensions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (
-        ("SUB_GROUP", SUB_GROUP),
-        ("PARAM_BUFFER", BUFFER),
-        ("PARAM_BUFFERS", BUFFERS),
-        ("PARAMS_IN_HOST", in_host),
-    ):
+    for name, value in (("SUB_GROUP", SUB_GROUP), ("PARAMS_IN_HOST", in_host)):
         monkeypatch.setattr(states, name, value)
     ranks = pool(2).run(partial(measure, tmp_path, extensions, param, in_host, bf16))
     run = Candidate(
