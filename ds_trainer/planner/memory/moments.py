@@ -176,7 +176,7 @@ class GatheredWeights:
             return
         width, sharded = run.weight_bytes, elements.total - elements.persistent
         uses = 2 + run.checkpointing / run.every_n_layers
-        prefetched = 0.9 * elements.bucket
+        prefetched = elements.prefetch
         layer = min(sharded, elements.layer + prefetched)
         near = max(layer, min(sharded, REUSE_DISTANCE / uses + elements.layer))
         all_stay = near >= sharded
