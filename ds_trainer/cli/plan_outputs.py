@@ -58,7 +58,7 @@ def compiled_config(request: PlanRequest, plan: Plan) -> CompiledConfig:
     args = training_arguments(request, plan)
     layout = ParallelLayout.of(args, plan.cluster.world_size)
     shape = ModelShape.from_config(request.config, source=plan.model.name)
-    return compile_config(args, layout, shape, "cuda")
+    return compile_config(args, layout, shape, "cuda", cluster=plan.cluster)
 
 
 def contradictions(request: PlanRequest, plan: Plan) -> list[str]:

@@ -16,6 +16,7 @@ from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.config.communication_sizes import write_communication_sizes
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.config_builder import ConfigBuilder, flatten
 from ds_trainer.config.environment import Environment
@@ -28,14 +29,13 @@ from ds_trainer.config.schema_values import AUTO
 from ds_trainer.config.user_config import read_user_config
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.offload_sizes import PARAM_BUFFERS, param_buffer
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.problems import Problems
 
-# A bucket of less than a million elements costs more in collective latency than it saves by overlap.
-_SMALLEST_BUCKET = 2**20
 _TORCH_DTYPES = {AutocastDtype.BF16: "torch.bfloat16", AutocastDtype.FP16: "torch.float16"}
 _FP16_DEFAULTS = (
     ("loss_scale", 0, "0: dynamic loss scale"),
@@ -55,6 +55,7 @@ def compile_config(
     environment: Environment | None = None,
     total_steps: int | None = None,
     problems: Problems | None = None,
+    cluster: Cluster | None = None,
 ) -> CompiledConfig:
     """Compile the DeepSpeed configuration.
 
@@ -69,6 +70,7 @@ def compile_config(
             checked.
         total_steps: optimizer steps of the run, if known. A DeepSpeed ``scheduler`` may need them.
         problems: collects what is wrong instead of raising it.
+        cluster: the machines, whose network determines sizes of messages; None if they are not known.
 
     Returns:
         A complete configuration: no ``"auto"``, every value with its origin. Compiling it again (as
@@ -82,7 +84,9 @@ def compile_config(
     config = (
         CompiledConfig()
         if found
-        else _compiled(args, layout, shape or ModelShape(), device, client_optimizer, environment, total_steps, found)
+        else _compiled(
+            args, layout, shape or ModelShape(), device, client_optimizer, environment, total_steps, found, cluster
+        )
     )
     if problems is None:
         found.raise_if_any()
@@ -100,6 +104,7 @@ def _compiled(
     environment: Environment | None,
     total_steps: int | None,
     problems: Problems,
+    cluster: Cluster | None,
 ) -> CompiledConfig:
     sizes = [f"{name}={value} ({args.where(name)})" for name in PARALLEL_SIZES if (value := getattr(args, name)) > 1]
     problems.extend(layout_problems(shape, layout, " and ".join(sizes)))
@@ -115,7 +120,7 @@ def _compiled(
     _layout(builder, args, layout)
     _batch(builder, args, layout)
     _precision(builder, args)
-    _zero(builder, args, layout, shape, library if client_optimizer is None else None)
+    _zero(builder, args, layout, shape, library if client_optimizer is None else None, cluster)
     write_optimizer(builder, args, device, client_optimizer)
     write_gradient_dtypes(builder, args, layout)
     _scheduler(builder, args, total_steps)
@@ -237,6 +242,7 @@ def _zero(
     layout: ParallelLayout,
     shape: ModelShape,
     library: LibraryOptimizer | None,
+    cluster: Cluster | None,
 ) -> None:
     for name in ("offload_optimizer", "offload_param"):
         _offload(builder, args, name)
@@ -256,21 +262,8 @@ def _zero(
     stage = builder.config.get(path)
     if devices[1] == "nvme":
         _weights_on_nvme(builder, shape, layout)
-    if stage == 0 or shape.hidden_size is None:
-        return  # without a known width, DeepSpeed's default sizes apply
-    width = shape.hidden_size
-    bucket = max(width * width, _SMALLEST_BUCKET)
-    bucket += bucket % 2  # DeepSpeed requires an even number
-    reason = f"{shape.source}, at least {_SMALLEST_BUCKET} elements"
-    builder.derive("zero_optimization.reduce_bucket_size", bucket, f"hidden size squared, {reason}")
-    if stage < 3:
-        builder.derive("zero_optimization.allgather_bucket_size", bucket, f"hidden size squared, {reason}")
-    else:
-        prefetch = bucket * 9 // 10
-        if devices[1] != "nvme":
-            builder.derive("zero_optimization.stage3_prefetch_bucket_size", prefetch, f"0.9 x bucket, {reason}")
-        why = f"10 x hidden size ({shape.source}): vectors are not sharded, matrices are"
-        builder.derive("zero_optimization.stage3_param_persistence_threshold", 10 * width, why)
+    if stage > 0:
+        write_communication_sizes(builder, stage, layout, shape, cluster)
 
 
 def _weights_on_nvme(builder: ConfigBuilder, shape: ModelShape, layout: ParallelLayout) -> None:

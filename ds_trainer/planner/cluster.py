@@ -18,6 +18,9 @@ from ds_trainer.planner.hardware import DEVICES, FORMATS, Device, find_device
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.host_memory import total_host_memory
 
+LATENCY, NETWORK_LATENCY = 2e-5, 5e-5
+"""Seconds of a collective without data, in a machine and across machines: rules of thumb, not measured on GPUs."""
+
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0  # x16, one direction
 _NUMBERS = ("memory", "bandwidth", "link", "host", "network")
 _DISK = ("nvme_read", "nvme_write")  # may be left out
@@ -134,6 +137,28 @@ class Cluster:
     def world_size(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return self.device == "cpu"
+
+    def crosses_machines(self, ranks: int, stride: int = 1) -> bool:
+        """Whether a ring over ``ranks`` ranks that are ``stride`` apart leaves a machine."""
+        return ranks * stride > self.devices_per_node
+
+    def ring_bandwidth(self, ranks: int, stride: int = 1) -> float:
+        """GB/s of a ring over ``ranks`` ranks that are ``stride`` apart.
+
+        A ring over several machines uses the network of each of its devices on a machine.
+        """
+        if not self.crosses_machines(ranks, stride):
+            return self.board.link
+        return min(self.board.link, self.board.network * max(1, self.devices_per_node // stride))
+
+    def latency(self, ranks: int, stride: int = 1) -> float:
+        """Seconds of a collective over such ranks without data."""
+        return NETWORK_LATENCY if self.crosses_machines(ranks, stride) else LATENCY
 
     @classmethod
     def of(cls, device: str, nodes: int, devices_per_node: int, more: Mapping[str, Any] | None = None) -> Cluster:

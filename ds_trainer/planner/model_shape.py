@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.planner.transformer_shape import Transformer, read_transformer
@@ -26,12 +26,16 @@ class ModelShape:
         transformer: dimensions of its layers, for the model families that
             :mod:`ds_trainer.planner.transformer_shape` supports; None for any other model.
         max_length: maximum sequence length in tokens; None if unknown.
+        total: elements of all parameters; None if unknown.
+        trainable: elements of those that are trained; None if unknown.
     """
 
     hidden_size: int | None = None
     source: str = "unknown"
     transformer: Transformer | None = None
     max_length: int | None = None
+    total: int | None = None
+    trainable: int | None = None
 
     @classmethod
     def from_config(cls, config: Any, source: str = "model config", class_name: str | None = None) -> ModelShape:
@@ -54,9 +58,17 @@ class ModelShape:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelShape:
-        """Read ``model.config``. A module without it has an unknown shape."""
+        """Read ``model.config``, and count parameters. A module without configuration has an unknown shape."""
         config = getattr(model, "config", None)
-        return cls() if config is None else cls.from_config(config, class_name=_class_name(model))
+        found = cls() if config is None else cls.from_config(config, class_name=_class_name(model))
+        counts = [(_elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
+        trained = sum(count for count, is_trained in counts if is_trained)
+        return replace(found, total=sum(count for count, _ in counts), trainable=trained)
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Those of the whole parameter, if ZeRO 3 has sharded it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _class_name(model: nn.Module) -> str:

@@ -75,7 +75,7 @@ def _on_cluster(plan: Plan, cluster: Cluster) -> list[Plan]:
         changes = _changes(plan, candidate)
         if changes is not None:
             by_number.setdefault(len(changes), []).append((changes, candidate))
-    estimator = MemoryEstimator(plan.model)
+    estimator = MemoryEstimator(plan.model, cluster)
     best: dict[frozenset[str], Plan] = {}
     for number in sorted(by_number):
         if number > _AT_ONCE and best:

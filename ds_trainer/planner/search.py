@@ -228,7 +228,7 @@ def _plans(
     model: PlannedModel, cluster: Cluster, goal: Goal, conflicts: list[str], tiers: str
 ) -> Iterator[Plan | None]:
     """A plan for each candidate; None if it is larger than another that does not fit, or slower than one that does."""
-    estimator, fixed = MemoryEstimator(model), {name for name, _ in goal.fixed}
+    estimator, fixed = MemoryEstimator(model, cluster), {name for name, _ in goal.fixed}
     too_large: set[tuple[object, ...]] = set()
     is_open = not {"checkpointing", "every_n_layers"} & fixed
     whole: set[tuple[str, ...]] = set()  # features with which the candidate fits that keeps all activations

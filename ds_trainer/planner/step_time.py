@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ds_trainer.planner.bucket_sizes import Network, prefetch_bucket, reduce_bucket
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.flops import forward_flops
@@ -163,19 +164,12 @@ def _element_wise(model: PlannedModel, run: Candidate) -> float:
     return run.tokens * (layers * (5 + 2 * again) + found.loss * 3)
 
 
-def _ring(size: float, ranks: int, bandwidth: float, latency: float = 2e-5) -> float:
-    """Seconds to gather or to scatter ``size`` bytes in all over ``ranks``."""
-    return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (bandwidth * 1e9) + latency
-
-
-def _bandwidth(cluster: Cluster, ranks: int, stride: int = 1) -> float:
-    """GB/s of a ring over ``ranks`` ranks that are ``stride`` apart.
-
-    A ring over several machines uses the network of each of its devices on a machine.
-    """
-    if ranks * stride <= cluster.devices_per_node:
-        return cluster.board.link
-    return min(cluster.board.link, cluster.board.network * max(1, cluster.devices_per_node // stride))
+def _ring(size: float, cluster: Cluster, ranks: int, stride: int = 1, messages: float = 1.0) -> float:
+    """Seconds to gather or to scatter ``size`` bytes in all over ``ranks`` that are ``stride`` apart."""
+    if ranks == 1:
+        return 0.0
+    transfer = size * (ranks - 1) / ranks / (cluster.ring_bandwidth(ranks, stride) * 1e9)
+    return transfer + cluster.latency(ranks, stride) * messages
 
 
 def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> float:
@@ -185,31 +179,35 @@ def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> flo
     passes = 2 + run.checkpointed_layers(stack.layers) / stack.layers
     seconds = 0.0
     if run.tp > 1:  # two all-reduces in a forward and in a backward pass
-        one = 2 * _ring(width * stack.hidden_size, run.tp, _bandwidth(cluster, run.tp))
+        one = 2 * _ring(width * stack.hidden_size, cluster, run.tp)
         seconds += 2 * passes * one * stack.layers
     if run.sp > 1:  # queries, keys, values, output: each rank sends all but its own heads
         columns = (2 * stack.query_width + 2 * stack.kv_heads * stack.head_dim) / run.tp
-        one = _ring(width * columns, run.sp, _bandwidth(cluster, run.sp, run.tp))
+        one = _ring(width * columns, cluster, run.sp, run.tp)
         seconds += passes * one * stack.layers
     if run.cp > 1:  # keys and values go around; half of it is hidden by the blocks of attention
         columns = 2 * stack.kv_heads * stack.head_dim / run.tp / run.sp
         block = width * run.sp * columns * (run.cp - 1)
-        one = block / (_bandwidth(cluster, run.cp, run.tp * run.sp) * 1e9) + 2e-5 * (run.cp - 1)
+        stride = run.tp * run.sp
+        one = block / (cluster.ring_bandwidth(run.cp, stride) * 1e9) + cluster.latency(run.cp, stride) * (run.cp - 1)
         seconds += (passes + 1) * one / 2 * stack.layers
     return seconds
 
 
 def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float, float]:
     """Seconds to gather all weights (stage 3: for forward and backward pass), and to reduce all gradients."""
-    bandwidth = _bandwidth(cluster, run.shards, run.tp)
     width = run.weight_bytes / run.tp
     gathers = {0: 0, 1: 1, 2: 1, 3: 2}[run.stage]
     gathered = model.total if run.stage == 3 else model.trainable
-    gradients = model.trainable * width
     reductions = 2 if run.stage == 0 else 1
+    network, hidden, trained = Network.of(cluster, run.tp), model.stack.hidden_size, model.trainable // run.tp
+    reduce = reduce_bucket(hidden, run.weight_bytes, run.stage, trained, network)
+    fetch = prefetch_bucket(hidden, run.weight_bytes, model.total // run.tp, network)
+    assert reduce is not None and fetch is not None  # the width is known
+    messages = gathered / run.tp / fetch.elements if run.stage == 3 else 1.0  # ZeRO 1, 2 gather all weights at once
     return (
-        gathers * _ring(gathered * width, run.shards, bandwidth),
-        reductions * _ring(gradients, run.shards, bandwidth),
+        gathers * _ring(gathered * width, cluster, run.shards, run.tp, max(1.0, messages)),
+        reductions * _ring(model.trainable * width, cluster, run.shards, run.tp, max(1.0, trained / reduce.elements)),
     )
 
 

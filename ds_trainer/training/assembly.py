@@ -153,6 +153,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             LossMethod.of(self.compute_loss),
             self._prepare_inputs,
             self.compute_loss_context_manager if contexts else None,
+            self.engines.copies.begin,
             uses_accelerator=self.compute_loss_func is not None or not _USE_THE_COUNT.isdisjoint(changed),
         )
 
@@ -392,8 +393,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
     def resize_micro_batch(self, size: int, accumulation: int) -> TrainingArguments:
         """Use micro-batches of ``size`` samples: change a copy of the arguments, and compile it again."""
         args = copy.copy(self.args)
-        args.per_device_train_batch_size = size
-        args.gradient_accumulation_steps = accumulation
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulation
         self.events.args = args
         self.compiled = compile_run(self.inputs(), self.layout)
         self.configured_with = dict(vars(args))

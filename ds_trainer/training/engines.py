@@ -20,6 +20,7 @@ from ds_trainer.training.generation.generate_method import generate_as_before, g
 from ds_trainer.training.generation.generation_phase import GenerationPhase
 from ds_trainer.training.loading.model_argument import MeasuredLoad, is_on_meta, put_on_device
 from ds_trainer.training.loading.weight_check import WeightCheck, note_origin
+from ds_trainer.training.loop.device_copies import DeviceCopies
 from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.utils.errors import ConfigError
@@ -36,8 +37,8 @@ class Engines:
         generation: prepares the engine's model for ``generate``; None if there is no engine.
         load_report: duration and size of the last load of weights from files; None if there was none.
         weight_check: compares the weights with the files of the model.
-        input_dtype: dtype to which floating-point tensors of a batch are converted (bf16 or fp16); None keeps theirs.
         preparation_seconds: time to prepare the model for its first evaluation; None before that.
+        copies: copies batches to the device, with floating-point tensors in the precision of the engine (bf16 or fp16).
     """
 
     def __init__(self, device: torch.device, args: Callable[[], TrainingArguments]) -> None:
@@ -45,7 +46,7 @@ class Engines:
         self.load_report: LoadReport | None = None
         self.weight_check = WeightCheck()
         self.preparation_seconds: float | None = None
-        self.input_dtype: torch.dtype | None = None
+        self.copies = DeviceCopies.to(device)
         self._device = device
         self._args = args
         self._training: TrainingEngine | None = None
@@ -89,7 +90,7 @@ class Engines:
         """
         with self._measured_load(model):
             self._training = TrainingEngine(model, optimizer, config, layout, compile_options(args), reads_logits)
-        self.input_dtype = HALF_TYPES.get(self._training.precision)
+        self.copies.float_type = HALF_TYPES.get(self._training.precision)
         self._prepare_generation(self._training)
         return self._training
 
@@ -128,7 +129,7 @@ class Engines:
             if self._evaluation is None:
                 with self._measured_load(model):
                     self._evaluation = EvaluationEngine(model, config, layout, half, reads_logits)
-                self.input_dtype = HALF_TYPES.get(self._evaluation.precision)
+                self.copies.float_type = HALF_TYPES.get(self._evaluation.precision)
                 self._prepare_generation(self._evaluation)
                 self.preparation_seconds = round(time.perf_counter() - start, 4)
                 self.weight_check.loaded(model, args, self._evaluation)
@@ -148,14 +149,14 @@ class Engines:
         if self._training is not None:
             self._end_generation(self._training)
             self._training.close()
-            self._training = self.input_dtype = None
+            self._training = self.copies.float_type = None
 
     def close_evaluation(self) -> None:
         """Close the engine for evaluation, before a training engine replaces it."""
         if self._evaluation is not None:
             self._end_generation(self._evaluation)
             self._evaluation.close()
-            self._evaluation = self.input_dtype = None
+            self._evaluation = self.copies.float_type = None
         self.preparation_seconds = None
 
     def _prepare_generation(self, engine: TrainingEngine | EvaluationEngine) -> None:

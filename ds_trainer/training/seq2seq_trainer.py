@@ -20,7 +20,7 @@ from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOut
 from ds_trainer.training.generation.generation_config import read_generation_config
 from ds_trainer.training.generation.padding import padded
 from ds_trainer.training.loading.model_argument import resolve_model
-from ds_trainer.training.loop.batches import on_device
+from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils import distributed

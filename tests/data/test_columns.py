@@ -203,7 +203,8 @@ def test_a_custom_loss_may_use_any_column(tmp_path: Path) -> None:
 
 
 def test_nested_tensors_are_moved_and_counted(tmp_path: Path) -> None:
-    from ds_trainer.training.loop.batches import checked_batch, on_device
+    from ds_trainer.training.loop.batches import checked_batch
+    from ds_trainer.training.loop.device_copies import on_device
 
     batch = {"image": {"pixels": torch.ones(2), "name": "a"}, "parts": [torch.ones(1), 3]}
     assert checked_batch(batch) is batch

@@ -49,7 +49,7 @@ def test_a_feature_is_tried_only_where_fewer_do_not_fit(cluster: Cluster, length
     assert len({sum(getattr(run, name) for name in FEATURES) for run in found}) > 2
     for base in candidates(MODEL, cluster, goal, []):
         runs = [replace(base, **dict.fromkeys(names, True)) for names in feature_sets(MODEL, base, ())]
-        fitting = [run for run in runs if Plan(MODEL, run, cluster, estimate_memory(MODEL, run)).fits]
+        fitting = [run for run in runs if Plan(MODEL, run, cluster, estimate_memory(MODEL, run, cluster)).fits]
         every = max(runs, key=lambda run: sum(getattr(run, name) for name in FEATURES))
         if not fitting:
             assert not found & set(runs)
@@ -72,7 +72,7 @@ def test_longer_sequences_fit_with_them() -> None:
 @pytest.mark.usefixtures("all_features")
 def test_a_feature_is_a_remedy() -> None:
     run = Candidate(1, 65536, stage=3, checkpointing=True, offload_optimizer=True, offload_param=True)
-    before = Plan(MODEL, run, ONE, estimate_memory(MODEL, run))
+    before = Plan(MODEL, run, ONE, estimate_memory(MODEL, run, ONE))
     assert not before.fits
     found = [after.candidate for after in cheapest_changes(before)]
     assert replace(run, chunked_loss=True) in found

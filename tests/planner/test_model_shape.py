@@ -21,4 +21,4 @@ def test_composite_configuration_gives_the_largest_part() -> None:
 
 def test_models_with_and_without_configuration() -> None:
     assert ModelShape.from_model(tiny_llama()).hidden_size == 32
-    assert ModelShape.from_model(nn.Linear(2, 2)) == ModelShape(None, "unknown")
+    assert ModelShape.from_model(nn.Linear(2, 2)) == ModelShape(None, "unknown", total=6, trainable=6)

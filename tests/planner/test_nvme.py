@@ -76,7 +76,7 @@ def test_a_disk_takes_time() -> None:
 
 def test_a_run_that_lacks_host_memory_gets_a_disk() -> None:
     run = replace(RUN, optimizer_on_nvme=False, accumulation=8)
-    plan = Plan(LARGE, run, NODE, estimate_memory(LARGE, run))
+    plan = Plan(LARGE, run, NODE, estimate_memory(LARGE, run, NODE))
     assert plan.problem.endswith("GB of memory on each machine")
     changes = [describe_change(plan, other) for other in cheapest_changes(plan)]
     assert "offload_optimizer='nvme', nvme_path='/local_nvme'" in changes

@@ -19,7 +19,7 @@ NODE = Cluster.of("H100-80GB", 1, 8)
 
 
 def plan(run: Candidate, model: PlannedModel = MODEL, cluster: Cluster = NODE) -> Plan:
-    return Plan(model, run, cluster, estimate_memory(model, run))
+    return Plan(model, run, cluster, estimate_memory(model, run, cluster))
 
 
 TOO_LARGE = {
@@ -94,7 +94,7 @@ def test_more_devices_of_a_machine_before_more_machines() -> None:
     run = Candidate(2, 8192, stage=3, micro_batch=1, accumulation=32, checkpointing=True, offload_optimizer=True)
     small = replace(NODE, devices_per_node=2, board=replace(NODE.board, memory=24))
     model = PlannedModel.from_config(LLAMA_70B)
-    found = cheapest_changes(Plan(model, run, small, estimate_memory(model, run)), 20)
+    found = cheapest_changes(Plan(model, run, small, estimate_memory(model, run, small)), 20)
     sizes = [(after.cluster.nodes, after.cluster.devices_per_node) for after in found]
     assert {(1, 4), (1, 8), (2, 8)} & set(sizes) and sizes == sorted(sizes)
     assert all(devices == 8 for nodes, devices in sizes if nodes > 1)

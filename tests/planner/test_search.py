@@ -112,7 +112,9 @@ def test_what_is_not_evaluated_does_not_fit(length: int, global_batch: int, memo
     fixed = {**dict.fromkeys(FEATURES, False), "every_n_layers": 1}
     goal = Goal(length, global_batch, fixed=tuple(fixed.items()))
     result = search(MODEL, cluster, goal)
-    every = [Plan(MODEL, one, cluster, estimate_memory(MODEL, one)) for one in candidates(MODEL, cluster, goal, [])]
+    every = [
+        Plan(MODEL, one, cluster, estimate_memory(MODEL, one, cluster)) for one in candidates(MODEL, cluster, goal, [])
+    ]
     assert len(every) == result.tried > len(result.fitting) + len(result.rejected)
     assert {plan.candidate for plan in result.fitting} == {plan.candidate for plan in every if not plan.problem}
 
@@ -171,10 +173,10 @@ def test_some_layers_are_recomputed_where_all_need_not() -> None:
         for one in candidates(MODEL, NODE, goal, [])
         for layers in ((1, 2, 4) if one.checkpointing else (1,))
     ]
-    fitting = [plan for one in every if (plan := Plan(MODEL, one, NODE, estimate_memory(MODEL, one))).fits]
+    fitting = [plan for one in every if (plan := Plan(MODEL, one, NODE, estimate_memory(MODEL, one, NODE))).fits]
     assert result.best is not None and result.best.candidate.every_n_layers > 1
     assert result.best.candidate == min(fitting, key=lambda plan: plan.seconds).candidate
     layers = result.best.candidate.every_n_layers
     assert result.best.candidate.arguments()["activation_checkpointing_kwargs"] == {"every_n_layers": layers}
     whole = replace(result.best.candidate, every_n_layers=1)
-    assert result.best.seconds < Plan(MODEL, whole, NODE, estimate_memory(MODEL, whole)).seconds
+    assert result.best.seconds < Plan(MODEL, whole, NODE, estimate_memory(MODEL, whole, NODE)).seconds

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ds_trainer.planner.bucket_sizes import SMALLEST_BUCKET, Network, prefetch_bucket, reduce_bucket
+from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel, elements_of_rank
-
-_SMALLEST_BUCKET = 2**20  # of the compiled configuration (ds_trainer.config.compiler)
 
 _OF_HEAD = ("head", "embedding")  # kinds
 
@@ -31,6 +32,7 @@ class Elements:
         layers: of all layers.
         largest_matrix: that the largest parameter may have, on all ranks of tensor parallelism together.
         bucket: ``reduce_bucket_size`` of the compiled configuration.
+        prefetch: ``stage3_prefetch_bucket_size`` of the compiled configuration.
     """
 
     total: int
@@ -48,6 +50,7 @@ class Elements:
     layers: int
     largest_matrix: int
     bucket: int
+    prefetch: int
 
 
 def elements_of(model: PlannedModel, tp: int) -> Elements:
@@ -92,5 +95,24 @@ def elements_of(model: PlannedModel, tp: int) -> Elements:
         widest_in_layer=widest_in_layer,
         layers=inside,
         largest_matrix=model.transformer.largest_matrix,
-        bucket=max(hidden * hidden, _SMALLEST_BUCKET),
+        bucket=max(hidden * hidden, SMALLEST_BUCKET),
+        prefetch=max(hidden * hidden, SMALLEST_BUCKET) * 9 // 10,
     )
+
+
+def with_buckets(elements: Elements, hidden: int, run: Candidate, cluster: Cluster | None) -> Elements:
+    """``elements`` with the buckets of the compiled configuration of ``run``.
+
+    Args:
+        elements: of a rank.
+        hidden: width of the model.
+        run: stage, precision and tensor-parallel size.
+        cluster: the machines; None if they are not known.
+    """
+    network = Network.of(cluster, run.tp)
+    if network is None:
+        return elements
+    bucket = reduce_bucket(hidden, run.weight_bytes, run.stage, elements.trainable, network)
+    prefetch = prefetch_bucket(hidden, run.weight_bytes, elements.total, network)
+    assert bucket is not None and prefetch is not None  # the width is known
+    return replace(elements, bucket=bucket.elements, prefetch=prefetch.elements)

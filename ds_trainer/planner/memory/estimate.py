@@ -11,7 +11,8 @@ from functools import cached_property
 from operator import add
 
 from ds_trainer.planner.candidate import Candidate
-from ds_trainer.planner.memory.elements import Elements, elements_of
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.memory.elements import Elements, elements_of, with_buckets
 from ds_trainer.planner.memory.micro_batch import MicroBatch, micro_batch
 from ds_trainer.planner.memory.model_states import model_states, nvme_states
 from ds_trainer.planner.memory.moments import MOMENTS, Items, Moment, SharedItems, activation_items, shared_items
@@ -109,10 +110,12 @@ class MemoryEstimator:
 
     Args:
         model: what is trained.
+        cluster: the machines, which determine sizes of buckets; None if they are not known.
     """
 
-    def __init__(self, model: PlannedModel) -> None:
+    def __init__(self, model: PlannedModel, cluster: Cluster | None = None) -> None:
         self.model = model
+        self._cluster = cluster
         probe = model.probe
         slack = {} if probe is None else {"context": probe.context, "fragmentation": probe.fragmentation}
         self._slack = {name: value for name, value in slack.items() if value is not None}
@@ -142,6 +145,7 @@ class MemoryEstimator:
             elements = self._elements.get(run.tp)
             if elements is None:
                 elements = self._elements[run.tp] = elements_of(self.model, run.tp)
+            elements = with_buckets(elements, self.model.stack.hidden_size, run, self._cluster)
             states, host = model_states(elements, run)
             host["process"] = _HOST_BASE
             if not run.optimizer_on_nvme:  # those are written sub-group by sub-group, while the run waits
@@ -162,11 +166,12 @@ class MemoryEstimator:
         return found
 
 
-def estimate_memory(model: PlannedModel, run: Candidate) -> MemoryEstimate:
+def estimate_memory(model: PlannedModel, run: Candidate, cluster: Cluster | None = None) -> MemoryEstimate:
     """Memory of the rank that needs most, for one run. For many runs of a model: :class:`MemoryEstimator`.
 
     Args:
         model: what is trained.
         run: how.
+        cluster: the machines; None if they are not known.
     """
-    return MemoryEstimator(model).estimate(run)
+    return MemoryEstimator(model, cluster).estimate(run)

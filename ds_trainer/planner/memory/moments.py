@@ -182,7 +182,7 @@ class GatheredWeights:
             return
         width, sharded = run.weight_bytes, elements.total - elements.persistent
         uses = 2 + run.checkpointing / run.every_n_layers
-        prefetched = 0.0 if run.param_on_nvme else 0.9 * elements.bucket
+        prefetched = 0.0 if run.param_on_nvme else elements.prefetch
         layer = min(sharded, elements.layer + prefetched)
         near = max(layer, min(sharded, REUSE_DISTANCE / uses + elements.layer))
         if run.param_on_nvme:  # the compiled configuration releases them after each use

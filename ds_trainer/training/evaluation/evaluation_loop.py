@@ -32,7 +32,8 @@ from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
 from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_numbers
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
-from ds_trainer.training.loop.batches import number_of_samples, on_device
+from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError

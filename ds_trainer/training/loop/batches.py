@@ -326,26 +326,6 @@ def _rows(inputs: Mapping[str, Any]) -> int | None:
     return next((rows for rows in parts if rows is not None), None)
 
 
-def on_device(value: Any, device: torch.device, float_type: torch.dtype | None = None) -> Any:
-    """Copy tensors, also inside of dicts, lists and tuples, to ``device``. Copies from pinned memory do not wait.
-
-    Args:
-        value: a batch or a part of it; other values are kept.
-        device: the target.
-        float_type: the new dtype of floating-point tensors; None keeps theirs.
-    """
-    if isinstance(value, torch.Tensor):
-        dtype = float_type if value.is_floating_point() else None
-        return value.to(device, dtype, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: on_device(part, device, float_type) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(on_device(part, device, float_type) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(on_device(part, device, float_type) for part in value)
-    return value
-
-
 def labels_in(inputs: Mapping[str, Any], label_names: Sequence[str]) -> str | None:
     """The first of ``label_names`` that the batch has."""
     return next((name for name in label_names if name in inputs), None)

@@ -51,6 +51,7 @@ class StepMethods:
         compute_loss: the loss of one micro-batch.
         prepare_inputs: moves a batch to the device.
         loss_context: context managers around the loss computation; None if no subclass adds any.
+        begin_copy: begins to copy the next micro-batch to the device.
         uses_accelerator: whether user code may call ``trainer.accelerator`` in a step.
     """
 
@@ -60,6 +61,7 @@ class StepMethods:
     compute_loss: LossMethod
     prepare_inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     loss_context: Callable[[], AbstractContextManager[Any]] | None
+    begin_copy: Callable[[Any], None]
     uses_accelerator: bool
 
 
@@ -230,6 +232,7 @@ class StepRunner:
         batches, divisor = self._methods.get_batch_samples(timed, micro_steps, self._device)
         items = self._losses.items_of_step(divisor)
         self._check(batches, micro_steps, step)
+        self._begin_copy(batches[0])
 
         health.begin_compute()
         guard.begin_step()
@@ -271,9 +274,16 @@ class StepRunner:
             engine.begin_micro_batch(last)
             run = partial(self._micro_batches.run, items=items, step=step, index=index)
             losses.append(run(batch) if recovery is None else recovery.run(run, batch))
+            if not last:
+                self._begin_copy(batches[index + 1])
             if notifies and not last:
                 events.notify("on_substep_end")
         return losses
+
+    def _begin_copy(self, batch: Any) -> None:
+        """Copy the next micro-batch to the device beside the present work, unless it is going to be cut or split."""
+        if self._recovery is None and (self._losses.sharder is None or isinstance(batch, ShardedBatch)):
+            self._methods.begin_copy(batch)
 
     def _check(self, batches: list[Any], micro_steps: int, step: int) -> None:
         if len(batches) != micro_steps:

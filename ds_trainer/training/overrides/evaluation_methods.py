@@ -24,7 +24,8 @@ from ds_trainer.training.evaluation.logits_in_pieces import LogitPieces, Preproc
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.evaluation.unshard import unshard_outputs
-from ds_trainer.training.loop.batches import number_of_samples, on_device
+from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_computation import LossMethod
 from ds_trainer.training.loop.run_plan import evaluation_plan_of

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.training.loop.batches import on_device
 from ds_trainer.training.loop.step import MicroBatchRunner
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.errors import ConfigError
@@ -104,5 +103,5 @@ class TrainingStep(TrainerBase):
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The batch on the device of this rank, with floating-point tensors in the precision of the engine."""
-        prepared: dict[str, Any] = on_device(inputs, self.device, self.engines.input_dtype)
+        prepared: dict[str, Any] = self.engines.copies.take(inputs)
         return prepared

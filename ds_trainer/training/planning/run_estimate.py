@@ -13,7 +13,7 @@ from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import MARGIN, Plan
 from ds_trainer.planner.step_time import StepTime, step_time
-from ds_trainer.training.planning.job_devices import JobDevices
+from ds_trainer.training.job_devices import JobDevices
 
 MEMORY_ERROR = 0.10
 """Share by which the predicted memory may be too high: only a run beyond it is refused."""
@@ -41,7 +41,7 @@ class RunEstimate:
     def memory(self) -> MemoryEstimate:
         """Memory of a rank: the least that it can be, if activations are not known."""
         run = replace(self.candidate, length=1) if self.unknown else self.candidate
-        found = estimate_memory(self.model, run)
+        found = estimate_memory(self.model, run, None if self.devices is None else self.devices.cluster)
         factor = None if self.calibration is None else self.calibration.memory
         return found if factor is None or self.unknown else replace(found, factor=factor)
 

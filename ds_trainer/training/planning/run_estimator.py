@@ -13,8 +13,8 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import Calibration, read_calibration, record_run
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.planning.candidates import candidate_of, unknown_activations
-from ds_trainer.training.planning.job_devices import JobDevices
 from ds_trainer.training.planning.run_estimate import RunEstimate
 from ds_trainer.training.planning.sequence_length import main_input_name, sequence_length
 from ds_trainer.training.startup.configuration import TrainerInputs

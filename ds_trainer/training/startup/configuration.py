@@ -26,7 +26,9 @@ from ds_trainer.data.stream import length_of
 from ds_trainer.optim.schedule_stepping import check_stepping
 from ds_trainer.optim.schedules import check_schedule
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.loop.batches import check_run_length
 from ds_trainer.training.loop.loss_rule import LossRule, loss_rule_of
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
@@ -198,7 +200,15 @@ def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig
         micro_steps = batch_plan_of(args, layout).micro_steps(len(inputs.train_dataset))
         total_steps = RunPlan.of(args, micro_steps).max_steps
     shape = ModelShape.from_model(inputs.model)
-    return compile_config(args, layout, shape, args.device_type, client_optimizer, Environment(), total_steps)
+    return compile_config(
+        args, layout, shape, args.device_type, client_optimizer, Environment(), total_steps, cluster=_cluster(args)
+    )
+
+
+def _cluster(args: TrainingArguments) -> Cluster | None:
+    """The machines of the job; None if they are not known."""
+    devices = JobDevices.of_job(args, args.world_size)
+    return None if devices is None else devices.cluster
 
 
 def _check_schedule(inputs: TrainerInputs, config: CompiledConfig | None) -> None:

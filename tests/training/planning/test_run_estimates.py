@@ -15,8 +15,8 @@ from ds_trainer.planner.calibration import calibration_file, read_calibration
 from ds_trainer.planner.memory.elements import elements_of
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.recipes.text_dataset import TokenBlocks
+from ds_trainer.training.job_devices import cpu_cluster, gpu_cluster
 from ds_trainer.training.planning.candidates import state_bytes
-from ds_trainer.training.planning.job_devices import cpu_cluster, gpu_cluster
 from ds_trainer.training.planning.sequence_length import SequenceLength, sequence_length
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
