@@ -74,6 +74,10 @@ class PreparationReport:
         return "\n".join(lines)
 
 
+class NoSamples(ConfigError):
+    """The records of a source gave no sample."""
+
+
 def default_directory() -> Path:
     """Where datasets are prepared unless another directory is named: ``~/.cache/ds_trainer/prepared``."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -116,6 +120,7 @@ def prepare(
         The dataset. Its ``report`` says what it took, or is None if it was there.
 
     Raises:
+        NoSamples: no record gave a sample.
         ConfigError: files cannot be read, records cannot be encoded (up to 20 of them), or the directory cannot be
             written.
     """
@@ -259,14 +264,14 @@ class _Index:
         """The manifest of all shards; the files of shards without a sample are removed.
 
         Raises:
-            ConfigError: there is no sample.
+            NoSamples: there is no sample.
         """
         lengths: FileRecord = self._lengths.finish()
         offsets: FileRecord = self._offsets.finish()
         counts = sum((result.counts for result in self._results), Counter[str]())
         if not self._tokens:
             records = counts["records"]
-            raise ConfigError(f"There is nothing to train on: {records} records were read, and none gave a sample.")
+            raise NoSamples(f"There is nothing to train on: {records} records were read, and none gave a sample.")
         for result in self._results:
             if not result.record.samples:
                 (self._directory / result.record.file_name).unlink()
