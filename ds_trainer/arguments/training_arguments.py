@@ -211,6 +211,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     logging_first_step: bool = _logging("Log the first step too.", False)
     log_on_each_node: bool = _logging("Log on the main process of every node, not only of the first.", True)
     logging_nan_inf_filter: bool = _logging("Filter NaN and infinite losses out of the logged loss.", True)
+    loss_per_source: bool | None = _logging(
+        "Log the mean loss of each source of a mixture; default: if possible (own)."
+    )
     include_num_input_tokens_seen: str | bool = _logging("Count input tokens: no, all or non_padding.", "no")
     log_level: str = _logging("Level of this package's loggers on the main process.", "passive")
     log_level_replica: str = _logging("Level of this package's loggers on all other processes.", "warning")

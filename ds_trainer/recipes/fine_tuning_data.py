@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,8 @@ from torch.utils.data import ConcatDataset
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.chat.problems import NOTICES
 from ds_trainer.data.prepared.dataset import PreparedDataset
-from ds_trainer.data.prepared.prepare import default_directory
+from ds_trainer.data.prepared.prepare import NothingPrepared, default_directory
+from ds_trainer.data.source_ids import with_source
 from ds_trainer.data.sources.bad_lines import BadLines
 from ds_trainer.data.sources.held_out import HeldOut
 from ds_trainer.data.sources.mixture import Mixture
@@ -22,6 +24,7 @@ from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder, identity_of
 from ds_trainer.recipes.prepared_sources import prepare_sources
+from ds_trainer.training.loop.source_losses import records_sources
 from ds_trainer.utils.errors import ConfigError
 
 _COUNTED = ("records", "dropped", "samples", "untrained", BAD_LINE)
@@ -56,7 +59,24 @@ class SourceFigures:
 
 
 class EvaluationSamples(ConcatDataset[Any]):
-    """The samples of evaluation, one dataset after the other."""
+    """The samples of evaluation, one dataset after the other.
+
+    Args:
+        datasets: of the sources.
+        names: of the sources.
+        numbered: whether samples carry the number of their source (:mod:`ds_trainer.data.source_ids`).
+    """
+
+    def __init__(self, datasets: Sequence[PreparedDataset], names: Sequence[str], numbered: bool) -> None:
+        super().__init__(datasets)
+        self.names = tuple(names)
+        self.source_names = self.names if numbered else None
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        if self.source_names is None:
+            return sample
+        return with_source(sample, bisect_right(self.cumulative_sizes, range(len(self))[index]))
 
     @property
     def trained_tokens(self) -> int:
@@ -148,30 +168,42 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
     directory, identity = spec.prepared_dir or default_directory(), identity_of(encoder)
     problems: list[str] = []
 
-    def samples_of(sources: Sequence[Source], split: HeldOut | None, held_out: bool) -> PreparedDataset | None:
+    def samples_of(source: Source, split: HeldOut | None, held_out: bool) -> PreparedDataset | None:
         try:
-            return prepare_sources(sources, split, held_out, encoder, identity, directory)
+            return prepare_sources([source], split, held_out, encoder, identity, directory)
+        except NothingPrepared as error:
+            if not held_out:  # a small source may have nothing on that side
+                problems.extend(f"{source.key}: {problem}" for problem in error.problems)
         except ConfigError as error:
-            files = [str(file.path) for source in sources for file in source.files]
-            keys = ", ".join(source.key for source in sources)
+            files = [str(file.path) for file in source.files]
             located = [any(file in problem for file in files) for problem in error.problems]
-            problems.extend(p if known else f"{keys}: {p}" for p, known in zip(error.problems, located, strict=True))
-            return None
+            problems.extend(
+                p if known else f"{source.key}: {p}" for p, known in zip(error.problems, located, strict=True)
+            )
+        return None
 
-    found = [samples_of([source], split, False) for source in train_sources]
-    evaluated = [samples_of([source], None, False) for source in eval_sources]
+    found = [samples_of(source, split, False) for source in train_sources]
+    evaluated = [samples_of(source, None, False) for source in eval_sources]
     if split is not None and not problems:
-        evaluated.append(samples_of(train_sources, split, True))
+        evaluated = [samples_of(source, split, True) for source in train_sources]
+        if not problems and not any(evaluated):
+            problems.append(
+                f"data.held_out takes none of the records ({split.portion:.3g} of them are wanted), or none that gives a "
+                "sample; give a larger share, or a number of samples."
+            )
     prepared = [dataset for dataset in found if dataset is not None]
     held_out = [dataset for dataset in evaluated if dataset is not None]
     if problems:
         raise ConfigError(_all_problems(spec, [*train_sources, *eval_sources], problems))
     figures = [_figures(source, dataset) for source, dataset in zip(train_sources, prepared, strict=True)]
     eval_figures = [_figures(source, dataset) for source, dataset in zip(eval_sources, held_out, strict=False)]
-    for row, name in zip(figures, _distinct([row.name for row in figures]), strict=True):
-        row.name = name
+    for rows in (figures, eval_figures):
+        for row, name in zip(rows, _distinct([row.name for row in rows]), strict=True):
+            row.name = name
     train = _mixture(spec, args, prepared, [row.name for row in figures])
-    evaluation = EvaluationSamples(held_out) if held_out else None
+    pairs = zip(figures if split is not None else eval_figures, evaluated, strict=True)
+    names = [row.name for row, dataset in pairs if dataset is not None]
+    evaluation = EvaluationSamples(held_out, names, records_sources(args) and len(names) > 1) if held_out else None
     data = FineTuningData(train, evaluation, figures, eval_figures)
     data.lines.extend(_lines(data, [*train_sources, *eval_sources], split is not None))
     return data
@@ -235,7 +267,8 @@ def _mixture(
     given = [weight for weight in weights if weight is not None]
     seed = args.seed if args.data_seed is None else args.data_seed
     by_length = args.packing or str(args.train_sampling_strategy) in _BY_LENGTH
-    return Mixture(datasets, given or None, names=names, seed=seed, new_samples=not by_length)
+    numbered = records_sources(args) and len(names) > 1
+    return Mixture(datasets, given or None, names=names, seed=seed, new_samples=not by_length, numbered=numbered)
 
 
 def _lines(data: FineTuningData, sources: Sequence[Source], is_split: bool) -> list[str]:

@@ -76,17 +76,17 @@ def prepare_sources(
     """The samples of ``sources`` on one side of the split, tokenized now or before.
 
     Raises:
-        ConfigError: there are bad lines, records that cannot be encoded, or no sample; lists up to 20.
+        NothingPrepared: there is no sample.
+        ConfigError: there are bad lines or records that cannot be encoded; lists up to 20.
     """
     try:
         return _prepare(sources, split, held_out, encoder, identity, directory)
     except NothingPrepared as error:
-        if split is None or error.records:
+        if split is None or held_out or error.records:
             raise
-        found, remedy = ("none", "larger") if held_out else ("all", "smaller")
         raise ConfigError(
-            f"data.held_out takes {found} of the records ({split.portion:.3g} of them are wanted); give a {remedy} "
-            "share, or a number of samples."
+            f"data.held_out takes all of the records ({split.portion:.3g} of them are wanted); give a smaller share, "
+            "or a number of samples."
         ) from error
 
 

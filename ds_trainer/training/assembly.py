@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.packed_data import PackedData, summary_of
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.sharded_loading import cut_for_ranks
+from ds_trainer.training.loop.source_losses import SourceLosses
 from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -132,6 +132,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             overlap_count=self.compute_loss_func is None and _USE_THE_COUNT.isdisjoint(self.overridden),
             check=checked_raw_batch if "_prepare_inputs" in self.overridden else checked_batch,
             chunked=chunked_loss_of(self.args, self.compiled),
+            sources=SourceLosses(self.args, self.device),
         )
         self.declare_loss()
         self.eval_loaders = {}
@@ -315,7 +316,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         cut_for_ranks(run.loader, self.losses, counter, {*self.overridden, *vars(self)}, self.args.auto_find_batch_size)
         health = self.telemetry.watch(self.output_dir, checkpointer.finish_before_exit)
         group = self.groups.seq_data_parallel if distributed.world_size() > 1 else None
-        window = LossWindow(self.device, self.args.logging_nan_inf_filter, group)
+        by_source = self.losses.sources.window = self.losses.sources.sums(self.train_dataset, group)
+        window = LossWindow(self.device, self.args.logging_nan_inf_filter, group, by_source)
         step = StepRunner(
             self.step_methods(),
             self.micro_batch_runner,
@@ -333,10 +335,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             self.check_first_batch,
             MemoryRecovery.of(run, self.resize_micro_batch) if self.args.auto_find_batch_size else None,
         )
-
-        def evaluate(stop_requested: Callable[[], bool] | None) -> dict[str, float]:
-            return self.evaluate_in_training(stop_requested, ignore_keys)
-
+        evaluate = partial(self.evaluate_in_training, ignore_keys=ignore_keys)
         save = partial(self._save_checkpoint, self.model, self.trials.trial)
         profiler = None
         if self.args.profile_steps and self.is_world_process_zero():

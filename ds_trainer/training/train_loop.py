@@ -268,6 +268,7 @@ class TrainLoop:
         self._counter.flush()
         logs = {
             "loss": loss,
+            **self._window.close_sources(),
             "grad_norm": run.engine.grad_norm(),
             "learning_rate": float(self._step.learning_rate),
             **self._counter.rates(),

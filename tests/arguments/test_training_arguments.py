@@ -53,6 +53,7 @@ OWN = {
     "eval_packing",
     "fp8",
     "loss_chunk_tokens",
+    "loss_per_source",
     "z_loss_factor",
     "save_keep_every",
     "self_test",

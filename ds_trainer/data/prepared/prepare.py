@@ -128,6 +128,7 @@ def prepare(
         The dataset. Its ``report`` says what it took, or is None if it was there.
 
     Raises:
+        NothingPrepared: no record gave a sample.
         ConfigError: files cannot be read, records cannot be encoded (up to 20 of them), or the directory cannot be
             written.
     """

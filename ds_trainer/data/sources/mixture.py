@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ds_trainer.data.order import ComputedPermutation, StoredOrder, shuffled
+from ds_trainer.data.source_ids import with_source
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -34,6 +35,8 @@ class Mixture(Dataset[Any]):
         seed: of the order in which a source is drawn from.
         new_samples: whether an epoch goes on where the epoch before ended; False: all epochs have the samples of the
             first one, for what is made once from their lengths (packing, ``group_by_length``).
+        numbered: whether samples, mappings with ``input_ids``, carry the number of their source
+            (:mod:`ds_trainer.data.source_ids`).
 
     Raises:
         ConfigError: a dataset is empty, or gets no sample because of its weight.
@@ -47,11 +50,14 @@ class Mixture(Dataset[Any]):
         names: Sequence[str] = (),
         seed: int = 0,
         new_samples: bool = True,
+        numbered: bool = False,
     ) -> None:
         self.datasets = list(datasets)
         self.names = list(names) or [str(index) for index in range(len(self.datasets))]
         self.seed = seed
         self._new_samples = new_samples
+        self.source_names = tuple(self.names) if numbered else None
+        """The names of the sources by the number that samples carry; None if they carry none."""
         sizes = [len(dataset) for dataset in self.datasets]
         empty = [name for name, size in zip(self.names, sizes, strict=True) if size == 0]
         if empty:
@@ -93,7 +99,8 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         source, position = self.locate(index)
-        return self.datasets[source][position]
+        sample = self.datasets[source][position]
+        return sample if self.source_names is None else with_source(sample, source)
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:

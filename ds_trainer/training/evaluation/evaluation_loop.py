@@ -71,6 +71,8 @@ class EvalLoop:
         self._copies = args.torch_compile and distributed.world_size() == 1 and self._every != 1
         self._is_leader = trainer.layout.is_replica_leader(distributed.rank())
         self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._is_leader)
+        group = trainer.groups.seq_data_parallel if distributed.world_size() > 1 else None
+        self._by_source = trainer.losses.sources.sums(getattr(loader, "dataset", None), group)
         self._samples = 0
         self._metrics: dict[str, Any] = {}
 
@@ -127,6 +129,9 @@ class EvalLoop:
             loss = torch.as_tensor(loss).detach().mean()
             if not dummy:
                 self._loss.add(loss, items)
+                if self._by_source is not None:
+                    self._by_source.add(trainer.losses.sources.take())
+                    self._by_source.end_step()
         if isinstance(logits, Preprocessed):
             logits = logits.value
         elif logits is not None and trainer.preprocess_logits_for_metrics is not None:
@@ -173,6 +178,8 @@ class EvalLoop:
         loss: Loss | None = self._loss.result()
         if loss is not None:
             metrics = {**metrics, f"{prefix}_loss": loss.mean, f"{prefix}_items": loss.items}
+            by_source = {} if self._by_source is None else self._by_source.close()
+            metrics |= {f"{prefix}_loss/{name}": mean for name, mean in by_source.items()}
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         return EvalLoopOutput(arrays["predictions"], arrays["label_ids"], named, self._number_of_samples())
 

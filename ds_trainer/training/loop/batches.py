@@ -24,6 +24,7 @@ from ds_trainer.data.lengths import (
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.data.sampler_order import SamplerOrder
+from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils import distributed
@@ -286,7 +287,7 @@ def check_names(batch: Mapping[str, Any], model: nn.Module) -> None:
         ConfigError: lists these keys and the arguments of the model.
     """
     names = forward_names(model)
-    unknown = [key for key in batch if key not in names]
+    unknown = [key for key in batch if key not in names and key != SOURCE_IDS]
     if not unknown or accepts_any_keyword(model):
         return
     wanted = [name for name in names if name not in batch and "label" in name]

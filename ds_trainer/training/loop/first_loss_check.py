@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_trainer.data.columns import base_model
 from ds_trainer.data.sequence_sharding import IGNORED
+from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.training.loop.batches import labels_in
 from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.model.fp8 import check_band, in_bfloat16
@@ -29,7 +30,7 @@ _TOLERANCE = 1e-2  # bf16 rounds the logits of one way only
 _TEXT = frozenset(
     (
         *("input_ids", "labels", "attention_mask", "token_type_ids", "position_ids"),
-        *("decoder_input_ids", "decoder_attention_mask"),
+        *("decoder_input_ids", "decoder_attention_mask", SOURCE_IDS),
     )
 )
 

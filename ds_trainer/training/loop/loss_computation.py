@@ -24,6 +24,7 @@ from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_u
 from ds_trainer.training.loop.batches import checked_batch, labels_in
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_rule import LossRule, loss_in
+from ds_trainer.training.loop.source_losses import SourceLosses
 from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
 from ds_trainer.training.model.label_smoothing import LabelSmoother
 from ds_trainer.training.model.sequence_sharding.setup import takes_shifted_labels
@@ -63,6 +64,7 @@ class LossComputation:
             if no user code can read the count.
         check: returns a batch if it can be one.
         chunked: computes the loss of a linear head without the logits of whole sequences.
+        sources: records the losses of tokens by their source.
 
     Attributes:
         rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
@@ -70,7 +72,7 @@ class LossComputation:
         for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
         check: see above.
-        chunked: see above.
+        chunked, sources: see above.
         label_names: see above.
         items: item count of the current step.
         overlap_count: see above.
@@ -90,11 +92,13 @@ class LossComputation:
         layout: ParallelLayout,
         device: torch.device,
         overlap_count: bool,
+        sources: SourceLosses,
         check: Callable[[Any], Any] = checked_batch,
         chunked: ChunkedLoss | None = None,
     ) -> None:
         self.rule = rule
         self.chunked = ChunkedLoss(0) if chunked is None else chunked
+        self.sources = sources
         self.check = check
         self.sharder = sharder
         self.for_loop = False
@@ -174,7 +178,7 @@ class LossComputation:
         made = bool(keywords.get("return_outputs")) and not self.defers_outputs
         plain = made or tokens < self.chunked.tokens_from
         try:
-            with nullcontext() if plain else self.chunked.deferring(model):
+            with nullcontext() if plain else self.chunked.deferring(model), self.sources.recording():
                 return method.call(model, inputs, **keywords)
         finally:
             self.for_loop = before

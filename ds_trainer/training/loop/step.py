@@ -139,8 +139,11 @@ class MicroBatchRunner:
                 losses.of(method, model, prepared, items.divisor) if first is None else first.compute(model, prepared)
             )
         contribution = rule.contribution(loss, local, items)
+        by_source = losses.sources.window
         if isinstance(inputs, Dummy):
             contribution = contribution * 0.0
+        elif by_source is not None:
+            by_source.add(losses.sources.take())
         if first is not None:
             first.before_backward(contribution, self.several_micro_batches)
         # A copy if it is the tensor of the model: a CUDA graph reuses that memory for the next loss.
@@ -267,6 +270,7 @@ class StepRunner:
 
     def _passes(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:
         engine, events, recovery = self._engine, self._events, self._recovery
+        self._window.begin_step()
         self._micro_batches.accumulation = len(batches)
         losses, notifies = [], bool(events.handler.listeners("on_substep_end"))
         for index, batch in enumerate(batches):

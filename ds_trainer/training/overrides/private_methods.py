@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds_trainer.arguments.accelerator_config import replica_batch_size
 from ds_trainer.data.columns import ColumnFilterCollator, accepted_columns, drop_unused_columns
+from ds_trainer.data.source_ids import SOURCE_IDS, source_names
 from ds_trainer.data.stream import is_stream
 from ds_trainer.optim.schedule_stepping import current_lr
 from ds_trainer.training.loop.batches import EpochOrder, Sampling
@@ -146,7 +147,11 @@ class PrivateMethods(TrainerBase):
         if not self.args.remove_unused_columns:
             return data_collator
         self._set_signature_columns_if_needed()
-        return ColumnFilterCollator(data_collator, self.model, self._signature_columns)
+        wanted = self._signature_columns
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        if wanted is not None and any(map(source_names, [self.train_dataset, *evaluated])):
+            wanted = [*wanted, SOURCE_IDS]
+        return ColumnFilterCollator(data_collator, self.model, wanted)
 
     # -- samplers and loaders -----------------------------------------------------------------------------------------
 

@@ -102,6 +102,9 @@ class TrainingStep(TrainerBase):
         return nullcontext()
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch on the device of this rank, with floating-point tensors in the precision of the engine."""
+        """The batch on the device of this rank, with floating-point tensors in the precision of the engine.
+
+        The numbers of sources (``source_ids``) are taken out of it.
+        """
         prepared: dict[str, Any] = self.engines.copies.take(inputs)
-        return prepared
+        return self.losses.sources.strip(prepared)

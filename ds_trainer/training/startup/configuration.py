@@ -32,6 +32,7 @@ from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.loop.batches import check_run_length
 from ds_trainer.training.loop.loss_rule import LossRule, loss_rule_of
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
+from ds_trainer.training.loop.source_losses import check_sources
 from ds_trainer.training.model.label_smoothing import LabelSmoother, label_smoother
 from ds_trainer.training.model.packing.support import packing_problems
 from ds_trainer.training.model.preparation import check_model
@@ -139,6 +140,8 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
         )
         with problems.collecting():
             check_packing_support(inputs, layout)
+        with problems.collecting():
+            check_sources(args, inputs.train_dataset)
         if config is not None:
             check_model(
                 model,
