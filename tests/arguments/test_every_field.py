@@ -228,9 +228,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "loss_spike_policy": Shown(_DIVERGENCE + "test_a_spike_can_stop_training"),
     "divergence_limit": Shown(_DIVERGENCE + "test_after_too_many_incidents_training_stops"),
     "divergence_window": Shown(_DIVERGENCE + "test_after_too_many_incidents_training_stops"),
-    "loss_per_source": Shown(
-        "tests.training.test_source_losses::test_losses_are_those_of_the_samples_of_each_source_alone"
-    ),
+    "loss_per_source": Shown("tests.training.test_source_losses::test_losses_are_those_of_each_source_alone"),
     "logging_nan_inf_filter": Shown(_RUN + "test_logging_nan_inf_filter"),
     "include_num_input_tokens_seen": Shown(
         "tests.training.loop.test_token_counter::test_input_tokens_are_counted_as_transformers_does"

@@ -158,7 +158,7 @@ EXTENDED = ("alone", "dp2-tiles", "sp2-tiles")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.extended if name in EXTENDED else ()) for name in LAYOUTS]
 )
-def test_losses_are_those_of_the_samples_of_each_source_alone(layout: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_each_source_alone(layout: str, tmp_path: Path) -> None:
     for logs, _, metrics in run(layout, tmp_path):
         assert difference(logs, metrics) < 2e-5
 
