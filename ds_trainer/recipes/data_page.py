@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
 from ds_trainer.arguments.enums import PackingStrategy
-from ds_trainer.data.chat.encoder import Encoder
-from ds_trainer.data.chat.options import EncodeOptions
 from ds_trainer.data.chat.page import PageOptions, write_page
 from ds_trainer.data.sources.bad_lines import BadLines
-from ds_trainer.recipes.fine_tuning_data import open_sources
+from ds_trainer.data.sources.held_out import HeldOut
+from ds_trainer.data.sources.record import Record
+from ds_trainer.data.sources.source import Source
+from ds_trainer.recipes.encoding import encoder_of
+from ds_trainer.recipes.fine_tuning_data import open_sources, split_of
 from ds_trainer.recipes.language_model import tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
@@ -43,24 +45,44 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
     tokenizer = tokenizer_of(recipe)
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise ConfigError("data.tokenizer: samples need a tokenizer of transformers, not bytes.")
-    args = recipe.training_arguments()
-    if args.packing:
-        options = dataclasses.replace(
-            options,
-            packing=PackingStrategy(args.packing_strategy),
-            row_length=recipe.tokens_per_sample,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-        )
+    encoder = encoder_of(recipe, tokenizer.pretrained).encoder
+    split = split_of(recipe.data, train)
     bad = BadLines(recipe.data.bad_lines)
-    shown = [(name, source.read(bad)) for name, source in sources.items() if only in (None, name)]
-    figures = write_page(shown, _encoder(recipe, tokenizer.pretrained), options, print)
+    trained: list[tuple[str, Iterator[Record]]] = []
+    evaluated: list[tuple[str, Iterator[Record]]] = []
+    for name, source in sources.items():
+        if only not in (None, name):
+            continue
+        if source in evaluation:
+            evaluated.append((f"{name}, evaluation", source.read(bad)))
+            continue
+        trained.append((name, _side(source, bad, split, held_out=False)))
+        if split is not None:  # read again; its bad lines are known
+            evaluated.append((f"{name}, held out", _side(source, BadLines("skip"), split, held_out=True)))
+    figures = write_page([*trained, *evaluated], encoder, _options(recipe, options, len(trained), only), print)
     problems = bad.problems()
     for problem in problems:
         print(problem)
     return recipe.data.bad_lines == "skip" or not (problems or any(found.refused for found in figures.values()))
 
 
-def _encoder(recipe: Recipe, tokenizer: Any) -> Encoder:
-    data = recipe.data
-    options = EncodeOptions(data.chat_template, data.train_on, recipe.tokens_per_sample, data.long_samples)
-    return Encoder(tokenizer, options)
+def _options(recipe: Recipe, options: PageOptions, trained: int, only: str | None) -> PageOptions:
+    args = recipe.training_arguments()
+    options = dataclasses.replace(
+        options, trained=trained, seed=args.seed if args.data_seed is None else args.data_seed
+    )
+    weights = tuple(spec.weight for _, spec in recipe.data.sources("train") if spec.weight is not None)
+    if weights and only is None:
+        epochs = 1.0 if args.max_steps > 0 else args.num_train_epochs
+        options = dataclasses.replace(options, weights=weights, epochs=epochs)
+    if args.packing:
+        packing = PackingStrategy(args.packing_strategy)
+        options = dataclasses.replace(options, packing=packing, row_length=recipe.tokens_per_sample)
+    return options
+
+
+def _side(source: Source, bad: BadLines, split: HeldOut | None, held_out: bool) -> Iterator[Record]:
+    """The records of ``source`` on one side of the split."""
+    for record in source.read(bad):
+        if split is None or split.takes(record) is held_out:
+            yield record

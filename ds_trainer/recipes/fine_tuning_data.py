@@ -164,7 +164,7 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
         ConfigError: lists all bad lines, or the first of them with their number.
     """
     train_sources, eval_sources = open_sources(spec)
-    split = _split(spec, train_sources)
+    split = split_of(spec, train_sources)
     directory, identity = spec.prepared_dir or default_directory(), identity_of(encoder)
     problems: list[str] = []
 
@@ -219,7 +219,13 @@ def _all_problems(spec: DataSpec, sources: Sequence[Source], problems: Sequence[
     return [*lines, *(problem for problem in problems if problem not in bad)]
 
 
-def _split(spec: DataSpec, sources: Sequence[Source]) -> HeldOut | None:
+def split_of(spec: DataSpec, sources: Sequence[Source]) -> HeldOut | None:
+    """Which records of the sources of training are held out; None without ``held_out``. A number of them is found by
+    reading all records.
+
+    Raises:
+        ConfigError: there are bad lines, or too few records.
+    """
     if spec.held_out is None:
         return None
     if spec.held_out < 1:

@@ -61,6 +61,30 @@ def test_one_source_token_by_token(folder, capsys):
     assert "'sum.jsonl' is none of faq.jsonl, sums.jsonl. Did you mean 'sums.jsonl'?" in capsys.readouterr().err
 
 
+def test_held_out_samples_and_weights(folder, capsys):
+    code, text = show(capsys, "--data.held_out", "0.4", "--samples", "9", "--arguments.num_train_epochs", "2")
+    assert code == 0
+    titles = [line.split(", ")[:2] for line in text.splitlines() if line.startswith("--- ")]
+    assert sum(held == "held out" for _, held in titles) > 0
+    shown = [line for line in text.splitlines() if "⟦N" in line]
+    assert len(shown) == len(titles) == 12  # every record once
+    counts = [int(line.split()[0]) for line in text.splitlines() if " records, " in line]
+    assert sum(counts) == 12 and "=== faq.jsonl, held out ===" in text
+    samples = sum(counts[:2])
+    part = round(samples * 2 / 3)
+    for name, own, drawn in zip(("faq.jsonl", "sums.jsonl"), counts, (part, samples - part), strict=False):
+        assert f"{name}: {drawn:,} of {samples:,} samples of an epoch ({drawn / samples:.1%}), from {own}; each" in text
+        assert f"each is seen {2 * drawn / own:.2f} times in 2 epochs" in text
+
+
+def test_evaluation_data(folder, capsys):
+    (folder / "eval.jsonl").write_text((folder / "faq.jsonl").read_text().replace("Why", "When"))
+    (folder / "recipe.yaml").write_text(RECIPE.replace("  tokenizer:", "  eval: eval.jsonl\n  tokenizer:"))
+    code, text = show(capsys, "--arguments.packing", "true")
+    assert code == 0 and "=== eval.jsonl, evaluation ===" in text and "user\nWhen 1?" in text
+    assert "packed: 12 samples in " in text  # not those of the evaluation
+
+
 def test_what_is_trained_on(folder, capsys):
     """A word is one of the choices, a list names roles."""
     for given, part in (
@@ -97,6 +121,27 @@ def test_what_has_to_be_mended(folder, capsys):
     assert "faq.jsonl:7: " in text
     code, text = show(capsys, "--data.chat_template", template, "--data.bad_lines", "skip")
     assert code == 0
+
+
+def test_rows_are_those_of_the_training(folder, capsys, monkeypatch):
+    """With weighted sources and a split: where a sample is shown to be is where the training packs it."""
+    from ds_trainer.recipes.fine_tuning_job import make_trainer, prepare
+    from ds_trainer.recipes.recipe import load_recipe
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    words = ["--arguments.packing", "true", "--data.held_out", "3", "--arguments.use_cpu", "true"]
+    _, text = show(capsys, *words, "--samples", "9")
+    recipe = load_recipe("recipe.yaml", words)
+    args = recipe.training_arguments()
+    rows = make_trainer(recipe, prepare(recipe, args), args).get_train_dataloader().dataset
+    packed = set()
+    for number in range(len(rows)):
+        place = 0
+        for piece in rows[number]:
+            packed.add(f"row {number}, tokens {place} to {place + piece.length - 1}")
+            place += piece.length
+    places = [line for line in text.splitlines() if "; row" in line]
+    assert places and {line.split("; ")[2].split(" with ")[0].removesuffix(" ---") for line in places} <= packed
 
 
 def test_recipes_of_text_in_blocks(folder, capsys):

@@ -15,6 +15,7 @@ from ds_trainer.data.chat.figures import Figures
 from ds_trainer.data.chat.tokens import IGNORED
 from ds_trainer.data.order import epoch_order
 from ds_trainer.data.packing.rows import PackedRows, packed_rows
+from ds_trainer.data.sources.mixture import Mixture
 from ds_trainer.data.sources.record import Record
 
 
@@ -27,6 +28,9 @@ class PageOptions:
         tokens: token by token, one line each.
         color: for a terminal.
         packing: rows of ``row_length`` tokens in the order of the first epoch with ``seed``; None: no packing.
+        trained: how many of the sources are trained on, the first ones; None: all.
+        weights: of these; None: all samples of all.
+        epochs: in which samples of weighted sources are counted.
     """
 
     samples: int = 3
@@ -35,12 +39,15 @@ class PageOptions:
     packing: PackingStrategy | None = None
     row_length: int = 0
     seed: int = 42
+    trained: int | None = None
+    weights: tuple[float, ...] | None = None
+    epochs: float = 1.0
 
 
 class _Shown(NamedTuple):
-    """A sample that is shown: its number among all, and where its record was read."""
+    """A sample that is shown: its position in its source, and where its record was read."""
 
-    number: int
+    position: int
     where: str
     sample: Sample
 
@@ -61,33 +68,33 @@ def write_page(
     """
     figures: dict[str, Figures] = {}
     shown: dict[str, list[_Shown]] = {}
-    before = 0
     for name, records in sources:
         found = figures[name] = Figures()
         chosen = shown[name] = []
         for record in records:
             for sample in found.add(encoder, record):
                 if len(chosen) < options.samples:
-                    chosen.append(_Shown(before + len(chosen), record.source, sample))
-        before += len(found.lengths)
-    rows = _rows([length for found in figures.values() for length in found.lengths], options)
-    places = {} if rows is None else _places(rows, {one.number for chosen in shown.values() for one in chosen})
-    for name, chosen in shown.items():
-        for line in (line for one in chosen for line in _sample_lines(name, one, encoder, options, places)):
-            write(line)
+                    chosen.append(_Shown(len(chosen), record.source, sample))
+    epoch = _epoch(figures, options)
+    rows = None if epoch is None else _rows(epoch, options)
+    places = {} if rows is None or epoch is None else _places(rows, epoch, options.samples)
+    for number, (name, chosen) in enumerate(shown.items()):
+        for one in chosen:
+            for line in _sample_lines(name, one, encoder, options, places.get((number, one.position))):
+                write(line)
     for name, found in figures.items():
         write(f"=== {name} ===")
         for line in found.lines():
             write(line)
         write("")
+    for line in epoch.describe(options.epochs) if epoch is not None and epoch.weighted else ():
+        write(line)
     if rows is not None:
         write(f"packed: {rows.summary.text()}")
     return figures
 
 
-def _sample_lines(
-    name: str, one: _Shown, encoder: Encoder, options: PageOptions, places: dict[int, str]
-) -> Iterator[str]:
+def _sample_lines(name: str, one: _Shown, encoder: Encoder, options: PageOptions, place: str | None) -> Iterator[str]:
     for key in one.sample:
         if not key.endswith("input_ids"):
             continue
@@ -98,7 +105,7 @@ def _sample_lines(
             f"{name}, {one.where}" + (f", {side.removesuffix('_')}" if side else ""),
             f"{len(ids):,} tokens, {trained:,} trained on ({trained / len(ids):.0%})",
         ]
-        described += [places[one.number]] if one.number in places else []
+        described += [] if place is None else [place]
         yield f"--- {'; '.join(described)} ---"
         if options.tokens:
             yield from token_lines(encoder.tokenizer, ids, labels, options.color)
@@ -107,24 +114,42 @@ def _sample_lines(
         yield ""
 
 
-def _rows(lengths: list[int], options: PageOptions) -> PackedRows | None:
-    """The rows of all samples, as training packs them where none is held out and sources have no weights."""
-    if options.packing is None or not lengths:
+def _epoch(figures: dict[str, Figures], options: PageOptions) -> Mixture | None:
+    """The lengths of the samples of an epoch; None if a source that is trained on has none."""
+    trained = dict(list(figures.items())[: options.trained])
+    lengths = [found.lengths for found in trained.values()]
+    if not lengths or not all(lengths):
         return None
+    return Mixture(
+        lengths, options.weights, names=list(trained), seed=options.seed, new_samples=options.packing is None
+    )
+
+
+def _rows(epoch: Mixture, options: PageOptions) -> PackedRows | None:
+    """The rows as training packs them."""
+    if options.packing is None:
+        return None
+    lengths = [epoch[index] for index in range(len(epoch))]
     order = epoch_order(len(lengths), options.seed, 0, shuffle=True)
     return packed_rows(lengths, options.row_length, options.packing, order, options.seed)
 
 
-def _places(rows: PackedRows, wanted: set[int]) -> dict[int, str]:
-    """Where samples are packed: the row, the tokens in it, and the other samples of the row."""
-    places: dict[int, str] = {}
+def _places(rows: PackedRows, epoch: Mixture, samples: int) -> dict[tuple[int, int], str]:
+    """Where the first ``samples`` of each source are packed first: the row, the tokens in it, what else is in it."""
+    places: dict[tuple[int, int], str] = {}
     for row in range(len(rows)):
         position = 0
         pieces = list(rows.row(row))
-        for sample, start, length in pieces:
-            if sample in wanted and start == 0:
-                others = [str(other) for other, _, _ in pieces if other != sample]
-                beside = f" with samples {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}" if others else ""
-                places[sample] = f"row {row}, tokens {position} to {position + length - 1}{beside}"
+        for index, start, length in pieces:
+            source, number = epoch.locate(index)
+            if number < samples and start == 0 and (source, number) not in places:
+                others = [_name(epoch, other) for other, _, _ in pieces if other != index]
+                beside = f" with {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}" if others else ""
+                places[source, number] = f"row {row}, tokens {position} to {position + length - 1}{beside}"
             position += length
     return places
+
+
+def _name(epoch: Mixture, index: int) -> str:
+    source, number = epoch.locate(index)
+    return f"sample {number} of {epoch.names[source]}"
