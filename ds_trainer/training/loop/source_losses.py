@@ -139,9 +139,11 @@ class SourceLosses:
 
     Attributes:
         window: sums of the training since the last log; None if the sources are not known.
+        known: whether the batch that was prepared last has numbers of sources.
     """
 
     window: SourceSums | None = None
+    known = False
 
     def __init__(self, args: TrainingArguments, device: torch.device) -> None:
         self._enabled = records_sources(args)
@@ -158,7 +160,8 @@ class SourceLosses:
     def strip(self, inputs: Any) -> Any:
         """``inputs`` without the numbers of sources, which are those of the next losses."""
         ids = inputs.pop(SOURCE_IDS, None) if isinstance(inputs, dict) else None
-        self._ids = ids if self._enabled else None
+        self._ids, self._found = ids if self._enabled else None, None
+        self.known = self._ids is not None
         return inputs
 
     def take(self) -> TokenLosses | None:
@@ -170,9 +173,6 @@ class SourceLosses:
     def recording(self) -> Iterator[None]:
         """Inside, the first cross-entropy over all tokens of the batch is recorded."""
         self._found = None
-        if self._ids is None:
-            yield
-            return
         original = F.cross_entropy
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
