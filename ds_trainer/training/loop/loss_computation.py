@@ -180,7 +180,7 @@ class LossComputation:
         try:
             with (
                 nullcontext() if plain else self.chunked.deferring(model),
-                self.sources.recording() if self.sources.known else nullcontext(),
+                self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):
                 return method.call(model, inputs, **keywords)
         finally:

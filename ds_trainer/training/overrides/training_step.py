@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.training.loop.batches import on_device
 from ds_trainer.training.loop.step import MicroBatchRunner
 from ds_trainer.training.overrides.base import TrainerBase
@@ -108,4 +109,5 @@ class TrainingStep(TrainerBase):
         The numbers of sources (``source_ids``) are taken out of it.
         """
         prepared: dict[str, Any] = on_device(inputs, self.device, self.engines.input_dtype)
-        return self.losses.sources.strip(prepared)
+        self.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, dict) else None
+        return prepared
