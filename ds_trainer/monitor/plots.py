@@ -132,6 +132,8 @@ def read_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
         for name, value in record.items():
             if name in _POSITION or _EVAL_LOSS.fullmatch(name) or name == "loss" or _NO_QUANTITY.fullmatch(name):
                 continue
+            if "loss/" in name:  # of a source of a mixture; the report has these
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(step, (int, float)):
                 continue
             curve = found.setdefault(name, Curve())

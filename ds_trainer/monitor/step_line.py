@@ -33,6 +33,10 @@ _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
 )
 
 
+_OF_SOURCE = "loss/"
+_MOST_SOURCES = 6
+
+
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int, max_str_len: int = 100) -> str:
     """The whole line: step and epoch, then every value of ``logs``. A ``max_steps`` of 0 means unknown."""
     parts = [f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"]
@@ -47,7 +51,16 @@ def phrases(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
 
     Strings longer than ``max_str_len`` characters are truncated.
     """
-    return [_phrase(name, plain(value), max_str_len) for name, value in logs.items() if name not in _HIDDEN]
+    found = [
+        _phrase(name, plain(value), max_str_len)
+        for name, value in logs.items()
+        if name not in _HIDDEN and _OF_SOURCE not in name
+    ]
+    sources = [
+        f"{name.partition(_OF_SOURCE)[2]} {_decimal(value, 3)}" for name, value in logs.items() if _OF_SOURCE in name
+    ]
+    more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
+    return [*found, *([f"by source: {', '.join(sources[:_MOST_SOURCES])}{more}"] if sources else [])]
 
 
 def _phrase(name: str, value: Any, max_str_len: int) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ds_trainer.data.chat.display import parts
 from ds_trainer.data.prepared.dataset import PreparedDataset
+from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.monitor.report.run_files import DATA_CARD_NAME
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, SourceFigures
 from ds_trainer.utils.files import write_json
@@ -33,6 +34,10 @@ def write_data_card(data: FineTuningData, tokenizer: Any, output_dir: Path) -> N
 def data_card(data: FineTuningData, tokenizer: Any) -> dict[str, Any]:
     """The content of ``data_card.json``; its form: :mod:`ds_trainer.monitor.report.data_section`."""
     figures = data.to_dict()
+    if isinstance(data.train, MixtureStream):
+        rows = [{**row, "share": f"{row['share']:.1%}"} for row in figures["sources"]]
+        return {"figures": {"samples for evaluation": figures["eval_samples"], "training data": "streamed"},
+                "sources": rows}  # fmt: skip
     return {
         "figures": {
             "samples of an epoch": len(data.train),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from ds_trainer.arguments.enums import PackingStrategy
 from ds_trainer.data.chat.page import PageOptions, write_page
@@ -18,6 +19,9 @@ from ds_trainer.recipes.language_model import tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+STREAMED = 2000
+"""Records of a source that are read if it is streamed."""
 
 
 def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
@@ -56,9 +60,17 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
         if source in evaluation:
             evaluated.append((f"{name}, evaluation", source.read(bad)))
             continue
-        trained.append((name, _side(source, bad, split, held_out=False)))
+        records = _side(source, bad, split, held_out=False)
+        if recipe.data.streaming:
+            records = islice(records, STREAMED)
+        trained.append((name, records))
         if split is not None:  # read again; its bad lines are known
             evaluated.append((f"{name}, held out", _side(source, BadLines("skip"), split, held_out=True)))
+    if recipe.data.streaming:
+        print(f"data.streaming: the first {STREAMED:,} records of each source are read here.")
+        shares = [spec.weight or 1.0 for _, spec in recipe.data.sources("train")]
+        for (name, _), share in zip(trained, shares, strict=True) if only is None else ():
+            print(f"{name}: {share / sum(shares):.1%} of the samples")
     figures = write_page([*trained, *evaluated], encoder, _options(recipe, options, len(trained), only), print)
     problems = bad.problems()
     for problem in problems:
@@ -72,10 +84,10 @@ def _options(recipe: Recipe, options: PageOptions, trained: int, only: str | Non
         options, trained=trained, seed=args.seed if args.data_seed is None else args.data_seed
     )
     weights = tuple(spec.weight for _, spec in recipe.data.sources("train") if spec.weight is not None)
-    if weights and only is None:
+    if weights and only is None and not recipe.data.streaming:
         epochs = 1.0 if args.max_steps > 0 else args.num_train_epochs
         options = dataclasses.replace(options, weights=weights, epochs=epochs)
-    if args.packing:
+    if args.packing and not recipe.data.streaming:  # a stream is packed in windows
         packing = PackingStrategy(args.packing_strategy)
         options = dataclasses.replace(options, packing=packing, row_length=recipe.tokens_per_sample)
     return options

@@ -48,6 +48,9 @@ class DataSpec:
         train_on: which tokens of conversations: ``assistant``, ``last_turn``, ``all``, or a list of roles.
         prepared_dir: directory for tokenized samples, which later runs find there; default: a cache directory of the
             user.
+        streaming: read and tokenize ``train`` while training, for sources that are too large to be tokenized before.
+            Needs ``max_steps``, and weights if there are several sources.
+        shuffle_window: with ``streaming``: records of a source that are shuffled together.
     """
 
     train: tuple[str | SourceSpec, ...] = ()
@@ -66,6 +69,8 @@ class DataSpec:
     chat_template: str | None = None
     train_on: Literal["assistant", "last_turn", "all"] | tuple[str, ...] = "assistant"
     prepared_dir: str | None = None
+    streaming: bool = False
+    shuffle_window: int = 1000
 
     def __post_init__(self) -> None:
         if len(self.train_on) == 1 and self.train_on[0] in TRAIN_ON:  # YAML gives a text as a list of one
@@ -105,7 +110,8 @@ class DataSpec:
             problems.append(f"data.held_out_every={self.held_out_every} must be 2 or more.")
         if self.held_out is not None and not (0 < self.held_out < 1 or _is_count(self.held_out)):
             problems.append(f"data.held_out={self.held_out} must be a number of samples, or a share between 0 and 1.")
-        return problems + self._length_problems(arguments or {}) + self._source_problems() + self._role_problems()
+        problems += self._stream_problems(arguments or {}) + self._length_problems(arguments or {})
+        return problems + self._source_problems() + self._role_problems()
 
     def fine_tunes(self, arguments: dict[str, Any]) -> bool:
         """Whether samples of different lengths are trained on, not blocks of text."""
@@ -144,6 +150,27 @@ class DataSpec:
             for name in _OF_BLOCKS
             if getattr(self, name) is not None
         ]
+        return problems
+
+    def _stream_problems(self, arguments: dict[str, Any]) -> list[str]:
+        problems = []
+        if self.shuffle_window < 1:
+            problems.append(f"data.shuffle_window={self.shuffle_window} must be 1 or more.")
+        if not self.streaming:
+            changed = self.shuffle_window != DataSpec.shuffle_window
+            return problems + (["data.shuffle_window needs data.streaming: true."] if changed else [])
+        if not self.fine_tunes(arguments):
+            problems.append("data.streaming is for samples of up to max_length tokens; set data.max_length.")
+        if self.held_out is not None:
+            problems.append(
+                f"data.held_out={self.held_out} would have to read all of a stream; name files in data.eval in its "
+                "place, or remove data.streaming."
+            )
+        if len(self.train) > 1 and any(spec.weight is None for _, spec in self.sources("train")):
+            problems.append("data.streaming: several sources need a weight each, because their sizes are not known.")
+        steps = arguments.get("max_steps")
+        if steps is None or (isinstance(steps, int) and steps <= 0):
+            problems.append("data.streaming: a stream has no end; set arguments.max_steps.")
         return problems
 
     def _source_problems(self) -> list[str]:

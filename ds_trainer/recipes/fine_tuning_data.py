@@ -19,6 +19,7 @@ from ds_trainer.data.source_ids import with_source
 from ds_trainer.data.sources.bad_lines import BadLines
 from ds_trainer.data.sources.held_out import HeldOut
 from ds_trainer.data.sources.mixture import Mixture
+from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
@@ -95,7 +96,7 @@ class FineTuningData:
         lines: what was found, for the log.
     """
 
-    train: Mixture
+    train: Mixture | MixtureStream
     eval: EvaluationSamples | None
     sources: list[SourceFigures]
     eval_sources: list[SourceFigures]
@@ -106,12 +107,7 @@ class FineTuningData:
         tokens = sum(figures.tokens for figures in self.sources)
         trained = sum(figures.trained_tokens for figures in self.sources)
         return {
-            "sources": [
-                {**asdict(figures), "samples_per_epoch": samples, "repeats_per_epoch": repeats}
-                for figures, samples, repeats in zip(
-                    self.sources, self.train.samples, self.train.repeats(), strict=True
-                )
-            ],
+            "sources": self._sources(),
             "eval_sources": [asdict(figures) for figures in self.eval_sources],
             "eval_samples": 0 if self.eval is None else len(self.eval),
             "eval_target_tokens": 0 if self.eval is None else self.eval.trained_tokens,
@@ -120,6 +116,17 @@ class FineTuningData:
             "trained_share": trained / max(tokens, 1),
             "bad_lines": sum(figures.bad_lines for figures in (*self.sources, *self.eval_sources)),
         }
+
+    def _sources(self) -> list[dict[str, Any]]:
+        train = self.train
+        if isinstance(train, MixtureStream):
+            rows = zip(self.sources, train.shares, strict=True)
+            return [{"name": row.name, "kind": row.kind, "format": row.format, "files": row.files, "share": share}
+                    for row, share in rows]  # fmt: skip
+        return [
+            {**asdict(figures), "samples_per_epoch": samples, "repeats_per_epoch": repeats}
+            for figures, samples, repeats in zip(self.sources, train.samples, train.repeats(), strict=True)
+        ]
 
 
 def open_sources(spec: DataSpec) -> tuple[list[Source], list[Source]]:
@@ -182,7 +189,7 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
             )
         return None
 
-    found = [samples_of(source, split, False) for source in train_sources]
+    found = [] if spec.streaming else [samples_of(source, split, False) for source in train_sources]
     evaluated = [samples_of(source, None, False) for source in eval_sources]
     if split is not None and not problems:
         evaluated = [samples_of(source, split, True) for source in train_sources]
@@ -195,12 +202,20 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
     held_out = [dataset for dataset in evaluated if dataset is not None]
     if problems:
         raise ConfigError(_all_problems(spec, [*train_sources, *eval_sources], problems))
-    figures = [_figures(source, dataset) for source, dataset in zip(train_sources, prepared, strict=True)]
+    if spec.streaming:
+        figures = [SourceFigures(s.name, _kind(s), s.format_name, len(s.files)) for s in train_sources]
+    else:
+        figures = [_figures(source, dataset) for source, dataset in zip(train_sources, prepared, strict=True)]
     eval_figures = [_figures(source, dataset) for source, dataset in zip(eval_sources, held_out, strict=False)]
     for rows in (figures, eval_figures):
         for row, name in zip(rows, _distinct([row.name for row in rows]), strict=True):
             row.name = name
-    train = _mixture(spec, args, prepared, [row.name for row in figures])
+    train_names = [row.name for row in figures]
+    train: Mixture | MixtureStream
+    if spec.streaming:
+        train = _stream(spec, args, train_sources, encoder, train_names)
+    else:
+        train = _mixture(spec, args, prepared, train_names)
     pairs = zip(figures if split is not None else eval_figures, evaluated, strict=True)
     names = [row.name for row, dataset in pairs if dataset is not None]
     evaluation = EvaluationSamples(held_out, names, records_sources(args) and len(names) > 1) if held_out else None
@@ -243,12 +258,11 @@ def _all(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:
 
 
 def _figures(source: Source, dataset: PreparedDataset) -> SourceFigures:
-    format, manifest = source.find_format(), dataset.manifest
+    manifest = dataset.manifest
     counts = Counter(manifest.counts)
-    kind = "unknown" if format is None else format.kind
     return SourceFigures(
         name=source.name,
-        kind=kind,
+        kind=_kind(source),
         format=source.format_name,
         files=len(source.files),
         records=counts["records"] - counts[BAD_LINE],
@@ -259,6 +273,11 @@ def _figures(source: Source, dataset: PreparedDataset) -> SourceFigures:
         bad_lines=counts[BAD_LINE],
         notices={name: count for name, count in counts.items() if name not in _COUNTED},
     )
+
+
+def _kind(source: Source) -> str:
+    format = source.find_format()
+    return "unknown" if format is None else format.kind
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -277,14 +296,35 @@ def _mixture(
     return Mixture(datasets, given or None, names=names, seed=seed, new_samples=not by_length, numbered=numbered)
 
 
+def _stream(
+    spec: DataSpec, args: TrainingArguments, sources: Sequence[Source], encoder: RecordEncoder, names: Sequence[str]
+) -> MixtureStream:
+    return MixtureStream(
+        sources,
+        encoder,
+        [entry.weight or 1.0 for _, entry in spec.sources("train")],
+        names=names,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        window=spec.shuffle_window,
+        bad_lines=spec.bad_lines,
+        numbered=records_sources(args) and len(names) > 1,
+    )
+
+
 def _lines(data: FineTuningData, sources: Sequence[Source], is_split: bool) -> list[str]:
     lines = []
-    for source, row in zip(sources, [*data.sources, *data.eval_sources], strict=True):
+    rows = [*data.sources, *data.eval_sources]
+    if isinstance(data.train, MixtureStream):
+        streamed = len(data.sources)
+        lines = [f"{source.describe()}, streamed" for source in sources[:streamed]] + data.train.describe()
+        sources, rows = sources[streamed:], rows[streamed:]
+    for source, row in zip(sources, rows, strict=True):
         source.count = row.records
         lines.append(f"{source.describe()}; {row.tokens:,} tokens, {row.trained_tokens:,} of them trained on")
         lines += [f"  {count:,} samples: {NOTICES.get(name, name)}" for name, count in row.notices.items() if count]
         lines += [f"  {row.bad_lines:,} bad lines were left out (data.bad_lines: skip)"] if row.bad_lines else []
-    lines += data.train.describe() if data.train.weighted else []
+    if isinstance(data.train, Mixture) and data.train.weighted:
+        lines += data.train.describe()
     if is_split and data.eval is not None:
         lines.append(f"{len(data.eval):,} samples are held out for evaluation.")
     return lines

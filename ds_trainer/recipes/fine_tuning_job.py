@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.data.padding import TokenPaddingCollator
+from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.recipes.data_card import write_data_card
 from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, read_fine_tuning_data
@@ -148,7 +149,12 @@ def make_trainer(recipe: Recipe, inputs: FineTuningInputs, args: TrainingArgumen
 
 
 def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
-    """Targets that were trained on, by source: their mean number per sample times the samples that were seen."""
+    """Targets that were trained on, by source: their mean number per sample times the samples that were seen.
+
+    Empty for a stream, of which that is not known.
+    """
+    if isinstance(data.train, MixtureStream):
+        return {}
     return {
         row.name: round(epochs * samples * row.trained_tokens / row.samples)
         for row, samples in zip(data.sources, data.train.samples, strict=True)
@@ -158,15 +164,21 @@ def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
 def report_text(results: dict[str, Any]) -> str:
     """The printed report, from the content of ``results.json``."""
     seconds, data, evaluation = results["seconds"], results["data"], results["evaluation"]
+    trained = results["tokens_trained"]
     lines = [
         "",
         f"Finished {results['steps']:,} steps, {results['epochs']:.2f} epochs, in {seconds['total']:.0f} s (setup "
         f"{seconds['prepare']:.0f} s, training {seconds['train']:.0f} s, evaluation {seconds['evaluate']:.0f} s).",
-        f"Trained on {sum(results['tokens_trained'].values()):,} tokens; {data['trained_share']:.1%} of the tokens of "
-        "a sample are trained on.",
     ]
-    for row in data["sources"]:
-        tokens = results["tokens_trained"][row["name"]]
+    if trained:
+        lines.append(
+            f"Trained on {sum(trained.values()):,} tokens; {data['trained_share']:.1%} of the tokens of a sample are "
+            "trained on."
+        )
+    else:
+        lines += [f"  {row['name']}: {row['share']:.1%} of the samples, streamed" for row in data["sources"]]
+    for row in data["sources"] if trained else ():
+        tokens = trained[row["name"]]
         lines.append(f"  {row['name']}: {row['samples']:,} samples of {row['format']}, {tokens:,} tokens trained on")
     if evaluation is None:
         lines.append("No evaluation: set data.eval or data.held_out for one.")

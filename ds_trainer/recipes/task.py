@@ -35,6 +35,8 @@ class TaskSpec:
         """What cannot work with the values of the other sections, as one sentence per problem."""
         if self.name != "sft" and data.get("max_length") is None and arguments.get("max_length") is None:
             return [f"task {self.name} takes samples, not text in blocks; set data.max_length, the most tokens of one."]
+        if self.name != "sft" and data.get("streaming"):
+            return [f"task {self.name} cannot stream its data; remove data.streaming."]
         if self.name == "sft" and self.options:
             return [f"task.options: sft has no options ({', '.join(self.options)}); remove them."]
         unknown = [key for key in self.options if key not in ("label_key", "text_pair_key")]

@@ -1,8 +1,8 @@
 """``RunRecorder``: records what happens to a training, and writes its report however it ends.
 
 The main process writes ``run_history.jsonl`` during the training, and ``report.html`` and ``report.json`` at its end
-(:mod:`ds_trainer.monitor.report`). Nothing is recorded before the training has its output directory. A failure in here
-is logged; it neither ends a training nor hides the error that did.
+(:mod:`ds_trainer.monitor.report`). A training that ends before it has its header is recorded at that end. A failure in
+here is logged; it neither ends a training nor hides the error that did.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,8 @@ from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.monitor.header import RunSummary, header_lines
 from ds_trainer.monitor.report.facts import changed_arguments, process_facts, restart_count
-from ds_trainer.monitor.report.history import RunHistory, rounded
+from ds_trainer.monitor.report.history import HISTORY_NAME, STARTED, RunHistory, read_sessions, rounded
+from ds_trainer.monitor.report.run_files import METRICS_NAME
 from ds_trainer.monitor.throughput import PhaseClock
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.utils import distributed, failures
@@ -77,11 +78,17 @@ class RunRecorder:
         self._early: list[dict[str, Any]] = []
         self._called = time.time()
         self._ended = False
+        self._owns_directory: Callable[[], bool] = lambda: False
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Context of a training: it ends with the report."""
+    def recorded(self, owns_directory: Callable[[], bool]) -> Iterator[None]:
+        """Context of a training: it ends with the report.
+
+        Args:
+            owns_directory: whether no other training can be writing to the output directory.
+        """
         self._forget()
+        self._owns_directory = owns_directory
         messages, package = _Messages(self), logging.getLogger("ds_trainer")
         package.addHandler(messages)
         try:
@@ -115,35 +122,64 @@ class RunRecorder:
         if not (state.is_world_process_zero and args.run_report):
             return
         try:
-            self._history = RunHistory(Path(str(args.output_dir)))
+            history = RunHistory(Path(str(args.output_dir)))
             if state.global_step == 0 and restart_count() == 0:
-                self._history.start_new()
-            self._history.add("start", self._start_facts(summary, prediction, run))
-            early, self._early = self._early, []
-            for values in early:
-                self._history.add("message", values)
+                history.start_new()
+            self._record(history, self._start_facts(summary, prediction, run))
         except Exception:
             logger.warning("The run is not recorded for its report, because of an error.", exc_info=True)
 
-    def _start_facts(self, summary: RunSummary, prediction: dict[str, Any] | None, run: TrainingRun) -> dict[str, Any]:
+    def _begin_at_the_end(self) -> None:
+        """Begin to record a training that ends before it has an engine and a header.
+
+        Files of an earlier run in the same directory stay: this is one more process. Nothing is written beside those of
+        a run that may still be training.
+        """
         args, state = self._events.args, self._events.state
-        resumed = {}
-        if summary.resumed_from is not None:
-            resumed = {"resumed_from": summary.resumed_from, "resumed_written": _written(Path(summary.resumed_from))}
+        directory = Path(str(args.output_dir))
+        if not (state.is_world_process_zero and args.run_report and directory.is_dir()):
+            return
+        has_run = any((directory / name).is_file() for name in (METRICS_NAME, HISTORY_NAME))
+        if has_run and not self._owns_directory():
+            return
+        try:
+            before = read_sessions(directory)
+            facts = {**self._process_facts(), "step": before[-1].step if before else 0, STARTED: False}
+            self._record(RunHistory(directory), facts)
+        except Exception:
+            logger.warning("The end of the run is not recorded, because of an error.", exc_info=True)
+
+    def _record(self, history: RunHistory, facts: dict[str, Any]) -> None:
+        self._history = history
+        history.add("start", facts)
+        early, self._early = self._early, []
+        for values in early:
+            history.add("message", values)
+
+    def _process_facts(self) -> dict[str, Any]:
+        args = self._events.args
         return {
-            "step": state.global_step,
-            **resumed,
             **process_facts(),
             "train_called": round(self._called, 3),
             "run_name": args.run_name,
             "seed": args.seed,
             "arguments": changed_arguments(args),
+            "device_hour_price": args.report_device_hour_price,
+        }
+
+    def _start_facts(self, summary: RunSummary, prediction: dict[str, Any] | None, run: TrainingRun) -> dict[str, Any]:
+        state, resumed = self._events.state, {}
+        if summary.resumed_from is not None:
+            resumed = {"resumed_from": summary.resumed_from, "resumed_written": _written(Path(summary.resumed_from))}
+        return {
+            "step": state.global_step,
+            **resumed,
+            **self._process_facts(),
             "header": [line.strip().split(None, 1) for line in header_lines(summary)[1:]],
             "summary": {name: value for name, value in asdict(summary).items() if name != "load"},
             "memory_limit_bytes": _memory_limit(run.device),
             "prediction": prediction,
             "order": _order(run),
-            "device_hour_price": args.report_device_hour_price,
         }
 
     def time_by(self, clock: PhaseClock) -> None:
@@ -171,7 +207,11 @@ class RunRecorder:
             error: what ends the training; None at its planned end.
             why: the reason, if it is no exception: a signal, a hang.
         """
-        if self._history is None or self._ended:
+        if self._ended:
+            return
+        if self._history is None and (error is not None or why is not None):
+            self._begin_at_the_end()
+        if self._history is None:
             return
         self._ended = True
         state = self._events.state

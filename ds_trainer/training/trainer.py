@@ -286,7 +286,7 @@ class Trainer(Assembly):
             self.is_in_train = True
             outer.callback(setattr, self, "is_in_train", False)
             outer.callback(directory.release)
-            outer.enter_context(self.telemetry.recorder.recorded())
+            outer.enter_context(self.telemetry.recorder.recorded(lambda: directory.is_ours))
             join_ranks(args)
             votes = host_votes(self.groups.world_host) if distributed.world_size() > 1 else None
             stop = StopController(

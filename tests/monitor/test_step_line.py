@@ -73,3 +73,11 @@ def test_torch_and_numpy_scalars_look_like_numbers() -> None:
 
     logs = {"loss": torch.tensor(2.5), "grad_norm": numpy.float32(0.5), "epoch": torch.tensor(0.25)}
     assert step_line(logs, 1, 2) == "step 1/2  epoch 0.25  loss 2.500  grad norm 0.50"
+
+
+def test_losses_of_sources_are_together_and_bounded() -> None:
+    logs = {"loss": 1.5, **{f"loss/s{number}": number / 2 for number in range(8)}, "grad_norm": 1.0}
+    assert step_line(logs, 1, 2) == (
+        "step 1/2  loss 1.500  grad norm 1.00  by source: s0 0.000, s1 0.500, s2 1.000, s3 1.500, s4 2.000, s5 2.500 "
+        "and 2 more"
+    )

@@ -205,3 +205,48 @@ def test_long_samples_follow_the_policy(folder: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             prepared(*words, f"--data.long_samples={policy}")
         assert reason in str(caught.value)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+STREAMED = ["--data.streaming", "true", "--arguments.max_steps", "6", "--arguments.logging_steps", "2"]
+
+
+def streamed_recipe(folder: Path) -> None:
+    (folder / "more.jsonl").write_text('{"prompt": "100 plus one is ", "completion": "101."}\n' * 4)
+    recipe = RECIPE.replace("  held_out: 5\n", "  eval: more.jsonl\n")
+    (folder / "r.yaml").write_text(recipe)
+
+
+def test_a_streamed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    streamed_recipe(folder)
+    results = run(load_recipe("r.yaml", STREAMED))
+    assert results["steps"] == 6 and results["evaluation"]["eval_samples"] == 4
+    assert [row["share"] for row in results["data"]["sources"]] == [0.75, 0.25]
+    assert "notes: 25.0% of the samples, streamed" in capsys.readouterr().out
+    logs = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert {"loss/questions.jsonl", "loss/notes"} <= set().union(*logs)
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert set(report["sources"]["loss"]) == {"questions.jsonl", "notes"}
+    assert [row["name"] for row in report["data"]["sources"]] == ["questions.jsonl", "notes"]
+
+
+def test_a_stream_needs_what_its_size_would_tell(folder: Path) -> None:
+    text = RECIPE.replace("      weight: 3\n", "").replace(", weight: 1", "")
+    (folder / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("r.yaml", ["--data.streaming", "true", "--data.shuffle_window", "0", "--task.name", "dpo"])
+    words = " ".join(caught.value.problems)
+    for part in ("shuffle_window=0 must be", "held_out=5 would have to read all", "need a weight each",
+                 "set arguments.max_steps", "task dpo cannot stream"):  # fmt: skip
+        assert part in words
+
+
+def test_losses_of_sources_are_logged_for_both_sides(folder: Path) -> None:
+    words = ["--arguments.logging_steps", "1", "--arguments.eval_strategy", "epoch", "--data.held_out", "0.3"]
+    run(load_recipe("r.yaml", words))
+    logs = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert {"eval_loss/questions.jsonl", "eval_loss/notes"} <= set().union(*logs)
+    for entry in logs:
+        by_source = [value for key, value in entry.items() if key.startswith("eval_loss/")]
+        assert not by_source or min(by_source) <= entry["eval_loss"] <= max(by_source)

@@ -20,6 +20,8 @@ from ds_trainer.utils.secrets import without_secrets
 FORMAT = 1
 MOST_POINTS = 800
 """Points of a curve in a report; a longer one keeps the largest and the smallest value of each part."""
+MOST_SOURCES, MOST_SOURCE_POINTS = 200, 100
+"""Sources whose losses are in a report, and points of the curve of each."""
 _FIRST = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gb", "data_wait")
 _MOST_CURVES = 40
 _GIB = 2**30
@@ -53,6 +55,10 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
         "curves": {name: thinned(points) for name, points in _curves(files).items()},
         "not_finite": {name: files.not_finite(name) for name in ("loss", "grad_norm") if files.not_finite(name)},
         "evaluations": {name: thinned(points) for name, points in files.evaluation_losses().items()},
+        "sources": {
+            loss: {name: thinned(points, MOST_SOURCE_POINTS) for name, points in list(found.items())[:MOST_SOURCES]}
+            for loss, found in files.source_losses().items()
+        },
         "spikes": spikes,
         "time": _time(files, use),
         "memory": memory,
@@ -114,7 +120,8 @@ def _quality(files: RunFiles) -> dict[str, Any]:
         found["evaluations"][name] = {"best": best, "best_step": step, "last": points[-1][1], "step": points[-1][0]}
     for record in files.records:
         for name, value in record.items():
-            plain = name.startswith("eval_") and not name.endswith(("_loss", "_runtime", "_second", "_items"))
+            other = "_loss/" in name or name.endswith(("_loss", "_runtime", "_second", "_items"))
+            plain = name.startswith("eval_") and not other
             if plain and is_number(value):
                 found["metrics"][name] = value
     return found

@@ -25,6 +25,8 @@ logger = get_logger("monitor.report")
 
 HISTORY_NAME = "run_history.jsonl"
 SECONDS_BETWEEN_PROGRESS = 5.0
+STARTED = "started"
+"""Key of the event ``start``: False if the process ended before its first step, else missing."""
 
 
 class RunHistory:

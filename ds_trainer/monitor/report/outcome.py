@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from ds_trainer.monitor.report.history import Session
+from ds_trainer.monitor.report.history import STARTED, Session
 from ds_trainer.monitor.report.run_files import RunFiles, is_number
 
 
@@ -53,16 +53,17 @@ def outcome_of(files: RunFiles) -> Outcome:
         )
     text, error = str(end.get("text") or ""), str(end.get("error") or "")
     state = str(end.get("outcome") or "unknown")
+    at = f"at {where}" if session.start.get(STARTED, True) else "before its first step"
     first = text.splitlines()[0] if text else ""
     if state == "finished":
         return _finished(files, where)
     if state == "stopped":
-        return Outcome(state, text or f"Stopped at {where}.", exit_code=end.get("exit_code"))
+        return Outcome(state, text or f"Stopped {at}.", exit_code=end.get("exit_code"))
     if state == "killed":
-        return Outcome(state, f"Killed at {where}: {text}.")
+        return Outcome(state, f"Killed {at}: {text}.")
     if state == "diverged":
-        return Outcome(state, f"Diverged at {where}: {first}", text)
-    return Outcome(state, f"Failed at {where}: {error}: {first}".rstrip(": "), str(end.get("trace") or text))
+        return Outcome(state, f"Diverged {at}: {first}", text)
+    return Outcome(state, f"Failed {at}: {error}: {first}".rstrip(": "), str(end.get("trace") or text))
 
 
 def _finished(files: RunFiles, where: str) -> Outcome:
@@ -100,6 +101,7 @@ def incidents_of(files: RunFiles) -> list[dict[str, Any]]:
             text = f"Restarted from step {session.first_step:,}" + (
                 f"; {repeated:,} steps after it are repeated" if repeated else ""
             )
+            text = text if session.start.get(STARTED, True) else "Another process began, and did not reach a step"
             found.append(
                 {"time": session.start.get("time"), "kind": "restart", "text": text, "step": session.first_step}
             )

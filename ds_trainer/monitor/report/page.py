@@ -10,6 +10,7 @@ from typing import Any
 from ds_trainer.monitor.report.data_section import data_section
 from ds_trainer.monitor.report.figures import curves_section, memory_section, ranks_section, time_section
 from ds_trainer.monitor.report.html import card, rows_table, section, shown, table
+from ds_trainer.monitor.report.source_section import source_section
 from ds_trainer.monitor.report.style import STYLE
 from ds_trainer.monitor.units import human_count, human_duration
 
@@ -41,6 +42,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         _advice(summary["advice"]),
         _failure(summary["outcome"]),
         curves_section(report),
+        source_section(report["sources"]),
         time_section(report["time"]),
         memory_section(report),
         ranks_section(report["ranks"]),

@@ -21,6 +21,7 @@ METRICS_NAME = "metrics.jsonl"
 DATA_CARD_NAME = "data_card.json"
 """Optional: the description of the data, written by what prepares them (docs/how-to/report.md)."""
 _EVALUATION_LOSS = re.compile(r"eval_(\w+_)?loss")
+_SOURCE_LOSS = re.compile(r"((?:eval_(?:\w+_)?)?loss)/(.+)", re.DOTALL)
 _NOT_LOGGED = re.compile(r"train_.*|total_flos|eval_(\w+_)?(runtime|\w+_per_second|items|model_preparation_time)")
 _POSITION = ("step", "epoch", "time")
 
@@ -114,10 +115,20 @@ class RunFiles:
         names = dict.fromkeys(name for record in self.records for name in record if _EVALUATION_LOSS.fullmatch(name))
         return {name: points for name in names if (points := self.curve(name))}
 
+    def source_losses(self) -> dict[str, dict[str, Points]]:
+        """The losses of the sources of a mixture, by the name of the loss (``loss``, ``eval_loss``) and the source."""
+        found: dict[str, dict[str, Points]] = {}
+        for key in dict.fromkeys(key for record in self.records for key in record):
+            name = _SOURCE_LOSS.fullmatch(key)
+            if name is not None and (points := self.curve(key)):
+                found.setdefault(name[1], {})[name[2]] = points
+        return found
+
     def quantities(self) -> list[str]:
-        """Names of everything that is logged during the training, in the order of their first records."""
+        """Names of everything that is logged during the training except losses of sources, by their first records."""
         names = dict.fromkeys(name for record in self.records for name, value in record.items() if is_number(value))
-        return [name for name in names if name not in _POSITION and not _NOT_LOGGED.fullmatch(name)]
+        hidden = (_NOT_LOGGED, _SOURCE_LOSS)
+        return [name for name in names if name not in _POSITION and not any(one.fullmatch(name) for one in hidden)]
 
     def last(self, name: str) -> float | None:
         """The last value of ``name``; None if it was never a finite number."""

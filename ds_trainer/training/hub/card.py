@@ -158,6 +158,7 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, float]:
         if name.startswith("eval_")
         and not name.endswith(RUNTIME_METRICS)
         and "_mem_" not in name
+        and "loss/" not in name
         and isinstance(value, int | float)
     }
 

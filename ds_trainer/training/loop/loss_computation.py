@@ -178,7 +178,10 @@ class LossComputation:
         made = bool(keywords.get("return_outputs")) and not self.defers_outputs
         plain = made or tokens < self.chunked.tokens_from
         try:
-            with nullcontext() if plain else self.chunked.deferring(model), self.sources.recording():
+            with (
+                nullcontext() if plain else self.chunked.deferring(model),
+                self.sources.recording() if self.sources.ids is not None else nullcontext(),
+            ):
                 return method.call(model, inputs, **keywords)
         finally:
             self.for_loop = before

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.source_ids import SOURCE_IDS, source_names
+from ds_trainer.data.source_ids import source_names
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -139,27 +139,22 @@ class SourceLosses:
 
     Attributes:
         window: sums of the training since the last log; None if the sources are not known.
+        ids: the numbers of the sources in the batch that was prepared last, ``[samples, tokens]``; None without.
     """
 
     window: SourceSums | None = None
+    ids: torch.Tensor | None = None
 
     def __init__(self, args: TrainingArguments, device: torch.device) -> None:
         self._enabled = records_sources(args)
         self._filtered = args.logging_nan_inf_filter
         self._device = device
-        self._ids: torch.Tensor | None = None
         self._found: TokenLosses | None = None
 
     def sums(self, dataset: Any, group: ProcessGroup | None) -> SourceSums | None:
         """Sums for the sources of ``dataset``; None if nothing is recorded, or its sources are not known."""
         names = source_names(dataset) if self._enabled else ()
         return SourceSums(names, self._device, self._filtered, group) if names else None
-
-    def strip(self, inputs: Any) -> Any:
-        """``inputs`` without the numbers of sources, which are those of the next losses."""
-        ids = inputs.pop(SOURCE_IDS, None) if isinstance(inputs, dict) else None
-        self._ids = ids if self._enabled else None
-        return inputs
 
     def take(self) -> TokenLosses | None:
         """What the last loss recorded, once."""
@@ -170,7 +165,7 @@ class SourceLosses:
     def recording(self) -> Iterator[None]:
         """Inside, the first cross-entropy over all tokens of the batch is recorded."""
         self._found = None
-        if self._ids is None:
+        if not self._enabled:
             yield
             return
         original = F.cross_entropy
@@ -216,7 +211,7 @@ class SourceLosses:
 
     def _sources_of(self, target: torch.Tensor) -> torch.Tensor | None:
         """The source of each of the targets, ``[targets]``; None if they are not those of all tokens."""
-        ids = self._ids
+        ids = self.ids
         if ids is None or ids.dim() != 2 or target.dim() not in (1, 2) or target.is_floating_point():
             return None
         rows, length = ids.shape

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.training.loop.step import MicroBatchRunner
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.errors import ConfigError
@@ -107,4 +108,5 @@ class TrainingStep(TrainerBase):
         The numbers of sources (``source_ids``) are taken out of it.
         """
         prepared: dict[str, Any] = self.engines.copies.take(inputs)
-        return self.losses.sources.strip(prepared)
+        self.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, dict) else None
+        return prepared

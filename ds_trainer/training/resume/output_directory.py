@@ -56,6 +56,11 @@ class OutputDirectory:
         """Whether the run resumes from the newest checkpoint in this directory without a request."""
         return bool(self._args.auto_resume) or os.environ.get(AUTO_RESUME, "0") not in ("", "0")
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process holds the lock of the directory: the leader of its writers, while it trains."""
+        return self._lock is not None
+
     def acquire(self) -> None:
         """Lock the directory, and remove what a killed process left in it. Collective.
 

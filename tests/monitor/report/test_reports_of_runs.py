@@ -244,3 +244,85 @@ def test_bad_arguments_end_in_words(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert main(["report", *argv]) == 2
         assert words in capsys.readouterr().err
+
+
+# -- before the header -------------------------------------------------------------------------------------------------
+
+
+class Unbuilt(Trainer):
+    """Fails while the engine is built."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        raise RuntimeError("no optimizer for hf_abcdefghijklmnopqrstuv")
+
+
+def unbuilt(directory: Path, **changes: Any) -> None:
+    Unbuilt(tiny_llama(), arguments(directory, max_steps=STEPS, **changes), train_dataset=RaggedTokens(64)).train()
+
+
+def test_a_run_that_fails_before_its_header_leaves_a_report(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        unbuilt(tmp_path)
+    found = report(tmp_path)
+    outcome = found["summary"]["outcome"]
+    assert outcome["state"] == "failed" and outcome["text"].startswith("Failed before its first step: RuntimeError: no")
+    assert "create_optimizer" in outcome["details"] and "hf_abcdefghijklmnopqrstuv" not in page(tmp_path)
+    assert {row["name"] for row in found["arguments"]} >= {"max_steps"} and found["versions"]
+    assert "Failed before its first step" in page(tmp_path)
+    train(tmp_path)  # a new run, which forgets the failed start
+    assert report(tmp_path)["summary"]["outcome"]["state"] == "finished" and len(report(tmp_path)["processes"]) == 1
+
+
+def test_a_failed_start_keeps_what_an_earlier_run_left(tmp_path: Path) -> None:
+    train(tmp_path, save_strategy="steps", save_steps=4)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        unbuilt(tmp_path)
+    found = report(tmp_path)
+    assert found["summary"]["outcome"]["state"] == "failed" and len(found["curves"]["loss"]) == STEPS
+    assert [process["outcome"] for process in found["processes"]] == ["finished", "failed"]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    assert "did not reach a step" in " ".join(str(one["text"]) for one in found["incidents"])
+    train(tmp_path, resume=True, max_steps=12)
+    assert report(tmp_path)["time"]["repeated_steps"] == 0
+
+
+def test_a_failed_start_beside_another_training_touches_nothing(tmp_path: Path) -> None:
+    before: dict[str, bytes] = {}
+
+    def look() -> None:
+        before.update({path.name: path.read_bytes() for path in tmp_path.glob("r*")})
+        with pytest.raises(RankFailure, match="is in use by another training"):
+            pool(1).run(unbuilt, tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.glob("r*")} == before
+
+    train(tmp_path, [Ends(3, look)])
+    assert "report.json" not in before and report(tmp_path)["summary"]["outcome"]["state"] == "finished"
+
+
+def test_no_report_of_a_failed_start_with_run_report_false(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        unbuilt(tmp_path, run_report=False)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(("report", "run_history"))]
+
+
+def test_sources_are_in_the_report(tmp_path: Path) -> None:
+    names = [f"source <{number}>" for number in range(8)]
+    lines = []
+    for step in range(1, 301):
+        lines.append(
+            {"step": step, "loss": 2.0, **{f"loss/{name}": 3.0 + n - step / 300 for n, name in enumerate(names)}}
+        )
+        if step % 100 == 0:
+            lines.append({"step": step, "eval_loss": 2.5, "eval_loss/rest": 2.5, "eval_more_loss/rest": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path)
+    found = report(tmp_path)
+    assert list(found["sources"]) == ["loss", "eval_loss", "eval_more_loss"]
+    assert found["sources"]["loss"][names[7]][-1] == [300, 9.0] and len(found["sources"]["loss"][names[0]]) <= 110
+    assert found["sources"]["eval_loss"] == {"rest": [[100, 2.5], [200, 2.5], [300, 2.5]]}
+    assert "loss" in found["curves"] and not any("/" in name for name in found["curves"])
+    assert found["summary"]["quality"]["metrics"] == {} and list(found["evaluations"]) == ["eval_loss"]
+    text = page(tmp_path)
+    assert "Loss of each source" in text and "loss, the 6 highest of 8 sources" in text
+    assert "source &lt;7&gt;" in text and "<7>" not in text and text.count("<td>source &lt;") == 8
