@@ -7,6 +7,7 @@ message on stderr without a traceback.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``train`` also records its exit code in the directory ``DS_TRAINER_OUTCOME_DIR``, since launchers lose it.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the encoding of a terminal lacks is no reason to fail
     code = FAILED
     try:
         code = _run_reporting_errors(args)

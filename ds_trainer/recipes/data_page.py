@@ -42,8 +42,11 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
         )
     train, evaluation = open_sources(recipe.data)
     found = [*train, *evaluation]
-    names = Counter(source.name for source in found)
-    sources = {s.name if names[s.name] == 1 else f"{s.name} ({s.key})": s for s in found}
+    names, keyed = Counter(source.name for source in found), Counter((source.name, source.key) for source in found)
+    sources = {}
+    for number, source in enumerate(found, 1):
+        key = source.key if keyed[source.name, source.key] == 1 else f"{source.key}, {number}"
+        sources[source.name if names[source.name] == 1 else f"{source.name} ({key})"] = source
     if only is not None and only not in sources:
         raise ConfigError(f"--source {only!r} is none of {', '.join(sources)}.{did_you_mean(only, sources)}")
     tokenizer = tokenizer_of(recipe)

@@ -1,6 +1,8 @@
 """``ds-trainer data show`` with recipes, files and tokenizers made here."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -163,3 +165,33 @@ def test_preparing_checks_all_data(folder, capsys):
         stream.write("no json\n")
     assert main(["data", "prepare", "recipe.yaml", "--data.prepared_dir", "prepared"]) == 2
     assert "sums.jsonl:7: " in capsys.readouterr().err
+
+
+def test_a_stream_that_lacks_characters(folder, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["data", "show", "recipe.yaml", "--samples", "1"]) == 0
+    stream.flush()
+    assert b"?N0.<|im_end|>?" in stream.buffer.getvalue()
+
+
+def test_control_characters_of_the_data_do_not_reach_the_terminal(folder, capsys):
+    turns = [{"role": "user", "content": "a\x1b[2J\rb\x9b"}, {"role": "assistant", "content": "tab\tis\none"}]
+    (folder / "faq.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    _, text = show(capsys, "--samples", "1")
+    assert "a␛[2J␍b�" in text and "tab\tis\none" in text
+    assert not {"\x1b", "\r", "\x9b"} & set(text)
+
+
+def test_files_of_the_same_name_are_all_shown(folder, capsys):
+    for file, name in (("faq.jsonl", "one"), ("sums.jsonl", "two")):
+        (folder / name).mkdir()
+        (folder / file).rename(folder / name / "x.jsonl")
+    recipe = RECIPE.replace("{path: faq.jsonl, weight: 2}", "one/x.jsonl").replace(
+        "{path: sums.jsonl, weight: 1}", "two/x.jsonl"
+    )
+    (folder / "recipe.yaml").write_text(recipe)
+    _, text = show(capsys, "--samples", "0")
+    assert text.count("6 records, 6 samples") == 2
+    code, _ = show(capsys, "--samples", "0", "--source", "x.jsonl (data.train, 2)")
+    assert code == 0

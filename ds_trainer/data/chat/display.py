@@ -12,6 +12,9 @@ import numpy as np
 from ds_trainer.data.chat.tokens import IGNORED
 
 _TRAINED, _MASKED, _RESET = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
+# Data could move the cursor or clear the screen: control characters are shown as their symbols.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_CONTROLS |= {code: 0xFFFD for code in range(0x80, 0xA0)}
 BEGIN, END = "⟦", "⟧"
 
 
@@ -31,7 +34,7 @@ def sample_text(tokenizer: Any, ids: np.ndarray, labels: np.ndarray, color: bool
     """
     text = ""
     for trained, part in parts(ids, labels):
-        decoded = tokenizer.decode(part.tolist())
+        decoded = tokenizer.decode(part.tolist()).translate(_CONTROLS)
         if color:
             text += f"{_TRAINED if trained else _MASKED}{decoded}{_RESET}"
         else:

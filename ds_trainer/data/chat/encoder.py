@@ -125,7 +125,8 @@ class Encoder:
             before = prompt or []
             if isinstance(before, str):
                 before = [{"role": "user", "content": before}]
-            return self._conversation(source, [*before, *answer], fields.get("tools"), len(before))
+            first = 0 if self.options.train_on == "all" else len(before)
+            return self._conversation(source, [*before, *answer], fields.get("tools"), first)
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise SampleProblem(source, "bad_messages", "prompt and completion must both be text, or both be messages.")
         text = self._ended(prompt + answer)

@@ -75,6 +75,13 @@ def test_train_on_all():
     assert text == f"⟦{text[1:-1]}⟧"
 
 
+def test_train_on_all_has_the_prompt_whatever_its_form():
+    fields = {"prompt": "Two and two", "completion": " is four"}
+    assert shown(fields, "mistral-v0.3", kind="prompt_completion", train_on="all") == "⟦Two and two is four</s>⟧"
+    fields = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    assert shown(fields, kind="prompt_completion", train_on="all") == shown(CHAT, train_on="all")
+
+
 def test_a_message_selects_itself():
     messages = [dict(message) for message in CHAT]
     messages[2]["train"] = False
