@@ -91,8 +91,10 @@ class _SortedWindows:
         """The dataset positions at ``indices``."""
         found = np.empty_like(indices)
         windows = indices // self._size
-        for index in np.unique(windows).tolist():
-            inside = windows == index
+        by_window = np.argsort(windows, kind="stable")
+        borders = np.flatnonzero(np.diff(windows[by_window])) + 1
+        for inside in np.split(by_window, borders) if len(indices) else ():
+            index = int(windows[inside[0]])
             found[inside] = self._window(index)[indices[inside] - index * self._size]
         return found
 
@@ -286,6 +288,11 @@ class BalancedBatchSampler(DistributedBatchSampler):
     def is_dummy(self, micro_step: int) -> bool:
         """Whether this replica has no samples in the micro-step."""
         return micro_step >= self.first_ragged and not self._samples(micro_step)
+
+    @property
+    def replica_samples(self) -> int:
+        """Samples of this replica in the iteration: every micro-batch has its own number."""
+        return sum(len(self._samples(index)) for index in range(self.plan.micro_steps(self.rest)))
 
     @property
     def first_ragged(self) -> int:

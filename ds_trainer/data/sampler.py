@@ -106,6 +106,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """Whether this replica has no samples in the micro-step."""
         return not self.plan.rank_samples(micro_step, self.dp_rank, self.rest)
 
+    @property
+    def replica_samples(self) -> int:
+        """Samples of this replica in the iteration. All micro-batches but those of the last micro-step are whole."""
+        first, end = self.first_ragged, self.plan.micro_steps(self.rest)
+        last = sum(len(self._samples_of(index)) for index in range(first, end) if not self.is_dummy(index))
+        return first * self.plan.micro_batch + last
+
     def __iter__(self) -> Iterator[list[int]]:
         micro_steps = self.plan.micro_steps(self.rest)
         for first in range(0, micro_steps, _MICRO_STEPS_TOGETHER):
@@ -161,7 +168,7 @@ class ReplicaSampler(Sampler[int]):
                 yield from batch
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self.batches.replica_samples
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""

@@ -44,15 +44,16 @@ class SamplerOrder:
             self._iterated = epoch
         elif epoch < self._iterated:
             self._current, self._iterated = copy.deepcopy(self._given), 0
-        positions: list[int] = []
+        positions = np.empty(0, np.int64)
         for number in range(self._iterated, epoch + 1):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + number)
-                positions = [int(position) for position in self._current]
+                # Eight bytes a position; a list of them would take 40.
+                positions = np.fromiter((int(position) for position in self._current), np.int64)
         self._iterated = epoch + 1
         if len(positions) != len(self._current):
             raise ConfigError(
                 f"The sampler, a {type(self._given).__name__}, has length {len(self._current)} and yielded "
                 f"{len(positions)} positions; both must be equal."
             )
-        return StoredOrder(np.asarray(positions, dtype=np.int64))
+        return StoredOrder(positions)

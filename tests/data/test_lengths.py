@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,6 +53,23 @@ def test_grouping_is_that_of_transformers_in_one_process() -> None:
     lengths = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
     reference = get_length_grouped_indices(lengths, 8, generator=torch.Generator().manual_seed(7 + 2))
     assert in_full(GroupedByLength(lengths, 8, seed=7)(2)) == reference
+
+
+def test_an_order_by_length_can_be_looked_up_in_any_sequence() -> None:
+    lengths = torch.randint(1, 50, (1000,), generator=torch.Generator().manual_seed(3)).numpy()
+    order = GroupedByLength(lengths, 4, seed=1)._order(0, 4, 1)  # as for a long dataset: computed window by window
+    whole = order.at(np.arange(1000))
+    mixed = np.random.default_rng(0).permutation(1000)
+    assert np.array_equal(order.at(mixed), whole[mixed])
+    assert order.at(mixed[:0]).tolist() == []
+
+
+def test_a_long_stored_order_takes_time_in_proportion_to_its_length() -> None:
+    lengths = np.random.default_rng(0).integers(1, 512, 2**19)
+    order = GroupedByLength(lengths, 1, seed=1)
+    began = time.process_time()
+    assert len(order(0)) == 2**19
+    assert time.process_time() - began < 1.5  # comparing every window with every position took ten times as long
 
 
 def test_grouping_saves_padding() -> None:

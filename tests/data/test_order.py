@@ -155,6 +155,15 @@ def test_an_epoch_of_a_billion_samples_can_start_anywhere_without_delay(
     assert len(first) == 4 and (first == list(range(first_sample + 4, first_sample + 8))) is not shuffle
 
 
+def test_the_samples_of_a_replica_are_counted_without_reading_the_order() -> None:
+    parts = [long_sampler(3, rank, 4) for rank in range(3)]
+    assert sum(len(part.sampler) for part in parts) == BILLION
+    for part in parts:
+        part.first_sample = BILLION - 100
+        assert len(part.sampler) == len(list(part.sampler))
+    assert sum(len(part.sampler) for part in parts) == 100
+
+
 def test_every_layout_sees_the_global_batches_of_one_process() -> None:
     def steps(dp: int, micro: int, accumulation: int, first_sample: int) -> list[list[int]]:
         samplers = [long_sampler(dp, rank, micro, accumulation) for rank in range(dp)]
