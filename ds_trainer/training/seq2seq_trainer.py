@@ -198,6 +198,11 @@ class Seq2SeqTrainer(Trainer):
 
     # -- details ---------------------------------------------------------------------------------------------------
 
+    @property
+    def overrides_prediction_step(self) -> bool:
+        """Whether a subclass has replaced :meth:`prediction_step`."""
+        return type(self).prediction_step is not Seq2SeqTrainer.prediction_step
+
     def module_of(self, given: Any) -> nn.Module:
         """As a Trainer's, with the generation configuration of the arguments."""
         self.engines.load_report = None

@@ -64,6 +64,13 @@ def test_each_value_has_its_reason_and_the_file_wins() -> None:
     assert unknown.get(f"{section}.reduce_bucket_size") == 2**20 and f"{section}.overlap_comm" not in unknown
 
 
+def test_the_elements_of_a_rank_are_those_of_its_slice() -> None:
+    args = TrainingArguments("out", zero_stage=2, tensor_parallel_size=2)
+    shape = ModelShape.from_model(Chain())
+    config = compile_config(args, ParallelLayout(8, tp=2), shape, "cuda", cluster=node(8))
+    assert config.get("zero_optimization.reduce_bucket_size") == LAYERS * WIDTH * (WIDTH + 1) // 2
+
+
 def counted(zero: dict[str, Any], world: int) -> tuple[Counter[str], Counter[str], list[torch.Tensor]]:
     """Messages and bytes of one of three steps, by collective; the weights afterwards."""
     import deepspeed

@@ -12,7 +12,8 @@ One pass::
 
 All ranks end with all predictions, as in Hugging Face's Trainer, so that ``compute_metrics`` can run anywhere: every
 rank needs host memory for the whole result. ``preprocess_logits_for_metrics`` can reduce each batch; if it treats each
-token alone, it is called with the logits of a few tokens at a time (:mod:`.logits_in_pieces`).
+token alone, it is called with the logits of a few tokens at a time (:mod:`.logits_in_pieces`). Without it, the logits
+of a few tokens at a time are gathered and copied to the host (:mod:`.logits_to_host`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.evaluation.aligned_batches import aligned_batches, mark_last
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
 from ds_trainer.training.evaluation.logits_in_pieces import Preprocessed
+from ds_trainer.training.evaluation.logits_to_host import OnHost
 from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
 from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_numbers
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
@@ -132,16 +134,20 @@ class EvalLoop:
                 if self._by_source is not None:
                     self._by_source.add(trainer.losses.sources.take())
                     self._by_source.end_step()
-        if isinstance(logits, Preprocessed):
+        whole = logits.value if isinstance(logits, OnHost) else None
+        if whole is not None:
+            logits = None  # gathered already
+        elif isinstance(logits, Preprocessed):
             logits = logits.value
         elif logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        if self.loss_only and logits is None and labels is None:
+        if self.loss_only and logits is None and whole is None and labels is None:
             return None
         tree = {"predictions": detached(logits), "label_ids": detached(labels), "inputs": wanted, "losses": None}
         if loss is not None and self._includes("loss"):
             tree["losses"] = loss.to(trainer.device).repeat(samples)
-        return gather_micro_steps(tree, dummy, trainer.layout, self._as_objects)
+        found = gather_micro_steps(tree, dummy, trainer.layout, self._as_objects)
+        return found if whole is None else {**found, "predictions": whole}
 
     def _includes(self, what: str) -> bool:
         return self.trainer.compute_metrics is not None and what in self.trainer.args.include_for_metrics

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_trainer.data.columns import find_label_names
+from ds_trainer.data.loader import Dummy
 from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.training.evaluation.evaluation_loop import EvalLoop
@@ -21,6 +23,7 @@ from ds_trainer.training.evaluation.labels import (
     predictions_of,
 )
 from ds_trainer.training.evaluation.logits_in_pieces import LogitPieces, Preprocessed
+from ds_trainer.training.evaluation.logits_to_host import LogitsToHost
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.evaluation.unshard import unshard_outputs
@@ -53,7 +56,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
 
     # Whether to abort an evaluation between two micro-steps; None: never.
     stop_requested: Callable[[], bool] | None = None
-    _pieces: LogitPieces | None = None
+    _pieces: LogitPieces | LogitsToHost | None = None
 
     @fails_together
     def evaluate(
@@ -187,6 +190,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             ConfigError: predictions are needed, but ``compute_loss`` cannot return outputs; or the outputs for shards
                 of sequences cannot be combined.
         """
+        dummy = isinstance(inputs, Dummy)
         if self.sequence_sharder is None or not isinstance(inputs, Mapping):
             inputs = self._prepare_inputs(inputs)
         # Read the labels first: the loss computation may remove them from the batch, and sequence sharding shifts them.
@@ -219,14 +223,28 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             if prediction_loss_only:
                 return loss, None, None
             logits = detached(predictions_of(outputs, ignore_keys))
-            pieces = None if self._pieces is None else self._pieces.apply(logits, labels, sharding)
-            logits = logits if pieces is None else pieces.value
+            unshard: Callable[[Any], Any] | None = None
             if sharding is not None and self.sequence_sharder is not None:
-                length = self.sequence_sharder.length(inputs)
-                logits = unshard_outputs(logits, sharding, number_of_samples(inputs), length)
+                rows, length = number_of_samples(inputs), self.sequence_sharder.length(inputs)
+                unshard = partial(unshard_outputs, sharding=sharding, rows=rows, length=length)
+            pieces: Preprocessed | None = None
+            if isinstance(self._pieces, LogitsToHost):
+                on_host = self._pieces.of(logits, dummy, unshard)
+                if on_host is not None:
+                    return loss, on_host, labels
+            elif self._pieces is not None:
+                pieces = self._pieces.apply(logits, labels, sharding)
+                logits = logits if pieces is None else pieces.value
+            if unshard is not None:
+                logits = unshard(logits)
             elif isinstance(logits, DeferredLogits):
                 logits = logits.read()
         return loss, logits if pieces is None else Preprocessed(logits), labels
+
+    @property
+    def overrides_prediction_step(self) -> bool:
+        """Whether a subclass has replaced :meth:`prediction_step`, and reads what this one returns."""
+        return type(self).prediction_step is not EvaluationMethods.prediction_step
 
     def evaluate_in_training(
         self, stop_requested: Callable[[], bool] | None, ignore_keys: list[str] | None
@@ -255,12 +273,14 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
 
     @contextmanager
     def _in_pieces(self, loss_only: bool) -> Iterator[None]:
-        """Inside, :meth:`prediction_step` applies ``preprocess_logits_for_metrics`` in pieces where that is equal."""
-        function = None if loss_only else self.preprocess_logits_for_metrics
-        if function is None or type(self).prediction_step is not EvaluationMethods.prediction_step:
+        """Inside, :meth:`prediction_step` makes logits in pieces where nothing needs whole ones on the device."""
+        function, args = self.preprocess_logits_for_metrics, self.args
+        as_tensors = not (args.batch_eval_metrics or args.eval_use_gather_object)
+        if loss_only or self.overrides_prediction_step or not (as_tensors or function is not None):
             yield
             return
-        self._pieces, self.losses.defers_outputs = LogitPieces(function), True
+        self._pieces = LogitsToHost(self.layout) if function is None else LogitPieces(function)
+        self.losses.defers_outputs = True
         try:
             yield
         finally:
