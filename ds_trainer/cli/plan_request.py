@@ -13,7 +13,7 @@ from typing import Any
 from ds_trainer.cli.plan_fixed import fixed_values, not_covered, refuse_contradictions
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.calibration import read_calibration
+from ds_trainer.planner.calibration import read_calibration, read_probe, record_probe
 from ds_trainer.planner.cluster import Cluster, read_devices
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal
@@ -88,12 +88,7 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
             taken.append(f"batches of evaluation of {evaluation} per device")
         if taken:
             notes.insert(0, f"From {recipe.path}: {', '.join(taken)}.")
-    if options.probe:
-        from ds_trainer.planner.activations.device_probe import describe, probe_device
-
-        probe = probe_device(model, config, number_format="fp32" if precision == "fp32" else "bf16")
-        notes.append(describe(model, probe))
-        model = replace(model, probe=probe)
+    model = _probed(model, config, "fp32" if precision == "fp32" else "bf16", options.probe, notes)
     length = length or min(model.max_length or _DEFAULT_LENGTH, _LONGEST_DEFAULT)
     goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()), evaluation)
     if note := beyond_positions(model, length):
@@ -103,6 +98,23 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
         cluster, goal = calibration.applied(cluster, goal)
         notes.append(f"For {model.family} on {cluster.device} the plans are {calibration.describe()}.")
     return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes))
+
+
+def _probed(
+    model: PlannedModel, config: Mapping[str, Any], number_format: str, measures: bool, notes: list[str]
+) -> PlannedModel:
+    """The model with what its layers took, measured now or by an earlier ``--probe``."""
+    if measures:
+        from ds_trainer.planner.activations.device_probe import describe, probe_device
+
+        probe = probe_device(model, config, number_format=number_format)
+        record_probe(model, probe)
+        notes.append(describe(model, probe))
+        return replace(model, probe=probe)
+    earlier = read_probe(model, number_format)
+    if earlier is not None:
+        notes.append(f"The plans are corrected by an earlier --probe of these layers on {earlier.device}.")
+    return replace(model, probe=earlier)
 
 
 def beyond_positions(model: PlannedModel, length: int) -> str:

@@ -1,23 +1,26 @@
 """``Calibration``: how much longer steps took, and how much more memory, than was predicted on a kind of device.
 
 ``calibrate_planner=True`` measures it in a run. It is kept in a file of the user, by device and model family, and
-applies to later predictions there.
+applies to later predictions there. So is what ``ds-trainer plan --probe`` measured, by the sizes of the model's layers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ds_trainer.planner.activations.probed import Probe
 from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, write_json
 
 VERSION = 1
+Entry = TypeVar("Entry")
 _LEAST, _MOST = 0.1, 100.0  # a ratio beyond is a defect, not a calibration
 
 
@@ -98,9 +101,46 @@ def record_run(
     before = found.get(_key(device, family))
     new = Calibration(step_seconds, memory) if before is None else before.with_run(step_seconds, memory)
     found[_key(device, family)] = new
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"version": VERSION, "calibrations": {key: asdict(one) for key, one in found.items()}})
+    _write(path, found, _read_probes(path))
     return new
+
+
+def read_probe(model: PlannedModel, number_format: str, path: Path | None = None) -> Probe | None:
+    """What ``--probe`` measured last of a model with layers of these sizes; None if nothing.
+
+    Args:
+        model: the model.
+        number_format: ``bf16`` or ``fp32``.
+        path: the file; default: that of the user.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    return _read_probes(path or calibration_file()).get(_layer_key(model, number_format))
+
+
+def record_probe(model: PlannedModel, probe: Probe, path: Path | None = None) -> None:
+    """Keep a probe instead of an earlier one of the same layers.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    path = path or calibration_file()
+    probes = {**_read_probes(path), _layer_key(model, probe.number_format): probe}
+    _write(path, _read(path), probes)
+
+
+def _layer_key(model: PlannedModel, number_format: str) -> str:
+    stack = model.stack
+    sizes = (stack.hidden_size, stack.intermediate_size, stack.heads, stack.kv_heads, stack.head_dim, stack.experts)
+    return f"{model.family} / {' '.join(map(str, sizes))} / {model.rows} / {number_format}"
+
+
+def _write(path: Path, calibrations: Mapping[str, Calibration], probes: Mapping[str, Probe]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"calibrations": calibrations, "probes": probes}
+    plain = {name: {key: asdict(one) for key, one in entries.items()} for name, entries in content.items()}
+    write_json(path, {"version": VERSION, **plain})
 
 
 def _key(device: str, family: str) -> str:
@@ -108,13 +148,21 @@ def _key(device: str, family: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Calibration]:
+    return _entries(path, "calibrations", _checked)
+
+
+def _read_probes(path: Path) -> dict[str, Probe]:
+    return _entries(path, "probes", _checked_probe)
+
+
+def _entries(path: Path, name: str, checked: Callable[[Any], Entry]) -> dict[str, Entry]:
     if not path.exists():
         return {}
     try:
         content = read_json(path)
         version = content["version"]
         if version == VERSION:
-            return {key: _checked(entry) for key, entry in content["calibrations"].items()}
+            return {key: checked(entry) for key, entry in content.get(name, {}).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"The calibrations of the planner in {path} cannot be read: {type(error).__name__} {error}. Delete "
@@ -124,6 +172,13 @@ def _read(path: Path) -> dict[str, Calibration]:
         f"The calibrations of the planner in {path} have version {version!r}, but this version of ds_trainer reads "
         f"{VERSION}. Delete the file, or use the version that wrote it."
     )
+
+
+def _checked_probe(entry: Any) -> Probe:
+    found = Probe(**{**entry, "lengths": tuple(entry["lengths"]), "layer": tuple(entry["layer"])})
+    if len(found.lengths) != 2 or len(found.layer) != 2 or not all(size > 0 for size in (*found.layer, found.loss)):
+        raise ValueError(f"{entry} is no probe")
+    return found
 
 
 def _checked(entry: Any) -> Calibration:

@@ -57,7 +57,7 @@ class Candidate:
         eval_micro_batch: sequences of a replica in a batch of evaluation; None is ``micro_batch``.
         float32_sums: gradients of micro-batches are added in float32; None follows the compiled configuration.
         chunked_loss: logits exist for some tokens at a time, in the forward and again in the backward pass.
-        tiled_mlp: so does the inner width of an MLP: for as many tokens as the model is wide.
+        tiled_mlp: so do MLPs and norms: on as many tokens as the model is wide.
         offload_activations: with ``checkpointing``, the inputs of layers are kept in host memory.
     """
 

@@ -203,6 +203,21 @@ def test_measured_runs_correct_the_plans(
     assert note in corrected["notes"] and note not in plain["notes"] and note not in other["notes"]
 
 
+def test_a_probe_corrects_later_plans(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def notes(*more: str) -> str:
+        main(["plan", model, "--zero-stage", "3", "--json", *more])
+        return " ".join(json.loads(capsys.readouterr().out)["notes"])
+
+    assert "probe" not in notes()
+    assert "Probed on the CPU in" in notes("--probe")
+    assert "corrected by an earlier --probe of these layers on the CPU" in notes()
+    assert "probe" not in notes("--precision", "fp32")
+
+
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_inverse_questions(quantity: str) -> None:
     without = dict.fromkeys(FEATURES, False)

@@ -9,6 +9,7 @@ import pytest
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.memory import tiled
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, search
@@ -86,10 +87,10 @@ def fits(
     return search(model, Cluster.of(device, 1, devices), goal).best is not None
 
 
-# Bekman et al. 2025, "Arctic Long Sequence Training", Llama 8B: the longest sequences that fitted.
+# Bekman et al. 2025, "Arctic Long Sequence Training", Llama 8B: the longest sequences that fitted 80 GB devices.
 @pytest.mark.parametrize(("devices", "length"), [(1, 500_000), (8, 3_700_000), (32, 15_000_000)])
-def test_the_longest_published_sequences_fill_a_device(devices: int, length: int) -> None:
-    model = PlannedModel.from_config(LLAMA_8B)
+def test_the_longest_published_sequences(devices: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill a device if norms are not tiled, as in that work. Here they are, and leave 40 % of it."""
     run = Candidate(
         devices,
         length,
@@ -101,9 +102,18 @@ def test_the_longest_published_sequences_fill_a_device(devices: int, length: int
         tiled_mlp=True,
         offload_activations=True,
     )
-    assert estimate_memory(model, run).device / (80 * 2**30) == pytest.approx(1, abs=0.04)
+    model = PlannedModel.from_config(LLAMA_8B)
+
+    def share(run: Candidate) -> float:
+        return estimate_memory(model, run).device / (80 * 2**30)
+
+    assert 0.5 < share(run) < 0.6
     for needed in ("chunked_loss", "tiled_mlp", "offload_activations", "checkpointing"):
-        assert estimate_memory(model, replace(run, **{needed: False})).device > 1.2 * 80 * 2**30
+        assert share(replace(run, **{needed: False})) > 1.2
+    goal = Goal(length, fixed=(("stage", 3), ("tp", 1), ("cp", 1)))
+    assert search(model, Cluster.of("H100-80GB", 1, devices), goal).best is not None
+    monkeypatch.setattr(tiled, "_are_composed", lambda *_: False)
+    assert share(run) == pytest.approx(1, abs=0.05)
 
 
 def test_13b_fits_a_v100_with_zero_offload() -> None:
@@ -116,7 +126,8 @@ def test_13b_fits_a_v100_with_zero_offload() -> None:
 
 def test_8b_at_32k_on_80_gb_needs_offload_and_checkpointing() -> None:
     assert fits(LLAMA_8B, "H100-80GB", 1, Goal(32768))
-    assert not fits(LLAMA_8B, "H100-80GB", 1, Goal(32768, fixed=(("checkpointing", False),)))
+    without = (("checkpointing", False), ("tiled_mlp", False))  # tiled MLPs and norms recompute most of a layer too
+    assert not fits(LLAMA_8B, "H100-80GB", 1, Goal(32768, fixed=without))
     assert not fits(LLAMA_8B, "H100-80GB", 1, Goal(32768, fixed=(("offload_optimizer", False),)))
 
 

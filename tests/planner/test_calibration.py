@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_trainer.planner.calibration import Calibration, calibration_file, read_calibration, record_run
+from ds_trainer.planner.activations.probed import Probe
+from ds_trainer.planner.calibration import (
+    Calibration,
+    calibration_file,
+    read_calibration,
+    read_probe,
+    record_probe,
+    record_run,
+)
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, search
@@ -77,3 +86,25 @@ def test_a_search_takes_the_corrections_into_account() -> None:
     assert corrected.best.memory.device * 1.5 <= 24e9
     same = next(plan for plan in plain.fitting if plan.candidate == corrected.best.candidate)
     assert corrected.best.time.seconds == pytest.approx(2 * same.time.seconds, rel=0.05)
+
+
+def test_a_probe_is_kept_by_the_sizes_of_layers(tmp_path: Path) -> None:
+    path, model = tmp_path / "calibration.json", PlannedModel.from_config(LLAMA)
+    probe = Probe("gpu", "sdpa", "bf16", (64, 128), (100.0, 120.0), 1.1, 2e9, 0.05, 3.0)
+    assert read_probe(model, "bf16", path) is None
+    record_run("H100", "llama", 1.2, 1.1, path)
+    record_probe(model, replace(probe, loss=1.5), path)
+    record_probe(model, probe, path)
+    record_run("H100", "llama", 1.4, 1.1, path)
+    deeper = PlannedModel.from_config({**LLAMA, "num_hidden_layers": 40})
+    assert read_probe(model, "bf16", path) == read_probe(deeper, "bf16", path) == probe
+    assert read_probe(model, "fp32", path) is None
+    assert read_probe(PlannedModel.from_config({**LLAMA, "intermediate_size": 4096}), "bf16", path) is None
+    found = read_calibration("H100", "llama", path)
+    assert found is not None and found.runs == 2
+    content = json.loads(path.read_text(encoding="utf-8"))
+    key = next(iter(content["probes"]))
+    content["probes"][key]["layer"] = [0.0, 1.0]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_probe(model, "bf16", path)

@@ -1,19 +1,25 @@
 """Runs one and two layers of a model at two lengths on a device, and measures what they keep: seconds.
 
 A layer keeps the difference between two layers and one at the end of the forward pass, so embeddings and head do not
-matter. Layers have their real sizes. On the CPU allocations are counted; on a GPU the statistics of PyTorch's caching
-allocator are read. Weights are zeros: only sizes count.
+matter. Layers have their real sizes. On a GPU the statistics of PyTorch's caching allocator are read; weights are
+zeros, only sizes count. On the CPU allocations of fake tensors are counted (``FakeTensorMode``): every
+operation runs with its shapes, without values, so that 8B take as long as a tiny model. Where a shape depends on values
+the tensors are real, within :data:`LIMIT`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 
 from ds_trainer.planner.activations.live_tensors import LiveTensors
 from ds_trainer.planner.activations.probe import gpu_dropout
@@ -25,8 +31,13 @@ from ds_trainer.planner.parameters.modules import module_parameters
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.utils.errors import ConfigError
 
-LENGTHS = {"cpu": (64, 128), "cuda": (1024, 2048)}
+logger = logging.getLogger(__name__)
+
+LENGTHS = {"cpu": (64, 128), "cuda": (1024, 2048), "fake": (64, 128)}
 """Tokens of a sequence in the runs."""
+LIMIT = 60.0
+"""Seconds that a probe with real tensors may take on the CPU, as its first run tells."""
+_PASSES = 9  # what the four runs take, in units of the first: one and two layers, 64 and 128 tokens
 _ROWS_ON_CPU = 8192  # of the vocabulary: the products with it would take most of the time
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -51,15 +62,34 @@ def probe_device(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if len(model.transformer.stacks) != 1 or model.transformer.kind != "decoder":
         raise ConfigError(f"--probe: {model.name} has several stacks of layers, of which one layer cannot be made.")
+    if kind == "cpu":
+        try:
+            return _probed(model, config, "fake", number_format, batch, began)
+        except UnsupportedFakeTensorException as error:  # a shape depends on values
+            logger.info("The probe runs with real tensors: %s", str(error).splitlines()[0])
+    return _probed(model, config, kind, number_format, batch, began)
+
+
+def _probed(
+    model: PlannedModel, config: Mapping[str, Any], kind: str, number_format: str, batch: int, began: float
+) -> Probe:
     lengths = LENGTHS[kind]
     kept: dict[tuple[int, int], float] = {}
     loss = 1.0
     device_facts: tuple[float | None, float | None] = (None, None)
     for layers in (1, 2):
         module = _module(model, config, layers, kind, number_format)
+        if kind == "cuda" and layers == 1:  # the first run allocates work space of libraries, which stays
+            _Run(module, kind).measure(batch, lengths[0])
         for length in lengths:
+            if kind == "cuda":  # what earlier runs left in the allocator is no fragmentation
+                gc.collect()
+                torch.cuda.empty_cache()
+            start = time.perf_counter()
             found = _Run(module, kind).measure(batch, length)
             kept[layers, length] = found.kept
+            if kind == "cpu" and len(kept) == 1:
+                _refuse_long(model, time.perf_counter() - start)
         if layers == 2:
             loss = _loss_ratio(module, found.loss, batch * lengths[1], lengths[1], number_format)
             if kind == "cuda":
@@ -78,6 +108,15 @@ def probe_device(
             f"{predicted:,.0f}, logits and loss take {loss:.2f} times what is predicted. This is no correction."
         )
     return made
+
+
+def _refuse_long(model: PlannedModel, seconds: float) -> None:
+    """Raises if the runs would take longer than :data:`LIMIT`, of which the first took ``seconds``."""
+    if _PASSES * seconds > LIMIT:
+        raise ConfigError(
+            f"--probe: on this CPU the runs of {model.name} would take about {_PASSES * seconds:.0f} s, more than "
+            f"{LIMIT:.0f}. Run it on a machine with a GPU, or leave --probe out."
+        )
 
 
 def predicted_layer(model: PlannedModel, probe: Probe) -> float:
@@ -112,11 +151,45 @@ def _module(model: PlannedModel, config: Mapping[str, Any], layers: int, kind: s
         values[name] = 0
     values["use_cache"] = False
     module = meta_model(values, model.name).to(_DTYPES[number_format])
+    if kind == "fake":
+        _fake_weights(module)
+        return module.train()
     module = module.to_empty(device=kind)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
     return module.train()
+
+
+def _fake_weights(module: nn.Module) -> None:
+    """Replace parameters and buffers on the meta device by fake ones on the CPU; tied ones stay tied."""
+    mode, made = FakeTensorMode(), {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                tensors[name] = made[id(tensor)]
+
+
+@contextlib.contextmanager
+def _one_sequence() -> Iterator[None]:
+    """Without a look at the positions, rows are one sequence: transformers makes a mask where it sees fake tensors."""
+    masks = sys.modules.get("transformers.masking_utils")
+    look = getattr(masks, "find_packed_sequence_indices", None)
+    if look is None:
+        yield
+        return
+    setattr(masks, look.__name__, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, look.__name__, look)
 
 
 class _Run:
@@ -131,7 +204,11 @@ class _Run:
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.kept = self.loss = self._after_layers = 0.0
-        self._module, self._live = module, LiveTensors() if kind == "cpu" else None
+        self._module, self._live = module, None if kind == "cuda" else LiveTensors()
+        first = next(module.parameters())
+        self._fake: Any = contextlib.nullcontext()
+        if isinstance(first, FakeTensor):  # what is made in the forward pass must be fake too
+            self._fake = first.fake_mode
         self._layers = _layers_of(module)
         if self._live is not None:
             self._live.ignore((*module.parameters(), *module.buffers()))
@@ -140,7 +217,8 @@ class _Run:
         """Run it on sequences of ``length`` tokens."""
         module: Any = self._module
         device = next(module.parameters()).device
-        ids = torch.zeros(batch, length, dtype=torch.long, device=device)
+        with self._fake:
+            ids = torch.zeros(batch, length, dtype=torch.long, device=device)
         head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
         handles = [self._layers[-1].register_forward_hook(lambda *_: self._end_of_layers())]
         if head is not None:
@@ -148,12 +226,12 @@ class _Run:
             handles.append(head.register_forward_hook(self._watch))
         module.zero_grad(set_to_none=True)
         try:
-            with gpu_dropout():
+            with gpu_dropout(), _one_sequence():
                 if self._live is None:
                     self._before = self._now()
                     module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 else:
-                    with self._live:
+                    with self._fake, self._live:
                         self._before = self._now()
                         module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         finally:

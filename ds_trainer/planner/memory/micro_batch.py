@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ds_trainer.planner.candidate import CHUNK_TOKENS, Candidate
 from ds_trainer.planner.layer_sizes import layer_sizes
+from ds_trainer.planner.memory.tiled import tiled_layer
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.transformer_shape import Stack
 
@@ -61,26 +62,31 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     tokens = _tokens(run, stack)
     if run.chunked_loss:
         sizes["vocabulary"] *= min(1.0, CHUNK_TOKENS / tokens)
-    found, tile = model.bytes_per_token(sizes, *kind), 0.0
-    kept = found.layer
-    if run.tiled_mlp:  # what a tile keeps exists while the tile is in its backward pass
-        share = min(1.0, sizes["hidden"] / tokens)
-        kept = model.bytes_per_token({**sizes, "inner": 0}, *kind).layer
-        tile = share * (found.layer - kept)
-        found = model.bytes_per_token({**sizes, "inner": share * sizes["inner"]}, *kind)
-    everything, forward = tokens * kept, tokens * found.forward
+    tiles_norms = False
+    found = model.bytes_per_token(sizes, *kind)
+    if run.tiled_mlp:
+        tiled = tiled_layer(model, sizes, kind, run.weight_bytes, tokens)
+        found, sizes, tiles_norms = tiled.found, dict(tiled.sizes), tiled.norms
+    everything, forward = tokens * found.layer, tokens * found.forward
+    if run.sp > 1:  # the output of attention is kept by heads and by tokens
+        everything += tokens * run.weight_bytes * sizes["queries"]
+        forward += tokens * run.weight_bytes * sizes["queries"]
     trains_norms = any(group.kind == "norm" for group in model.trained_parameters)
     if not trains_norms:  # then nothing reads what two norms of a layer made before they scaled it
         everything -= tokens * 2 * run.weight_bytes * sizes["hidden"]
         forward -= tokens * 2 * run.weight_bytes * sizes["hidden"]
-    without_gradients = tokens * _largest_without_gradients(sizes, run.weight_bytes, found.forward)
+    without_gradients = tokens * _largest_without_gradients(sizes, run.weight_bytes, found.forward, tiles_norms)
     headless = {**sizes, "vocabulary": 0.0}
+    last_norm, norm_backward = formulas.outside.bytes_per_token(headless), formulas.bytes_per_token(headless).loss
+    if tiles_norms:  # its output; the gradients of its output and input
+        last_norm, norm_backward = (count * run.weight_bytes * sizes["hidden"] for count in (1, 2))
     share = 1.0 if run.eval_micro_batch is None else run.eval_micro_batch / run.micro_batch
     logits = tokens * sizes["vocabulary"]
     # Float32 logits exist twice, those of 16 bits too; a slice of the vocabulary is gathered to them.
     evaluated = (8 + (4 / run.tp if run.tp > 1 else 0)) if run.weight_bytes == 4 else 10
     boundary = tokens * run.weight_bytes * sizes["hidden"]
     layer = boundary if run.checkpointing else everything
+    again = everything - boundary if tiles_norms else everything  # a tiled norm keeps the input, which exists already
     inputs = run.checkpointed_layers(stack.layers)
     recomputes_last = run.checkpointing and (stack.layers - 1) % run.every_n_layers == 0
     on_device = min(inputs, _IN_TRANSFER) if run.offload_activations else inputs
@@ -88,30 +94,31 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         kept=boundary * on_device + everything * (stack.layers - inputs) + before,
         offloaded=boundary * (inputs - on_device),
         layer=layer,
-        recomputed=everything if run.checkpointing else 0.0,
-        recomputed_last=everything if recomputes_last else 0.0,
+        recomputed=again if run.checkpointing else 0.0,
+        recomputed_last=again if recomputes_last else 0.0,
         forward=max(without_gradients, forward - everything - boundary) if recomputes_last else forward - everything,
-        backward=tokens * (found.backward + tile),
+        backward=tokens * found.backward,
         loss=tokens * found.loss,
         output=boundary,
         output_gradient=boundary + tokens * 4 * sizes["hidden"] * (run.weight_bytes < 4) if run.chunked_loss else 0.0,
         logits=run.weight_bytes * logits,
-        last_norm=tokens * formulas.outside.bytes_per_token(headless) * trains_norms,
-        norm_backward=tokens * formulas.bytes_per_token(headless).loss * trains_norms,
+        last_norm=tokens * last_norm * trains_norms,
+        norm_backward=tokens * norm_backward * trains_norms,
         evaluation=share * (boundary + max(without_gradients, logits * evaluated)),
     )
 
 
-def _largest_without_gradients(sizes: Mapping[str, float], width: int, forward: float) -> float:
+def _largest_without_gradients(sizes: Mapping[str, float], width: int, forward: float, tiles_norms: bool) -> float:
     """Bytes per token that exist at most in a layer's forward pass which keeps nothing.
 
-    In the MLP: two projections and their product, the input and the residual. In attention: queries and keys before
-    and after the rotation, values, the output. In a norm: the input, and two in float32.
+    In the MLP: two projections and their product, the input and the residual. In attention: the input, queries, those
+    that are rotated and two steps between them, keys and values. In a norm: the input, and two in float32.
     """
     hidden, inner = sizes["hidden"], sizes["inner"] * sizes["active"]
     mlp = width * (2 * hidden + 3 * inner)
-    attention = width * (2 * hidden + 2 * sizes["queries"] + 3 * sizes["keys"])
-    return min(forward, max(mlp, attention, (width + 8) * hidden))
+    attention = width * (hidden + 4 * sizes["queries"] + 2 * sizes["keys"])
+    norm = 0.0 if tiles_norms else (width + 8) * hidden
+    return min(forward, max(mlp, attention, norm))
 
 
 def _kept(model: PlannedModel, run: Candidate, stack: Stack) -> float:

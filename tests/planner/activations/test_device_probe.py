@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ds_trainer.planner.activations import device_probe
 from ds_trainer.planner.activations.device_probe import describe, predicted_layer, probe_device
 from ds_trainer.planner.activations.probed import Probe
 from ds_trainer.planner.candidate import Candidate
@@ -69,6 +70,32 @@ def test_slack_of_a_gpu_replaces_the_rules_of_thumb() -> None:
     found = estimate_memory(replace(model, probe=probe), run)
     assert found.tensors == pytest.approx(before.tensors)
     assert found.device - before.device == pytest.approx(2e9 - 0.6e9 + (0.1 - FRAGMENTATION) * found.tensors)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_fake_tensors_count_like_real_ones(family: str) -> None:
+    """Besides the sizes of tensors nothing of a run matters, so 8B are measured in seconds."""
+    config = config_of(family, num_key_value_heads=2)
+    model = PlannedModel.from_config(config)
+    fake, real = (device_probe._probed(model, config, kind, "bf16", 1, 0.0) for kind in ("fake", "cpu"))
+    assert fake.layer == pytest.approx(real.layer, rel=0.002)
+    assert fake.loss == pytest.approx(real.loss, rel=0.01)
+
+
+def test_8b_within_a_minute() -> None:
+    config = config_of("llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+                       num_key_value_heads=8, vocab_size=128256, num_hidden_layers=32)  # fmt: skip
+    model = PlannedModel.from_config(config)
+    probe = probe_device(model, config, "cpu")
+    assert probe.seconds < device_probe.LIMIT
+    assert probe.layer[1] == pytest.approx(predicted_layer(model, probe), rel=0.01)
+
+
+def test_real_tensors_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "LIMIT", 0.0)
+    config = config_of("llama")
+    with pytest.raises(ConfigError, match="on this CPU the runs of the model would take about"):
+        device_probe._probed(PlannedModel.from_config(config), config, "cpu", "bf16", 1, 0.0)
 
 
 def test_refusals() -> None:
