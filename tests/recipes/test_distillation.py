@@ -12,6 +12,7 @@ import pytest
 from ds_trainer.cli.main import main
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
 from tests.cli.test_init import PAIRS
 from tests.support.chat_model import chat_tokenizer, save_chat_model
 from tests.support.pool import pool
@@ -76,16 +77,16 @@ def test_a_recipe_with_a_teacher(folder: Path) -> None:
     assert two["recipe"]["distillation"]["teacher"] == str(folder / "teacher")
 
 
-def test_it_goes_on_after_an_interruption(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_goes_on_after_an_interruption(folder: Path) -> None:
     saves = ["--arguments.save_strategy=steps", "--arguments.save_steps=2"]
     whole = results_of(folder, recipe(folder))
     results_of(folder, recipe(folder), *saves, "--arguments.max_steps=2")
     rest = results_of(folder, recipe(folder), *saves, "--arguments.auto_resume=true")
     assert rest["evaluation"] == whole["evaluation"]
-    results_of(
-        folder, recipe(folder, temperature=3.0), *saves, "--arguments.auto_resume=true", "--arguments.max_steps=6"
-    )
-    assert "distillation.temperature" in capfd.readouterr().out
+    longer = [*saves, "--arguments.auto_resume=true", "--arguments.max_steps=6", "--arguments.strict_resume=true"]
+    argv = ["train", str(recipe(folder, temperature=3.0)), "--arguments.per_device_train_batch_size=8", *longer]
+    assert pool(1).run(partial(main, argv)) == [CANNOT_WORK]  # the temperature is another one
+    assert pool(1).run(partial(main, [*argv, "--arguments.allow_changed_on_resume=[distillation]"])) == [DONE]
 
 
 def test_a_dry_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
