@@ -94,14 +94,13 @@ def prepare_sources(
         parts,
         encoder,
         directory,
-        files=[path for source in sources for path in files_of(source)],
+        files=[path for source in sources for path in _files_of(source)],
         identity={**identity, "reading": reading},
         vocab_size=len(encoder.encoder.tokenizer),
     )
 
 
-def files_of(source: Source) -> Iterator[str]:
-    """Paths of the files of ``source``; of a directory that is one dataset, all files in it."""
+def _files_of(source: Source) -> Iterator[str]:
     for file in source.files:
         inside = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
         yield from (str(path) for path in inside if path.is_file())

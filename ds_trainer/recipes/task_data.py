@@ -27,7 +27,6 @@ from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
-from ds_trainer.recipes.prepared_sources import files_of
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, write_json
 from ds_trainer.utils.logging import get_logger
@@ -94,7 +93,7 @@ def read_task_data(spec: DataSpec, reading: Reading) -> TaskData:
     """
     _import_datasets()
     sources = _open(spec, reading)
-    names = [path for split in ("eval", "train") for source in sources[split] for path in files_of(source)]
+    names = [str(path) for split in ("eval", "train") for source in sources[split] for path in source.paths()]
     root = Path(spec.prepared_dir or default_directory()).expanduser()
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def test_it_goes_on_after_an_interruption(folder: Path) -> None:
     argv = ["train", str(recipe(folder, temperature=3.0)), "--arguments.per_device_train_batch_size=8", *longer]
     assert pool(1).run(partial(main, argv)) == [CANNOT_WORK]  # the temperature is another one
     assert pool(1).run(partial(main, [*argv, "--arguments.allow_changed_on_resume=[distillation]"])) == [DONE]
+
+
+def test_the_recipe_of_the_package_trains_in_small(folder: Path) -> None:
+    """With packed rows, bf16 and ZeRO-3."""
+    changes = {
+        "model.path": folder / "student",
+        "distillation.teacher": folder / "teacher",
+        "data.train": folder / "rows.jsonl",
+        "data.max_length": 64,
+        "data.held_out": 8,
+        "data.prepared_dir": folder,
+        "arguments.output_dir": folder / "run",
+        "arguments.max_steps": 2,
+        "arguments.save_strategy": "no",
+        "arguments.use_cpu": "true",
+    }
+    path = Path(__file__).parents[2] / "ds_configs" / "recipes" / "distillation.yaml"
+    results = results_of(folder, path, *(f"--{key}={value}" for key, value in changes.items()))
+    assert results["steps"] == 2
+    assert math.isfinite(results["evaluation"]["eval_loss"])
 
 
 def test_a_dry_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

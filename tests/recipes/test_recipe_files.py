@@ -18,11 +18,8 @@ from tests.support.pool import pool
 FOLDER = Path(__file__).parents[2] / "ds_configs" / "recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))
 # The data of each that is run here. quickstart and finetune_adapters have tests of their own jobs, long_context needs
-# eight ranks; classification is in test_tasks.py, dpo, reward and embedding are in tests/clients.
-SMALL = {
-    **dict.fromkeys(("full", "lora", "qlora", "distillation"), "answers"),
-    "continued_pretraining": "text",
-}
+# eight ranks; dpo, reward and classification are in test_tasks.py.
+SMALL = {"full": "answers", "lora": "answers", "qlora": "answers", "continued_pretraining": "text"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -55,8 +52,6 @@ def test_a_recipe_trains_in_small(name: str, folder: Path) -> None:
         "arguments.disable_tqdm": "true",
         "arguments.use_cpu": "true",
     }
-    if name == "distillation":
-        changes["distillation.teacher"] = folder / "base"
     argv = ["train", str(FOLDER / f"{name}.yaml"), *(f"--{key}={value}" for key, value in changes.items())]
     assert pool(1).run(partial(main, argv)) == [0]
     results = json.loads((folder / "runs" / name / "results.json").read_text())
