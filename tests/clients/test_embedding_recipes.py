@@ -87,6 +87,25 @@ def test_cached_gradients_are_those_of_the_loss(folder: Path) -> None:
     assert abs(triplet["train_loss"] - whole["train_loss"]) > 0.1
 
 
+def test_the_recipe_of_the_package_trains_in_small(folder: Path) -> None:
+    changes = {
+        "model.path": folder / "base",
+        "data.train": folder / "triplets.jsonl",
+        "data.max_length": 64,
+        "data.held_out": 8,
+        "data.prepared_dir": folder,
+        "arguments.output_dir": folder / "small",
+        "arguments.per_device_train_batch_size": 8,
+        "arguments.max_steps": 2,
+        "arguments.use_cpu": "true",
+    }
+    path = Path(__file__).parents[2] / "ds_configs" / "recipes" / "embedding.yaml"
+    assert pool(1).run(main, ["train", str(path), *(f"--{key}={value}" for key, value in changes.items())]) == [0]
+    assert encoded(folder / "small").shape == (2, 32)
+    figures = json.loads((folder / "small" / "results.json").read_text())["evaluation"]
+    assert 0 < figures["eval_cosine_ndcg@10"] <= 1
+
+
 def test_it_goes_on_after_an_interruption(folder: Path) -> None:
     check_resume(folder, "embedding", "pairs.jsonl")
 

@@ -110,6 +110,7 @@ def test_the_recipe_of_the_package_trains_in_small(folder: Path) -> None:
     assert math.isfinite(results["evaluation"]["eval_loss"])
 
 
+@pytest.mark.extended
 def test_a_dry_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(recipe(folder)), "--dry-run", "8", "--arguments.zero_stage=3"]) == 0
     assert "rank 0 of 8 ranks succeeded" in capfd.readouterr().out
