@@ -1,4 +1,7 @@
-"""``ds-trainer plan --dry-run N``: the start-up of rank 0 of N ranks (:mod:`ds_trainer.training.dry_run`)."""
+"""``ds-trainer plan --dry-run N``, ``ds-trainer train --dry-run N``: the start-up of rank 0 of N ranks.
+
+See :mod:`ds_trainer.training.dry_run`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.cli.plan_request import DEVICES_PER_NODE
+from ds_trainer.compatibility.replacement import replace_transformers
 from ds_trainer.utils.child_process import in_child_process
 from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.outcomes import VARIABLE as OUTCOMES
@@ -66,4 +70,5 @@ def _call(name: str, args: tuple[Any, ...]) -> Any:
 
     from ds_trainer.recipes import dry_run  # imports torch, in the child process only
 
-    return getattr(dry_run, name)(*args)
+    more = {"replace_transformers": replace_transformers} if name == "dry_run_of_recipe" else {}
+    return getattr(dry_run, name)(*args, **more)

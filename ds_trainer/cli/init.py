@@ -30,7 +30,8 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("out", metavar="OUT.yaml", nargs="?", default=_DEFAULT_FILE, help=f"recipe to write; default: {_DEFAULT_FILE}")
     add("--model", metavar="NAME", help="directory or Hub name of the model to start from")
     add("--data", metavar="PATH", nargs="+", help="files, directories or glob patterns")
-    add("--task", metavar="TASK", help="full, lora, qlora, pretrain, dpo, reward or classification")
+    add("--task", metavar="TASK", help="full, lora, qlora, pretrain, dpo, reward, classification or embedding")
+    add("--teacher", metavar="NAME", help="directory or Hub name of a model whose distribution is learned as well")
     add("--devices", metavar="DEVICES", help="cpu, a number of GPUs, 8 x H100-80GB, or 4 x 8 x H100-80GB")
     add("--output", metavar="DIR", help="output directory of the run")
     add("--yes", action="store_true", help="take the defaults of what is not given")
@@ -69,7 +70,15 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     output = options.output or ""
     wanted = new_recipe.Wanted(
-        model, config, tuple(data), found, parse_devices(devices), output, has_template, is_bytes
+        model,
+        config,
+        tuple(data),
+        found,
+        parse_devices(devices),
+        output,
+        has_template,
+        is_bytes,
+        options.teacher,
     )
     task = options.task or _choose_task(wanted, asks)
     new_recipe.check_task(task, wanted)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.cli.dashboard import train_with_dashboard
-from ds_trainer.recipes.recipe import Recipe, load_recipe
+from ds_trainer.cli.dry_run import rehearse_recipe, set_cluster
+from ds_trainer.cli.plan_request import count
+from ds_trainer.recipes.recipe import load_recipe
 
 HELP = "train the model of a recipe"
 DESCRIPTION = """Train, evaluate and save the language model of a recipe. Any value of the recipe can be overridden:
@@ -30,37 +32,40 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         action="store_true",
         help="show curves, speed and memory in this terminal; what the run prints goes to output_dir/train.log",
     )
-    parser.usage = "ds-trainer train RECIPE [--profile STEPS] [--dashboard] [--section.key value ...]"
+    parser.add_argument(
+        "--dry-run",
+        type=count,
+        nargs="?",
+        const=1,
+        metavar="RANKS",
+        help="run the start-up of rank 0 of this many ranks (default: 1) up to its first step, without GPUs",
+    )
+    parser.usage = (
+        "ds-trainer train RECIPE [--profile STEPS] [--dashboard] [--dry-run [RANKS]] [--section.key value ...]"
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit code."""
     if options.profile is not None:
         overrides = [*overrides, f"--arguments.profile_steps={options.profile}"]
+    if options.dry_run is not None:
+        request = argparse.Namespace(
+            model=options.recipe, dry_run=options.dry_run, devices_per_node=None, device=None, json=False
+        )
+        set_cluster(request)
+        return rehearse_recipe(request, overrides)
     recipe = load_recipe(options.recipe, overrides)
     if options.dashboard and sys.stdout.isatty():  # in a file, the lines of the run are what can be read
         directory = Path(str(recipe.training_arguments().output_dir))
         return train_with_dashboard(["train", options.recipe, *overrides], directory)
-    if recipe.task.name != "sft":
-        return run_other_task(recipe)
+    if recipe.task.uses_library:
+        from ds_trainer.compatibility.replacement import replace_transformers
 
+        replace_transformers()  # the trainers of libraries inherit from transformers' Trainer
     from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch
 
     return _told(run_job(recipe))
-
-
-def run_other_task(recipe: Recipe) -> int:
-    """Run a task that has its own job; returns the exit code."""
-    if recipe.task.uses_trl:
-        from ds_trainer.compatibility.replacement import replace_transformers
-
-        replace_transformers()  # TRL's trainers inherit from transformers' Trainer
-        from ds_trainer.recipes import preference_job
-
-        return _told(preference_job.run(recipe))
-    from ds_trainer.recipes import classification_job
-
-    return _told(classification_job.run(recipe))
 
 
 def _told(results: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ with such a tensor gets the real logits, with their graph: they are computed onc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,14 @@ class HeadReader(Protocol):
         use: Callable[[Callable[[Any], torch.Tensor]], Any],
     ) -> Any:
         """``use(logits_of)``, called once, in the head; ``logits_of(index)`` are the logits of ``hidden[:, index]``."""
+        ...
+
+    def in_head(
+        self,
+        hidden: torch.Tensor,
+        compute: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """``compute(terms, bias)``, called once, in the head: inputs and weights of its products, and its bias."""
         ...
 
     def losses(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,9 +13,13 @@ from ds_trainer.data.sources.bad_lines import BadRecord
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.record_reading import read_split
-from ds_trainer.recipes.task_run import task_tokenizer, train_and_report
+from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
+from ds_trainer.recipes.task_run import task_tokenizer, train_task
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
+    from ds_trainer.training.trainer import Trainer
 
 _KIND = "classification"
 # Heads of the model classes for sequences, which no language model's files have.
@@ -31,27 +35,38 @@ def run(recipe: Recipe) -> dict[str, Any]:
     Raises:
         ConfigError: the recipe cannot work; lists all problems found.
     """
+    began = time.perf_counter()
+    trainer, data = _trainer_with_data(recipe, recipe.training_arguments())
+    return train_task(recipe, trainer, data, began)
+
+
+def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
+    """The Trainer with its data; ``args`` are those of the recipe, which a dry run adapts."""
+    return _trainer_with_data(recipe, args)[0]
+
+
+def _trainer_with_data(recipe: Recipe, args: TrainingArguments) -> tuple[Trainer, TaskData]:
     from transformers import DataCollatorWithPadding
 
     from ds_trainer.training.trainer import Trainer
 
-    began = time.perf_counter()
-    args = recipe.training_arguments()
     tokenizer = task_tokenizer(recipe)
-    split = read_split(recipe.data, _KIND, _KIND, LabeledRows(recipe))
-    labels = sorted({record.fields["label"] for record in split.train}, key=_order)
-    _check_labels(labels, split.eval)
+    rows = LabeledRows(recipe)
+    reading = Reading(_KIND, _KIND, lambda record: record.fields, __name__, rows, options=vars(rows))
+    data = read_task_data(recipe.data, reading)
+    labels = sorted(data.train.unique("label"), key=_order)
+    _check_labels(labels, [] if data.eval is None else data.eval.unique("label"))
     length = recipe.tokens_per_sample
     trainer = Trainer(
         _model(recipe, labels, tokenizer, args),
         args,
-        train_dataset=LabeledTexts(split.train, labels, tokenizer, length),
-        eval_dataset=LabeledTexts(split.eval, labels, tokenizer, length) if split.eval else None,
+        train_dataset=LabeledTexts(data.train, labels, tokenizer, length),
+        eval_dataset=None if data.eval is None else LabeledTexts(data.eval, labels, tokenizer, length),
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
         compute_metrics=classification_metrics,
     )
-    return train_and_report(recipe, trainer, {"train": len(split.train), "eval": len(split.eval)}, began)
+    return trainer, data
 
 
 class LabeledRows:
@@ -100,12 +115,12 @@ def _order(label: str) -> tuple[int, int, str]:
     return (0, int(label), "") if label.lstrip("-").isdecimal() else (1, 0, label)
 
 
-def _check_labels(labels: Sequence[str], evaluation: Sequence[Record]) -> None:
+def _check_labels(labels: Sequence[str], evaluation: Sequence[str]) -> None:
     problems = []
     if len(labels) < 2:
         problems.append(f"data.train has one label only ({', '.join(labels)}); a classifier needs two or more.")
-    unknown = {record.fields["label"]: record.source for record in evaluation if record.fields["label"] not in labels}
-    problems += [f"{source}: the label {label!r} is not in the training data." for label, source in unknown.items()]
+    unknown = [label for label in evaluation if label not in labels]
+    problems += [f"data: the label {label!r} of evaluation is not in the training data." for label in unknown]
     if problems:
         raise ConfigError(problems)
 
@@ -113,15 +128,15 @@ def _check_labels(labels: Sequence[str], evaluation: Sequence[Record]) -> None:
 class LabeledTexts(torch.utils.data.Dataset[dict[str, Any]]):
     """``input_ids``, ``attention_mask`` and ``labels`` (the number of the class), tokenized when they are read."""
 
-    def __init__(self, records: Sequence[Record], labels: Sequence[str], tokenizer: Any, length: int) -> None:
-        self._records, self._tokenizer, self._length = records, tokenizer, length
+    def __init__(self, rows: Any, labels: Sequence[str], tokenizer: Any, length: int) -> None:
+        self._rows, self._tokenizer, self._length = rows, tokenizer, length
         self._numbers = {label: number for number, label in enumerate(labels)}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        fields = self._records[index].fields
+        fields = self._rows[index]
         encoded = self._tokenizer(fields["text"], fields.get("pair"), truncation=True, max_length=self._length)
         return {**encoded, "labels": self._numbers[fields["label"]]}
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from ds_trainer.data.sources.bad_lines import BadLine, BadLines
+from ds_trainer.data.sources.bad_lines import BadLine, BadLines, BadRecord
+from ds_trainer.data.sources.formats import RecordFormat, recognize
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
 from ds_trainer.data.sources.spec import SourceSpec
+from ds_trainer.recipes.embedding_formats import KIND, embedding_format, read_row
 from ds_trainer.utils.errors import ConfigError
 
 MEASURED, COUNTED = 500, 100_000
@@ -24,7 +26,7 @@ class DataSurvey:
     """The data.
 
     Attributes:
-        kind: of the records (see :class:`ds_trainer.data.sources.record.Record`), or ``classification``.
+        kind: of the records (see :class:`ds_trainer.data.sources.record.Record`), ``classification`` or ``embedding``.
         format: as a reader calls it.
         samples: their number, at most :data:`COUNTED`.
         lengths: tokens of the first :data:`MEASURED` samples, sorted.
@@ -73,6 +75,9 @@ def survey(paths: Sequence[str], tokenizer: Any) -> DataSurvey:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+    embeddings = _embeddings(sources, tokenizer)
+    if embeddings is not None:
+        return embeddings
     formats = [source.find_format() for source in sources]
     bad = BadLines("skip")
     kinds: dict[str, str] = {}
@@ -101,6 +106,28 @@ def survey(paths: Sequence[str], tokenizer: Any) -> DataSurvey:
     names = dict.fromkeys(format.name for format in formats if format is not None)
     described = "texts with labels" if label_key is not None else ", ".join(names)
     return DataSurvey(kind, described, samples, tuple(sorted(lengths)), label_key, bad.count)
+
+
+def _embeddings(sources: Sequence[Source], tokenizer: Any) -> DataSurvey | None:
+    """The survey of samples for embeddings; None if the first row is none, or could also be for a language model."""
+    rows = (row for source in sources for file in source.files for row in read_rows(file))
+    first = next(rows, None)
+    found = embedding_format(first.value) if isinstance(first, Row) else None
+    if not isinstance(first, Row) or found is None or isinstance(recognize(first.value), RecordFormat):
+        return None
+    lengths: list[int] = []
+    samples = bad = 0
+    for row in islice(chain([first], rows), COUNTED):
+        try:
+            fields = read_row(row).fields if isinstance(row, Row) else None
+        except BadRecord:
+            fields = None
+        samples, bad = samples + (fields is not None), bad + (fields is None)
+        if fields is not None and len(lengths) < MEASURED:
+            lengths.append(max(_count(text, tokenizer) for text in fields.values() if isinstance(text, str)))
+    if not lengths:
+        return None
+    return DataSurvey(KIND, f"{found[0]} for embeddings", samples, tuple(sorted(lengths)), bad_lines=bad)
 
 
 def _records(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.recipes.jobs import trainer_of
+from ds_trainer.recipes.jobs import arguments_of, trainer_of
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.training.dry_run import Adapt, DryRun, dry_run
 from ds_trainer.training.loading.pretrained import from_config
@@ -25,21 +25,28 @@ def dry_run_of_recipe(
     local_ranks: int = 8,
     device_type: str | None = None,
     device: str | None = None,
+    replace_transformers: Callable[[], None] | None = None,
 ) -> DryRun:
     """Rehearse ``ds-trainer train PATH`` with ``overrides``, as rank 0 of ``ranks``; see :func:`dry_run`.
+
+    Args:
+        path, overrides: the recipe.
+        ranks, local_ranks, device_type, device: see :func:`dry_run`.
+        replace_transformers: called before a task that uses a library's trainer. From then on, arguments join the
+            process group when they are made, so there is the fake one first.
 
     Raises:
         ConfigError: ``ds-trainer train`` would raise it too.
     """
     recipe = load_recipe(path, overrides)
-    if recipe.task.name != "sft":
-        raise ConfigError(
-            f"{recipe.where('task')}: a dry run of task {recipe.task.name} is not possible; only sft has one."
-        )
     args = recipe.training_arguments()
 
     def make(adapt: Adapt) -> Trainer:
-        return trainer_of(recipe, adapt(args))
+        if not recipe.task.uses_library:
+            return trainer_of(recipe, adapt(args))
+        if replace_transformers is not None:
+            replace_transformers()
+        return trainer_of(recipe, adapt(arguments_of(recipe)))
 
     return dry_run(make, ranks, local_ranks, device_type, args.resume_from_checkpoint, device)
 

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.data.padding import TokenPaddingCollator
 from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.recipes.data_card import write_data_card
+from ds_trainer.recipes.distillation import trainer_class_of
 from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, read_fine_tuning_data
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
-from ds_trainer.recipes.language_model_job import RESULTS_NAME, final_loss, versions
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import generate_sample
+from ds_trainer.recipes.run_results import final_loss, train_and_report
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_json
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ds_trainer.arguments.training_arguments import TrainingArguments
+    from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
 
 logger = get_logger(__name__)
@@ -58,46 +59,31 @@ def run(recipe: Recipe) -> dict[str, Any]:
     for line in inputs.data.lines:
         logger.info("%s", line)
     trainer = make_trainer(recipe, inputs, args)
-    output_dir = Path(str(args.output_dir))
-    if trainer.is_world_process_zero():
-        (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
-        write_data_card(inputs.data, inputs.tokenizer.pretrained, output_dir)  # now, so that a run that dies has it
-    prepared = time.perf_counter()
+    output_dir = str(args.output_dir)
+    if trainer.is_world_process_zero():  # now, so that a run that dies has it
+        write_data_card(inputs.data, inputs.tokenizer.pretrained, Path(output_dir))
 
-    train_output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trained = time.perf_counter()
-    loss = final_loss(trainer) if inputs.data.eval is not None else None
-    evaluated = time.perf_counter()
-    trainer.save_model(str(output_dir))
-    if not trainer.is_world_process_zero():
-        return {}
+    def describe(output: TrainOutput, loss: float | None) -> dict[str, Any]:
+        prompt, figures = recipe.report.sample_prompt, inputs.data.to_dict()
+        epochs = float(trainer.state.epoch or 0.0)
+        sample = generate_sample(output_dir, inputs.tokenizer, recipe.report, args.seed) if prompt else None
+        return {
+            "epochs": epochs,
+            "data": figures,
+            "tokens_trained": tokens_trained(inputs.data, epochs),
+            "evaluation": None if loss is None else _evaluation(loss, figures),
+            "sample": {"prompt": prompt, "text": sample} if sample is not None else None,
+        }
 
-    prompt = recipe.report.sample_prompt
-    sample = generate_sample(str(output_dir), inputs.tokenizer, recipe.report, args.seed) if prompt else None
-    figures = inputs.data.to_dict()
-    epochs = float(trainer.state.epoch or 0.0)
-    results = {
-        "steps": train_output.global_step,
-        "epochs": epochs,
-        "train_loss": train_output.training_loss,
-        "train_metrics": dict(train_output.metrics),
-        "data": figures,
-        "tokens_trained": tokens_trained(inputs.data, epochs),
-        "evaluation": None if loss is None else _evaluation(loss, figures),
-        "sample": {"prompt": prompt, "text": sample} if sample is not None else None,
-        "seconds": {
-            "prepare": prepared - began,
-            "train": trained - prepared,
-            "evaluate": evaluated - trained,
-            "total": time.perf_counter() - began,
-        },
-        "output_dir": str(output_dir),
-        "recipe": {"path": recipe.path, **recipe.to_dict()},
-        "versions": versions(),
-    }
-    print(report_text(results), flush=True)
-    write_json(output_dir / RESULTS_NAME, results)
-    return results
+    def measure() -> float | None:
+        return final_loss(trainer) if inputs.data.eval is not None else None
+
+    return train_and_report(recipe, trainer, began, measure, describe, report_text)
+
+
+def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
+    """The Trainer with its data; ``args`` are those of the recipe, which a dry run adapts."""
+    return make_trainer(recipe, prepare(recipe, args), args)
 
 
 def prepare(recipe: Recipe, args: TrainingArguments) -> FineTuningInputs:
@@ -133,12 +119,10 @@ def make_trainer(recipe: Recipe, inputs: FineTuningInputs, args: TrainingArgumen
     Raises:
         ConfigError: the run cannot work; lists all problems found.
     """
-    from ds_trainer.training.trainer import Trainer
-
     model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
     tokenizer = inputs.tokenizer.pretrained
     padding = tokenizer.pad_token_id
-    return Trainer(
+    return trainer_class_of(recipe, inputs.tokenizer, args)(
         model,
         args,
         data_collator=TokenPaddingCollator(inputs.tokenizer.separator_id if padding is None else padding),
@@ -161,7 +145,7 @@ def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
     }
 
 
-def report_text(results: dict[str, Any]) -> str:
+def report_text(results: dict[str, Any], loss: float | None = None) -> str:
     """The printed report, from the content of ``results.json``."""
     seconds, data, evaluation = results["seconds"], results["data"], results["evaluation"]
     trained = results["tokens_trained"]

@@ -1,7 +1,8 @@
-"""Which job a recipe is: a language model of text in blocks, or fine-tuning on samples."""
+"""Which job a recipe is: a language model of text in blocks, fine-tuning on samples, or one of the other tasks."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes import fine_tuning_job, language_model_job
@@ -11,10 +12,28 @@ if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
     from ds_trainer.training.trainer import Trainer
 
+_MODULES = {
+    "classification": "classification_job",
+    "dpo": "preference_job",
+    "reward": "preference_job",
+    "embedding": "embedding_job",
+}
+
 
 def run(recipe: Recipe) -> dict[str, Any]:
-    """Run the job of ``recipe``; see the two ``run``."""
-    return fine_tuning_job.run(recipe) if recipe.fine_tunes else language_model_job.run(recipe)
+    """Run the job of ``recipe``; see its ``run``."""
+    results: dict[str, Any] = _module(recipe).run(recipe)
+    return results
+
+
+def arguments_of(recipe: Recipe) -> TrainingArguments:
+    """The arguments of the job, in the class of the library whose trainer it uses.
+
+    Raises:
+        ConfigError: they cannot work; lists all problems found.
+    """
+    of_library = getattr(_module(recipe), "arguments_of", None)
+    return recipe.training_arguments() if of_library is None else of_library(recipe)
 
 
 def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
@@ -22,11 +41,17 @@ def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
 
     Args:
         recipe: what to train.
-        args: its arguments, which a dry run adapts.
+        args: those of :func:`arguments_of`, which a dry run adapts.
 
     Raises:
         ConfigError: the run cannot work; lists all problems found.
     """
-    if recipe.fine_tunes:
-        return fine_tuning_job.make_trainer(recipe, fine_tuning_job.prepare(recipe, args), args)
-    return language_model_job.make_trainer(recipe, language_model_job.prepare(recipe), args)
+    trainer: Trainer = _module(recipe).trainer_of(recipe, args)
+    return trainer
+
+
+def _module(recipe: Recipe) -> Any:
+    name = _MODULES.get(recipe.task.name)
+    if name is not None:
+        return import_module(f"ds_trainer.recipes.{name}")
+    return fine_tuning_job if recipe.fine_tunes else language_model_job

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ds_trainer
 from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback
 from ds_trainer.recipes.corpus import Corpus
+from ds_trainer.recipes.distillation import trainer_class_of
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import (
@@ -22,18 +18,17 @@ from ds_trainer.recipes.report import (
     nats_per_token,
     report_text,
 )
+from ds_trainer.recipes.run_results import final_loss, train_and_report
 from ds_trainer.recipes.text_dataset import TokenBlocks, TokenStream, tokenize
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ds_trainer.arguments.training_arguments import TrainingArguments
+    from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
-
-RESULTS_NAME = "results.json"
 
 
 def run(recipe: Recipe) -> dict[str, Any]:
@@ -53,45 +48,24 @@ def run(recipe: Recipe) -> dict[str, Any]:
     args = recipe.training_arguments()
     inputs = prepare(recipe)
     trainer = make_trainer(recipe, inputs, args)
-    output_dir = Path(str(args.output_dir))
     baselines: dict[str, dict[str, float]] = {}
-    if trainer.is_world_process_zero():
-        (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
-        if inputs.eval is not None and recipe.report.compression_baselines:
-            baselines = compression_baselines(inputs.eval_text)
-            draw_baselines(trainer, inputs.eval, baselines)
-    prepared = time.perf_counter()
+    if trainer.is_world_process_zero() and inputs.eval is not None and recipe.report.compression_baselines:
+        baselines = compression_baselines(inputs.eval_text)
+        draw_baselines(trainer, inputs.eval, baselines)
 
-    train_output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trained = time.perf_counter()
-    evaluation = evaluate(trainer, inputs.eval, baselines) if inputs.eval is not None else None
-    evaluated = time.perf_counter()
-    trainer.save_model(str(output_dir))
-    if not trainer.is_world_process_zero():
-        return {}
+    def describe(_: TrainOutput, evaluation: Evaluation | None) -> dict[str, Any]:
+        sample = generate_sample(str(args.output_dir), inputs.tokenizer, recipe.report, args.seed)
+        return {
+            "train_documents": inputs.train.documents,
+            "train_bytes": inputs.train.bytes,
+            "evaluation": evaluation.to_dict() if evaluation else None,
+            "sample": {"prompt": recipe.report.sample_prompt, "text": sample} if sample is not None else None,
+        }
 
-    sample = generate_sample(str(output_dir), inputs.tokenizer, recipe.report, args.seed)
-    results = {
-        "steps": train_output.global_step,
-        "train_loss": train_output.training_loss,
-        "train_documents": inputs.train.documents,
-        "train_bytes": inputs.train.bytes,
-        "train_metrics": dict(train_output.metrics),
-        "evaluation": evaluation.to_dict() if evaluation else None,
-        "sample": {"prompt": recipe.report.sample_prompt, "text": sample} if sample is not None else None,
-        "seconds": {
-            "prepare": prepared - began,
-            "train": trained - prepared,
-            "evaluate": evaluated - trained,
-            "total": time.perf_counter() - began,
-        },
-        "output_dir": str(output_dir),
-        "recipe": {"path": recipe.path, **recipe.to_dict()},
-        "versions": versions(),
-    }
-    print(report_text(results, evaluation), flush=True)
-    write_json(output_dir / RESULTS_NAME, results)
-    return results
+    def measure() -> Evaluation | None:
+        return evaluate(trainer, inputs.eval, baselines) if inputs.eval is not None else None
+
+    return train_and_report(recipe, trainer, began, measure, describe, report_text)
 
 
 def make_trainer(recipe: Recipe, inputs: Inputs, args: TrainingArguments) -> Trainer:
@@ -100,10 +74,8 @@ def make_trainer(recipe: Recipe, inputs: Inputs, args: TrainingArguments) -> Tra
     Raises:
         ConfigError: the run cannot work; lists all problems found.
     """
-    from ds_trainer.training.trainer import Trainer
-
     model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
-    return Trainer(
+    return trainer_class_of(recipe, inputs.tokenizer, args)(
         model,
         args,
         train_dataset=inputs.train_blocks,
@@ -123,6 +95,11 @@ class Inputs:
     eval: TokenStream | None = None
     eval_blocks: TokenBlocks | None = None
     eval_text: bytes = b""
+
+
+def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
+    """The Trainer with its data; ``args`` are those of the recipe, which a dry run adapts."""
+    return make_trainer(recipe, prepare(recipe), args)
 
 
 def prepare(recipe: Recipe) -> Inputs:
@@ -184,37 +161,3 @@ def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str,
         bytes=text.bytes,
         baselines=baselines,
     )
-
-
-def final_loss(trainer: Trainer) -> float:
-    """The evaluation loss of the final weights. Collective.
-
-    Raises:
-        ConfigError: it is not finite.
-    """
-    loss = loss_of_last_step(trainer)
-    if loss is None:
-        loss = trainer.evaluate()["eval_loss"]
-    if not math.isfinite(loss):
-        rate = trainer.args.learning_rate
-        raise ConfigError(
-            f"The evaluation loss is {loss}: training diverged at arguments.learning_rate={rate}. Lower it, or add a "
-            "warm-up (arguments.warmup_steps)."
-        )
-    return loss
-
-
-def loss_of_last_step(trainer: Trainer) -> float | None:
-    """The evaluation loss of the final weights, if the training has just evaluated them."""
-    if trainer.args.load_best_model_at_end:
-        return None
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if not evaluations or evaluations[-1]["step"] != trainer.state.global_step:
-        return None
-    return float(evaluations[-1]["eval_loss"])
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages involved, by distribution name."""
-    installed = {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")}
-    return {"python": sys.version.split()[0], "ds-trainer": ds_trainer.__version__, **installed}

@@ -25,6 +25,7 @@ TASKS = {
     "dpo": "prefer chosen answers over rejected ones (TRL)",
     "reward": "a reward model from chosen and rejected answers (TRL)",
     "classification": "a classifier of labeled texts",
+    "embedding": "an embedding model from pairs, triplets, or pairs with scores (sentence-transformers)",
 }
 """What a new recipe can do."""
 
@@ -33,6 +34,7 @@ _KINDS = {
     "pretrain": ("text",),
     **dict.fromkeys(("dpo", "reward"), ("preference",)),
     "classification": ("classification",),
+    "embedding": ("embedding",),
 }
 _LORA_RANK = 16
 _SMALL_MODEL = 100e6  # parameters; models below it need larger steps than pretrained ones
@@ -54,6 +56,7 @@ class Wanted:
         output: output directory.
         has_template: whether the model's tokenizer has a chat template.
         is_bytes: whether the model was trained on bytes.
+        teacher: directory or Hub name of a model whose distribution is learned, for fine-tuning.
     """
 
     model: str
@@ -64,6 +67,7 @@ class Wanted:
     output: str
     has_template: bool = True
     is_bytes: bool = False
+    teacher: str | None = None
 
     @property
     def planned(self) -> PlannedModel:
@@ -83,6 +87,8 @@ def check_task(task: str, wanted: Wanted) -> None:
         ConfigError: it is for other tasks, which the message names.
     """
     kind = wanted.survey.kind
+    if wanted.teacher is not None and task not in ("full", "lora", "qlora", "pretrain"):
+        raise ConfigError(f"--teacher {wanted.teacher} is for full, lora, qlora and pretrain, not for --task {task}.")
     if kind not in _KINDS[task]:
         fitting = [name for name, kinds in _KINDS.items() if kind in kinds]
         raise ConfigError(
@@ -93,7 +99,7 @@ def check_task(task: str, wanted: Wanted) -> None:
 
 def default_task(wanted: Wanted) -> tuple[str, str]:
     """The task that the data is for and that fits the devices, and why."""
-    by_kind = {"preference": "dpo", "classification": "classification", "text": "pretrain"}
+    by_kind = {"preference": "dpo", "text": "pretrain", **{kind: kind for kind in ("classification", "embedding")}}
     if wanted.survey.kind in by_kind:
         return by_kind[wanted.survey.kind], f"the data has {wanted.survey.format}"
     if wanted.is_bytes:
@@ -151,6 +157,7 @@ def recipe_text(task: str, wanted: Wanted, path: str) -> str:
         "data": _data(task, wanted),
         "arguments": _arguments(task, wanted, plan),
         "report": _report(task),
+        "distillation": _distillation(wanted),
     }
     for name, entries in sections.items():
         rows = list(entries)
@@ -212,8 +219,11 @@ def _model(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
 
 
 def _task(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
-    if task in ("dpo", "reward", "classification"):
+    if task in ("dpo", "reward", "classification", "embedding"):
         yield "name", task
+    if task == "embedding":
+        yield "options", None, "fields of SentenceTransformerTrainingArguments, and loss, mini_batch_size"
+        yield "options.batch_sampler", "no_duplicates", "other texts of a batch are negatives"
     if task == "dpo":
         yield "options", None, "fields of TRL's DPOConfig"
         yield "options.beta", 0.1, "lower: the model may go further from where it began"
@@ -288,7 +298,14 @@ def _without_plan(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
 def _learning_rate(task: str, wanted: Wanted) -> tuple[str, str]:
     if wanted.planned.total < _SMALL_MODEL and task in ("full", "lora", "qlora", "pretrain"):
         return "1e-3", "the model is small"
-    rates = {"full": "1e-5", "pretrain": "2e-5", "dpo": "1e-6", "reward": "1e-5", "classification": "2e-5"}
+    rates = {
+        "full": "1e-5",
+        "pretrain": "2e-5",
+        "dpo": "1e-6",
+        "reward": "1e-5",
+        "classification": "2e-5",
+        "embedding": "2e-5",
+    }
     rate = rates.get(task, "2e-4")
     return rate, "lower it if the loss of evaluation rises"
 
@@ -297,3 +314,11 @@ def _report(task: str) -> Iterator[tuple[Any, ...]]:
     if task == "pretrain":
         yield "compression_baselines", False
         yield "sample_tokens", 0
+
+
+def _distillation(wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    if wanted.teacher is not None:
+        yield "teacher", wanted.teacher, "a larger model with the same tokenizer; its memory is not in the plan"
+        yield "temperature", 1.0, "above 1, unlikely tokens count more"
+        yield "hard_loss_weight", 0.1, "of the loss against the data; the rest is that against the teacher"
+        yield "divergence", "forward_kl", "or reverse_kl"

@@ -6,19 +6,16 @@ TRL's trainers are subclasses of transformers' Trainer. The command line has put
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.sources.record import Record
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.record_reading import read_split
-from ds_trainer.recipes.task_run import task_tokenizer, train_and_report
+from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
+from ds_trainer.recipes.task_run import check_replaced, library_arguments, task_tokenizer, train_task
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.training.loading.peft_adapters import make_peft_config
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.errors import ConfigError
 
 _CLASSES = {
     "dpo": ("DPOConfig", "DPOTrainer", "AutoModelForCausalLM", "CAUSAL_LM"),
@@ -36,24 +33,39 @@ def run(recipe: Recipe) -> dict[str, Any]:
         ConfigError: the recipe cannot work; lists all problems found.
     """
     began = time.perf_counter()
-    config_name, trainer_name, auto_class, task_type = _CLASSES[recipe.task.name]
+    args = arguments_of(recipe)
+    trainer, data = _trainer_with_data(recipe, args)
+    return train_task(recipe, trainer, data, began)
+
+
+def arguments_of(recipe: Recipe) -> Any:
+    """The arguments of the recipe and the options of the task, in TRL's class."""
     trl = _imported_trl()
-    args = _arguments(recipe, getattr(trl, config_name))
+    return library_arguments(recipe, getattr(trl, _CLASSES[recipe.task.name][0]), max_length=recipe.tokens_per_sample)
+
+
+def trainer_of(recipe: Recipe, args: Any) -> Any:
+    """TRL's trainer with its data; ``args`` are those of :func:`arguments_of`, which a dry run adapts."""
+    return _trainer_with_data(recipe, args)[0]
+
+
+def _trainer_with_data(recipe: Recipe, args: Any) -> tuple[Any, TaskData]:
+    _, trainer_name, auto_class, task_type = _CLASSES[recipe.task.name]
     tokenizer = task_tokenizer(recipe)
-    split = read_split(recipe.data, "preference", recipe.task.name)
+    data = read_task_data(recipe.data, Reading(recipe.task.name, "preference", _fields, __name__))
     more: dict[str, Any] = {}
     if recipe.task.name == "dpo" and recipe.model.peft is None:  # with adapters, the base is the reference
         more["ref_model"] = _model(recipe, auto_class, args.seed, tokenizer)
-    trainer = getattr(trl, trainer_name)(
+    trainer = getattr(_imported_trl(), trainer_name)(
         model=_model(recipe, auto_class, args.seed, tokenizer),
         args=args,
-        train_dataset=_dataset(split.train),
-        eval_dataset=_dataset(split.eval) if split.eval else None,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
         processing_class=tokenizer,
         peft_config=_adapters(recipe, task_type),
         **more,
     )
-    return train_and_report(recipe, trainer, {"train": len(split.train), "eval": len(split.eval)}, began)
+    return trainer, data
 
 
 def _imported_trl() -> Any:
@@ -61,30 +73,8 @@ def _imported_trl() -> Any:
         import trl
     except ImportError as error:
         raise ConfigError("The tasks dpo and reward need TRL: pip install trl.") from error
-    import transformers
-
-    if transformers.TrainingArguments is not TrainingArguments:
-        raise ConfigError(
-            "The tasks dpo and reward need this package's classes in the place of transformers'. In a script, import "
-            "ds_trainer.as_transformers first; 'ds-trainer train' does it."
-        )
+    check_replaced("dpo or reward")
     return trl
-
-
-def _arguments(recipe: Recipe, config_class: Any) -> Any:
-    """The arguments of the recipe and the options of the task, in TRL's class. Its defaults hold for all others."""
-    names = [field.name for field in dataclasses.fields(config_class) if field.init]
-    problems = [
-        f"{recipe.where(f'task.options.{key}')}: task.options: {key!r} is not a field of {config_class.__name__}."
-        f"{did_you_mean(key, names)}"
-        for key in recipe.task.options
-        if key not in names
-    ]
-    twice = [key for key in recipe.task.options if key in recipe.arguments]
-    problems += [f"{recipe.where('task.options')}: {key} is also in arguments; remove one." for key in twice]
-    if problems:
-        raise ConfigError(problems)
-    return config_class(**{"max_length": recipe.tokens_per_sample, **recipe.arguments, **recipe.task.options})
 
 
 def _model(recipe: Recipe, auto_class: str, seed: int, tokenizer: Any) -> Any:
@@ -116,12 +106,6 @@ def _adapters(recipe: Recipe, task_type: str) -> Any:
         return None
     where = f"{recipe.where('model.peft')}: model.peft"
     return make_peft_config({"task_type": task_type, **recipe.model.peft}, where)
-
-
-def _dataset(records: Sequence[Record]) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list([_fields(record) for record in records])
 
 
 def _fields(record: Record) -> dict[str, Any]:

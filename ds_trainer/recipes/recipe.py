@@ -11,7 +11,8 @@
     data:        {...}          # DataSpec, or a list of training data
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
-    task:        NAME           # TaskSpec: sft (the default), dpo, reward or classification
+    task:        NAME           # TaskSpec: sft (the default), dpo, reward, classification or embedding
+    distillation: {...}         # DistillationSpec: a teacher
 
 Any value can be overridden on the command line: ``--arguments.max_steps 20`` or ``--data.train=[a.txt,b.txt]``. Paths
 are relative to the working directory. This module opens neither the model nor the data, so a recipe may be valid even
@@ -35,7 +36,8 @@ from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
 from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.recipes.data_spec import DataSpec
-from ds_trainer.recipes.task import TaskSpec, complete_short_form
+from ds_trainer.recipes.distillation_spec import DistillationSpec
+from ds_trainer.recipes.task import TaskSpec, complete_short_forms
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file
 from ds_trainer.utils.sizes import parse_tokens
@@ -116,6 +118,7 @@ class Recipe:
     arguments: dict[str, Any] = field(default_factory=dict)
     report: ReportSpec = ReportSpec()
     task: TaskSpec = field(default_factory=TaskSpec)
+    distillation: DistillationSpec | None = None
     path: str = ""
     origins: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -162,6 +165,7 @@ SECTIONS: dict[str, type] = {
     "data": DataSpec,
     "arguments": TrainingArguments,
     "report": ReportSpec,
+    "distillation": DistillationSpec,
 }
 
 
@@ -176,7 +180,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     root, problems = read_yaml(read_user_file(name, f"The recipe {name!r}", "YAML file"), name)
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: a recipe is a mapping with the sections {', '.join(SECTIONS)}.")
-    complete_short_form(root.value)
+    complete_short_forms(root.value)
     data = root.value.get("data")
     if data is not None and isinstance(data.value, list):
         root.value["data"] = Located({"train": data}, data.where)
@@ -204,7 +208,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     task = TaskSpec(**values["task"])
     if {"task", "arguments"} <= readable:
         problems += [f"{name}: {problem}" for problem in task.problems(values["data"], values["arguments"])]
-    recipe = Recipe(model, data, values["arguments"], report, task, path=name, origins=origins)
+    distillation = DistillationSpec(**values["distillation"]) if "distillation" in root.value else None
+    if distillation is not None and {"task", "distillation"} <= readable:
+        problems += [f"{name}: {problem}" for problem in distillation.problems(task.name)]
+    recipe = Recipe(model, data, values["arguments"], report, task, distillation, path=name, origins=origins)
     try:
         recipe.training_arguments()
     except ConfigError as error:

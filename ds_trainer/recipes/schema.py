@@ -16,8 +16,8 @@ from ds_trainer.recipes.recipe import SECTIONS
 
 SCHEMA_FILE = "recipe.schema.json"
 _SCALAR = {"type": ["string", "number", "boolean"]}  # the reader takes the text of any scalar as a str
-# Sections that also have a shorter form: a list of sources, the name of a task.
-_SHORT_FORMS = {"data": "train", "task": "name"}
+# Sections that also have a shorter form: a list of sources, the name of a task, the path of a teacher.
+_SHORT_FORMS = {"data": "train", "task": "name", "distillation": "teacher"}
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -9,6 +9,11 @@ from typing import Any, Literal
 from ds_trainer.arguments.yaml_reader import Located
 
 TRL_TASKS = ("dpo", "reward")
+LIBRARY_TASKS = (*TRL_TASKS, "embedding")
+_OWN_OPTIONS = {
+    "classification": ("label_key", "text_pair_key"),
+    "embedding": ("loss", "loss_options", "mini_batch_size", "pooling", "evaluation"),
+}
 
 
 @dataclass(frozen=True)
@@ -18,18 +23,27 @@ class TaskSpec:
     Attributes:
         name: ``sft``: the next token, of text or of answers in conversations. ``dpo``: to prefer the chosen answer over
             the rejected one (TRL's DPOTrainer). ``reward``: a score that is higher for the chosen answer (TRL's
-            RewardTrainer). ``classification``: the label of a text.
-        options: for ``dpo`` and ``reward``: fields of TRL's DPOConfig and RewardConfig, such as ``beta``. For
-            ``classification``: ``label_key`` (default: label) and ``text_pair_key``, the key of a second text.
+            RewardTrainer). ``classification``: the label of a text. ``embedding``: vectors of texts whose similarity
+            is what the samples say (sentence-transformers).
+        options: for ``dpo``, ``reward`` and ``embedding``: fields of the library's arguments: DPOConfig, RewardConfig,
+            SentenceTransformerTrainingArguments. For ``embedding`` also ``loss`` (a loss of the library, by its name),
+            ``loss_options`` (its arguments), ``mini_batch_size`` (of a loss that caches gradients), ``pooling`` of a
+            model that has none (default: mean), and ``evaluation`` (false: the loss only). For ``classification``:
+            ``label_key`` (default: label) and ``text_pair_key``, the key of a second text.
     """
 
-    name: Literal["sft", "dpo", "reward", "classification"] = "sft"
+    name: Literal["sft", "dpo", "reward", "classification", "embedding"] = "sft"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def uses_trl(self) -> bool:
-        """Whether a trainer of TRL does it, which needs this package's classes in the place of transformers'."""
-        return self.name in TRL_TASKS
+    def uses_library(self) -> bool:
+        """Whether a library's trainer does it, which needs this package's classes in the place of transformers'."""
+        return self.name in LIBRARY_TASKS
+
+    @property
+    def library_options(self) -> dict[str, Any]:
+        """The options that are fields of the library's arguments."""
+        return {key: value for key, value in self.options.items() if key not in _OWN_OPTIONS.get(self.name, ())}
 
     def problems(self, data: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
         """What cannot work with the values of the other sections, as one sentence per problem."""
@@ -39,14 +53,18 @@ class TaskSpec:
             return [f"task {self.name} cannot stream its data; remove data.streaming."]
         if self.name == "sft" and self.options:
             return [f"task.options: sft has no options ({', '.join(self.options)}); remove them."]
-        unknown = [key for key in self.options if key not in ("label_key", "text_pair_key")]
+        unknown = list(self.library_options)
         if self.name == "classification" and unknown:
             return [f"task.options: {', '.join(unknown)}: classification has the options label_key and text_pair_key."]
         return []
 
 
-def complete_short_form(root: dict[str, Located]) -> None:
-    """Write ``task: NAME`` in the tree of a recipe as ``task: {name: NAME}``."""
-    given = root.get("task")
-    if given is not None and given.value is not None and not isinstance(given.value, dict | list):
-        root["task"] = Located({"name": given}, given.where)
+_SHORT_FORMS = {"task": "name", "distillation": "teacher"}
+
+
+def complete_short_forms(root: dict[str, Located]) -> None:
+    """Write ``task: NAME`` in the tree of a recipe as ``task: {name: NAME}``, and ``distillation: PATH`` likewise."""
+    for section, key in _SHORT_FORMS.items():
+        given = root.get(section)
+        if given is not None and given.value is not None and not isinstance(given.value, dict | list):
+            root[section] = Located({key: given}, given.where)

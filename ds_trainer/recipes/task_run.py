@@ -1,83 +1,95 @@
-"""Runs the Trainer of a task: trains, evaluates, saves the model with its tokenizer, and writes the results."""
+"""What tasks have in common: arguments of a library's class, the tokenizer, and the run with its report."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from pathlib import Path
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.recipes.language_model_job import RESULTS_NAME, versions
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_json
+from ds_trainer.recipes.run_results import train_and_report
+from ds_trainer.recipes.task_data import TaskData
+from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
 
+_NOT_SHOWN = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
 
-def train_and_report(recipe: Recipe, trainer: Trainer, samples: Mapping[str, int], began: float) -> dict[str, Any]:
+
+def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -> dict[str, Any]:
     """Train, evaluate if there is evaluation data, save and report. Collective.
 
     Args:
         recipe: the recipe of the run.
-        trainer: has its data.
-        samples: number of samples by name, for the report.
+        trainer: has the samples of ``data``.
+        data: for the report.
         began: ``time.perf_counter()`` at the start of the job.
 
     Returns:
         The content of ``results.json`` on the main process, an empty dict elsewhere.
     """
-    args = trainer.args
-    output_dir = Path(str(args.output_dir))
-    is_main = trainer.is_world_process_zero()
-    if is_main:
-        (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
-    prepared = time.perf_counter()
-    train_output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trained = time.perf_counter()
-    evaluation = trainer.evaluate() if trainer.eval_dataset is not None else None
-    evaluated = time.perf_counter()
-    trainer.save_model(str(output_dir))
-    if not is_main:
-        return {}
-    results = {
-        "task": recipe.task.name,
-        "steps": train_output.global_step,
-        "train_loss": train_output.training_loss,
-        "train_metrics": dict(train_output.metrics),
-        "evaluation": evaluation,
-        "samples": dict(samples),
-        "seconds": {
-            "prepare": prepared - began,
-            "train": trained - prepared,
-            "evaluate": evaluated - trained,
-            "total": time.perf_counter() - began,
-        },
-        "output_dir": str(output_dir),
-        "recipe": {"path": recipe.path, **recipe.to_dict()},
-        "versions": versions(),
-    }
-    print(_report(results), flush=True)
-    write_json(output_dir / RESULTS_NAME, results)
-    return results
+
+    def evaluate() -> dict[str, float] | None:
+        return None if data.eval is None else trainer.evaluate()
+
+    def describe(_: TrainOutput, evaluation: dict[str, float] | None) -> dict[str, Any]:
+        return {"evaluation": evaluation, "samples": data.samples()}
+
+    return train_and_report(recipe, trainer, began, evaluate, describe, _report)
 
 
-def _report(results: Mapping[str, Any]) -> str:
+def _report(results: dict[str, Any], evaluation: dict[str, float] | None) -> str:
     lines = [
         "",
         f"Finished {results['steps']:,} steps of {results['task']} in {results['seconds']['total']:.0f} s; training "
         f"loss {results['train_loss']:.4f}.",
     ]
-    if results["evaluation"] is None:
+    if evaluation is None:
         return "\n".join([*lines, "No evaluation: set data.eval or data.held_out for one."])
-    skipped = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
     rows = [
         f"  {name:<28} {value:.4f}"
-        for name, value in results["evaluation"].items()
-        if isinstance(value, float) and name not in skipped
+        for name, value in evaluation.items()
+        if isinstance(value, float) and name not in _NOT_SHOWN
     ]
-    return "\n".join([*lines, *rows])
+    return "\n".join([*lines, *rows, f"Weights, logs and results.json are in {results['output_dir']}"])
+
+
+def library_arguments(recipe: Recipe, config_class: Any, **defaults: Any) -> Any:
+    """The arguments of the recipe and the options of the task, in a library's class. Its defaults hold for all others.
+
+    Args:
+        recipe: with the sections ``arguments`` and ``task``.
+        config_class: a dataclass of training arguments.
+        defaults: values for fields that the recipe does not give.
+
+    Raises:
+        ConfigError: an option is no field of the class, or is also in ``arguments``; lists all of them.
+    """
+    names = [field.name for field in dataclasses.fields(config_class) if field.init]
+    problems = [
+        f"{recipe.where(f'task.options.{key}')}: task.options: {key!r} is not a field of {config_class.__name__}."
+        f"{did_you_mean(key, names)}"
+        for key in recipe.task.library_options
+        if key not in names
+    ]
+    twice = [key for key in recipe.task.library_options if key in recipe.arguments]
+    problems += [f"{recipe.where('task.options')}: {key} is also in arguments; remove one." for key in twice]
+    if problems:
+        raise ConfigError(problems)
+    return config_class(**{**defaults, **recipe.arguments, **recipe.task.library_options})
+
+
+def check_replaced(task: str) -> None:
+    """Raise ConfigError unless this package's classes are in the place of transformers'."""
+    import transformers
+
+    if transformers.TrainingArguments is not TrainingArguments:
+        raise ConfigError(
+            f"Task {task} needs this package's classes in the place of transformers'. In a script, import "
+            "ds_trainer.as_transformers first; 'ds-trainer train' does it."
+        )
 
 
 def task_tokenizer(recipe: Recipe) -> Any:

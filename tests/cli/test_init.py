@@ -30,6 +30,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": f"{pair} " * 10} for pair in PAIRS],
     "preferences": [{"prompt": f"say {pair}", "chosen": pair, "rejected": pair[::-1]} for pair in PAIRS],
     "labels": [{"text": pair, "label": pair.split()[0]} for pair in PAIRS],
+    "triplets": [{"anchor": f"say {pair}", "positive": pair, "negative": pair[::-1]} for pair in PAIRS],
 }
 
 
@@ -54,6 +55,7 @@ def init(folder: Path, data: str, *more: str, out: str = "r.yaml") -> int:
         ("text.jsonl", "pretrain"),
         *(("preferences.jsonl", task) for task in ("dpo", "reward")),
         ("labels.jsonl", "classification"),
+        ("triplets.jsonl", "embedding"),
     ],
 )
 def test_the_recipe_is_one_that_train_accepts(folder: Path, data: str, task: str) -> None:
@@ -62,7 +64,7 @@ def test_the_recipe_is_one_that_train_accepts(folder: Path, data: str, task: str
     assert init(folder, data, *options, out=out) == DONE
     recipe = load_recipe(folder / out)
     assert recipe.arguments["output_dir"] == "runs/x"
-    assert recipe.task.name == (task if task in ("dpo", "reward", "classification") else "sft")
+    assert recipe.task.name == (task if task in ("dpo", "reward", "classification", "embedding") else "sft")
     assert (recipe.model.peft is not None) == (task in ("lora", "qlora"))
     assert (recipe.model.quantization is not None) == (task == "qlora")
     root, problems = read_yaml((folder / out).read_text(), out)
@@ -72,7 +74,13 @@ def test_the_recipe_is_one_that_train_accepts(folder: Path, data: str, task: str
 
 @pytest.mark.parametrize(
     ("data", "task"),
-    [("chat", "full"), ("text", "sft"), ("preferences", "dpo"), ("labels", "classification")],
+    [
+        ("chat", "full"),
+        ("text", "sft"),
+        ("preferences", "dpo"),
+        ("labels", "classification"),
+        ("triplets", "embedding"),
+    ],
 )
 def test_defaults_follow_the_data(folder: Path, data: str, task: str) -> None:
     assert init(folder, f"{data}.jsonl", "--yes", "--devices", "cpu", "--force") == DONE
@@ -82,6 +90,15 @@ def test_defaults_follow_the_data(folder: Path, data: str, task: str) -> None:
         assert recipe.data.max_length == 128  # the power of two above the longest sample
     else:
         assert recipe.data.sequence_length == 256  # the positions of the model
+
+
+def test_a_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--teacher", str(folder / "base"), "--devices", "cpu", "--yes", "--force"]
+    assert init(folder, "chat.jsonl", "--task", "full", *options) == DONE
+    distillation = load_recipe(folder / "r.yaml").distillation
+    assert distillation is not None and distillation.teacher == str(folder / "base")
+    assert init(folder, "preferences.jsonl", *options) == CANNOT_WORK
+    assert "not for --task dpo" in capsys.readouterr().err
 
 
 def test_a_plan_for_gpus_that_this_machine_does_not_have(folder: Path) -> None:

@@ -53,6 +53,12 @@ class Source:
         """The name in figures and logs: that of the spec, or of its first file or directory."""
         return self.spec.name or Path(self.spec.path[0]).name or self.spec.path[0]
 
+    def paths(self) -> Iterator[Path]:
+        """The files whose content decides the records; of a directory that is one dataset, all files in it."""
+        for file in self.files:
+            inside = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
+            yield from (path for path in inside if path.is_file())
+
     def find_format(self) -> RecordFormat | None:
         """The format of the samples, from the first row that has one; None if no row has."""
         if not self._sought:

@@ -87,7 +87,7 @@ class Consequences:
         if self.world_size[0] != self.world_size[1]:
             yield "ranks", self.world_size
         for name, values in self.changes.values.items():
-            if name in ("train_dataset", "optimizer") or name.startswith("deepspeed."):
+            if name in ("train_dataset", "optimizer") or name.startswith(("deepspeed.", "distillation.")):
                 yield name, (plain(values[0]), plain(values[1]))
 
     # -- consequences -------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ _ABOUT = {
 }
 NAMES = (
     *(*_PLAIN, "grad_accum_dtype", "max_steps", "global_batch", "train_dataset", "optimizer", "deepspeed"),
+    "distillation",
     *_OTHER_NAMES,
 )
 """The valid values in ``allow_changed_on_resume``."""
@@ -219,7 +220,7 @@ def _sentence(name: str, values: tuple[Any, Any], args: TrainingArguments, check
     before, now = values
     where = _ABOUT.get(name) or (args.where(name) if hasattr(args, name) else "")
     about = f" ({where})" if where else ""
-    key = "deepspeed" if name.startswith("deepspeed.") else name
+    key = name.partition(".")[0]  # of deepspeed and distillation
     why, so = "", "resume with the new value"
     if not args.strict_resume:
         why, so = "; the optimizer's states in the checkpoint mean nothing to another one", "begin with new states"

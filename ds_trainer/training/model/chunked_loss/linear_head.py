@@ -163,17 +163,30 @@ class LinearHead:
                 **{**vars(settings), "classes": part.classes, "offset": part.offset, "group": part.group}
             )
 
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            terms, bias = self._terms(hidden)
+        def compute(terms: Terms, bias: torch.Tensor | None) -> torch.Tensor:
             losses = linear_cross_entropy(terms, bias, targets, settings)
             check = self._check()
             if check is not None:
                 check(terms, bias, targets, settings, losses)
             return losses
 
-        with _attribute(self._head, "forward", forward), _attribute(self._head, RETURNS_LOSSES, True):
-            losses: torch.Tensor = self._head._call_impl(hidden)
-        return losses
+        return self.in_head(hidden, compute)
+
+    def in_head(
+        self, hidden: torch.Tensor, compute: Callable[[Terms, torch.Tensor | None], torch.Tensor]
+    ) -> torch.Tensor:
+        """``compute(terms, bias)`` in the place of the head's ``forward``, where its weights are whole.
+
+        Args:
+            hidden: the input of the head.
+            compute: gets the products whose sum the logits are (input and weight of each), and the bias of the head.
+        """
+        with (
+            _attribute(self._head, "forward", lambda hidden: compute(*self._terms(hidden))),
+            _attribute(self._head, RETURNS_LOSSES, True),
+        ):
+            result: torch.Tensor = self._head._call_impl(hidden)
+        return result
 
     def _terms(self, hidden: torch.Tensor) -> tuple[Terms, torch.Tensor | None]:
         """The products whose sum the logits are, and the bias."""

@@ -1,0 +1,113 @@
+"""What every job does with its Trainer: trains, evaluates, saves, and writes ``results.json``."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ds_trainer
+from ds_trainer.recipes.recipe import Recipe
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import write_json
+
+if TYPE_CHECKING:
+    from ds_trainer.training.trainer import Trainer
+
+RESULTS_NAME = "results.json"
+
+
+def train_and_report(
+    recipe: Recipe,
+    trainer: Trainer,
+    began: float,
+    evaluate: Callable[[], Any],
+    describe: Callable[[Any, Any], Mapping[str, Any]],
+    text: Callable[[dict[str, Any], Any], str],
+) -> dict[str, Any]:
+    """Train, evaluate, save the model, and report. Collective.
+
+    ``results.json`` is written last and so exists only if the run succeeded.
+
+    Args:
+        recipe: the recipe of the run.
+        trainer: has its data.
+        began: ``time.perf_counter()`` at the start of the job.
+        evaluate: called on all ranks after the training; what it returns is given to the other two.
+        describe: what is particular to the job, from the output of ``train()`` and the evaluation. On the main
+            process, after the model was saved.
+        text: the printed report, from the results and the evaluation.
+
+    Returns:
+        The content of ``results.json`` on the main process, an empty dict elsewhere.
+    """
+    args = trainer.args
+    output_dir = Path(str(args.output_dir))
+    is_main = trainer.is_world_process_zero()
+    if is_main:
+        (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
+    prepared = time.perf_counter()
+    output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trained = time.perf_counter()
+    evaluation = evaluate()
+    evaluated = time.perf_counter()
+    trainer.save_model(str(output_dir))
+    if not is_main:
+        return {}
+    results = {
+        "task": recipe.task.name,
+        "steps": output.global_step,
+        "train_loss": output.training_loss,
+        "train_metrics": dict(output.metrics),
+        **describe(output, evaluation),
+        "seconds": {
+            "prepare": prepared - began,
+            "train": trained - prepared,
+            "evaluate": evaluated - trained,
+            "total": time.perf_counter() - began,
+        },
+        "output_dir": str(output_dir),
+        "recipe": {"path": recipe.path, **recipe.to_dict()},
+        "versions": versions(),
+    }
+    print(text(results, evaluation), flush=True)
+    write_json(output_dir / RESULTS_NAME, results)
+    return results
+
+
+def final_loss(trainer: Trainer) -> float:
+    """The evaluation loss of the final weights. Collective.
+
+    Raises:
+        ConfigError: it is not finite.
+    """
+    loss = _loss_of_last_step(trainer)
+    if loss is None:
+        loss = trainer.evaluate()["eval_loss"]
+    if not math.isfinite(loss):
+        rate = trainer.args.learning_rate
+        raise ConfigError(
+            f"The evaluation loss is {loss}: training diverged at arguments.learning_rate={rate}. Lower it, or add a "
+            "warm-up (arguments.warmup_steps)."
+        )
+    return loss
+
+
+def _loss_of_last_step(trainer: Trainer) -> float | None:
+    """The evaluation loss of the final weights, if the training has just evaluated them."""
+    if trainer.args.load_best_model_at_end:
+        return None
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not evaluations or evaluations[-1]["step"] != trainer.state.global_step:
+        return None
+    return float(evaluations[-1]["eval_loss"])
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages involved, by distribution name."""
+    installed = {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")}
+    return {"python": sys.version.split()[0], "ds-trainer": ds_trainer.__version__, **installed}

@@ -1,0 +1,333 @@
+"""The samples of a task in Arrow files: written once by one process of a machine, then memory-mapped by all.
+
+The files are found again by their content: digests of the source files, what decides how they are read, and the code
+that reads them (:mod:`ds_trainer.data.prepared.key`). Processes that wait do so without a collective
+(:mod:`ds_trainer.data.prepared.once`). A directory is written beside its name and renamed last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.data.prepared.block_file import writing
+from ds_trainer.data.prepared.key import content_key, digest_of_code, file_states, known_digest_of_files
+from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
+from ds_trainer.data.prepared.prepare import default_directory
+from ds_trainer.data.sources.bad_lines import BadLine, BadLines, BadRecord
+from ds_trainer.data.sources.held_out import HeldOut
+from ds_trainer.data.sources.record import Record
+from ds_trainer.data.sources.rows import Row, read_rows
+from ds_trainer.data.sources.source import Source
+from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_BATCH = 1000  # rows that are in memory at once
+_FACTS = "facts.json"
+_ABANDONED = 24 * 3600  # seconds
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the samples of a task are read.
+
+    Attributes:
+        task: its name, for messages.
+        kind: of the records that it takes.
+        row: the columns of a record.
+        from_row: makes a record of a row of a file; default: what the row's keys say.
+        code: the module that ``row`` and ``from_row`` are in.
+        options: what else decides them.
+    """
+
+    task: str
+    kind: str
+    row: Callable[[Record], dict[str, Any]]
+    code: str
+    from_row: Callable[[Row], Record] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The samples of a task.
+
+    Attributes:
+        train: of training, a ``datasets.Dataset``.
+        eval: of evaluation; None if there are none.
+        bad_lines: that were left out.
+        directory: where the files are.
+    """
+
+    train: Any
+    eval: Any
+    bad_lines: int
+    directory: Path
+
+    def samples(self) -> dict[str, int]:
+        """Their numbers, for the report."""
+        found = {"train": len(self.train), "eval": 0 if self.eval is None else len(self.eval)}
+        return {**found, "bad_lines": self.bad_lines} if self.bad_lines else found
+
+
+def read_task_data(spec: DataSpec, reading: Reading) -> TaskData:
+    """The samples of ``spec``, written by one process of each machine, or found as an earlier run left them.
+
+    Args:
+        spec: the section ``data`` of a recipe.
+        reading: how its samples are read.
+
+    Raises:
+        ConfigError: files are missing, lines are bad, or records have another kind; lists all problems.
+    """
+    _import_datasets()
+    sources = _open(spec, reading)
+    names = [str(path) for split in ("eval", "train") for source in sources[split] for path in source.paths()]
+    root = Path(spec.prepared_dir or default_directory()).expanduser()
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+    digest = known_digest_of_files(names, file_states(names), root, os.cpu_count() or 1, Waiting())
+    key, _ = content_key(digest, _identity(spec, reading, sources), "records")
+    final = root / f"{key[:32]}.records"
+
+    def make(heartbeat: Heartbeat) -> TaskData:
+        heartbeat.doing = f"reading the samples of task {reading.task}"
+        _Writer(spec, reading, sources).write(final)
+        found = _find(final)
+        if found is None:
+            raise ConfigError(f"{final} was written, but cannot be read.")
+        return found
+
+    found = made_once(final, lambda: _find(final), make)
+    if found.bad_lines:
+        logger.warning("data: %s bad lines are left out (data.bad_lines: skip).", f"{found.bad_lines:,}")
+    return found
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError("Recipes need datasets: pip install 'ds-trainer[hf]'.") from error
+    return datasets
+
+
+def _identity(spec: DataSpec, reading: Reading, sources: Mapping[str, list[Source]]) -> dict[str, Any]:
+    shown = {
+        split: [[source.format_name, *_limits(source), len(source.files)] for source in found]
+        for split, found in sources.items()
+    }
+    return {
+        "task": [reading.kind, dict(reading.options)],
+        "sources": shown,
+        "split": [spec.held_out, spec.bad_lines],
+        "code": digest_of_code("ds_trainer.data.sources", __name__, reading.code, packages=("pyarrow",)),
+    }
+
+
+def _limits(source: Source) -> list[Any]:
+    return [source.spec.kind, source.spec.limit, source.spec.text_key]
+
+
+def _find(directory: Path) -> TaskData | None:
+    """What is in ``directory``; None if there is nothing, or not all of it."""
+    try:
+        facts = read_json(directory / _FACTS)
+        sizes = {name: (directory / name).stat().st_size for name in facts["bytes"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    if sizes != facts["bytes"]:
+        logger.warning("%s is damaged; it is written again.", directory)
+        return None
+    load = _import_datasets().Dataset.from_file
+    tables = {split: load(str(directory / f"{split}.arrow")) for split in ("train", "eval") if facts[split]}
+    return TaskData(tables["train"], tables.get("eval"), facts["bad_lines"], directory)
+
+
+def _open(spec: DataSpec, reading: Reading) -> dict[str, list[Source]]:
+    """The sources of both splits; those of training without the files of evaluation."""
+    problems: list[str] = []
+    found: dict[str, list[Source]] = {"eval": [], "train": []}
+    held_out: set[Path] = set()
+    for split in ("eval", "train"):
+        for key, entry in spec.sources(split):
+            if entry.weight is not None:
+                problems.append(f"{key}: task {reading.task} takes all samples of all sources; remove weight.")
+            try:
+                source = Source(entry, key, held_out if split == "train" else ())
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            found[split].append(source)
+            if split == "eval":
+                held_out.update(file.path for file in source.files)
+            format = None if reading.from_row is not None else source.find_format()
+            if format is not None and format.kind != reading.kind:
+                problems.append(
+                    f"{key}: task {reading.task} takes samples of the kind {reading.kind}, but these are {format.name}."
+                )
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+class _Writer:
+    """Reads the sources twice: for the schema, which the first rows may not show, and to write."""
+
+    def __init__(self, spec: DataSpec, reading: Reading, sources: Mapping[str, list[Source]]) -> None:
+        self._spec, self._reading, self._sources = spec, reading, sources
+        self._part: HeldOut | None = None
+
+    def write(self, final: Path) -> None:
+        """Write the files beside ``final``, then rename.
+
+        Raises:
+            ConfigError: lists bad lines; or there is no sample.
+        """
+        bad = BadLines(self._spec.bad_lines)
+        schemas: list[Any] = []
+        held_out = self._spec.held_out
+        if held_out is not None and held_out >= 1:
+            records = (record for record, _ in self._rows("train", BadLines(self._spec.bad_lines)))
+            try:
+                self._part = HeldOut.count(int(held_out), records)
+            except ConfigError as error:
+                self._part = None
+                problems = self._all_bad_lines()
+                raise ConfigError(problems or error.problems) from error
+        elif held_out is not None:
+            self._part = HeldOut.share(held_out)
+        counts = {"train": 0, "eval": 0}
+        for split in ("eval", "train"):
+            for rows in _batches(self._of_split(split, bad)):
+                counts[split] += len(rows)
+                schemas.append(_table(rows).schema)
+        bad.check()
+        if not counts["train"] or (self._spec.has_eval and not counts["eval"]):
+            side = "train on" if not counts["train"] else "evaluate"
+            raise ConfigError(f"data: there is no sample to {side}; the files have {counts['train']:,} for training.")
+        schema = _unified(schemas)
+        with writing(final):
+            _remove_abandoned(final)
+            partial = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+            try:
+                partial.chmod(0o755)
+                for split in ("train", "eval"):
+                    if counts[split]:
+                        _write_table(partial / f"{split}.arrow", self._of_split(split, BadLines("skip")), schema)
+                sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+                write_json(partial / _FACTS, {**counts, "bad_lines": bad.count, "bytes": sizes})
+                if final.exists() and _find(final) is None:
+                    shutil.rmtree(final)
+                if not final.exists():
+                    partial.rename(final)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _all_bad_lines(self) -> list[str]:
+        bad = BadLines(self._spec.bad_lines)
+        for split in ("eval", "train"):
+            for _ in self._of_split(split, bad):
+                pass
+        return bad.problems()
+
+    def _of_split(self, split: str, bad: BadLines) -> Iterator[dict[str, Any]]:
+        """The rows of one side."""
+        if split == "eval" and self._part is not None:
+            yield from (row for record, row in self._rows("train", BadLines("skip")) if self._part.takes(record))
+            return
+        for record, row in self._rows(split, bad):
+            if split == "eval" or self._part is None or not self._part.takes(record):
+                yield row
+
+    def _rows(self, split: str, bad: BadLines) -> Iterator[tuple[Record, dict[str, Any]]]:
+        """Records with their columns, which are the same in all of them."""
+        shape: dict[str, type] | None = None
+        for source in self._sources[split]:
+            for record in _records(source, self._reading.from_row, bad):
+                row = self._reading.row(record)
+                found = {name: type(value) for name, value in row.items()}
+                shape = shape or found
+                if found == shape:
+                    yield record, row
+                else:
+                    bad.add(BadLine(record.source, f"has {_shown(found)}, but the first sample has {_shown(shape)}"))
+
+
+_TYPES = {str: "a text", list: "turns", float: "a number", int: "a number"}
+
+
+def _shown(shape: Mapping[str, type]) -> str:
+    return ", ".join(f"{name!r} ({_TYPES.get(kind, kind.__name__)})" for name, kind in shape.items())
+
+
+def _records(source: Source, from_row: Callable[[Row], Record] | None, bad: BadLines) -> Iterator[Record]:
+    if from_row is None:
+        yield from source.read(bad)
+        return
+    count = 0
+    for file in source.files:
+        for row in read_rows(file):
+            if isinstance(row, BadLine):
+                bad.add(row)
+                continue
+            try:
+                record = from_row(row)
+            except BadRecord as error:
+                bad.add(BadLine(row.where, str(error)))
+                continue
+            count += 1
+            if source.spec.limit is None or count <= source.spec.limit:  # the rest is read for its bad lines
+                yield record
+
+
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    iterator = iter(rows)
+    return iter(lambda: list(islice(iterator, _BATCH)), [])
+
+
+def _table(rows: Iterable[dict[str, Any]], schema: Any = None) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.Table.from_pylist(list(rows), schema)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ConfigError(f"data: the samples do not fit in one table: {error}") from error
+
+
+def _unified(schemas: Iterable[Any]) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ConfigError(f"data: the samples do not fit in one table: {error}") from error
+
+
+def _write_table(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> None:
+    import pyarrow as pa
+
+    with open(path, "wb") as file:
+        with pa.ipc.new_stream(file, schema) as writer:
+            for part in _batches(rows):
+                writer.write_table(_table(part, schema))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove what processes that were killed have left."""
+    for path in final.parent.glob(f".{final.name}.*"):
+        if path.is_dir() and time.time() - path.stat().st_mtime > _ABANDONED:
+            shutil.rmtree(path, ignore_errors=True)
