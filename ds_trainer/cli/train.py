@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dashboard and sys.stdout.isatty():  # in a file, the lines of the run are what can be read
         directory = Path(str(recipe.training_arguments().output_dir))
         return train_with_dashboard(["train", options.recipe, *overrides], directory)
-    if recipe.task.name != "sft":
+    if not recipe.task.is_next_token:
         return run_other_task(recipe)
 
     from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch

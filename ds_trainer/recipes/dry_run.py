@@ -32,9 +32,10 @@ def dry_run_of_recipe(
         ConfigError: ``ds-trainer train`` would raise it too.
     """
     recipe = load_recipe(path, overrides)
-    if recipe.task.name != "sft":
+    if not recipe.task.is_next_token:
         raise ConfigError(
-            f"{recipe.where('task')}: a dry run of task {recipe.task.name} is not possible; only sft has one."
+            f"{recipe.where('task')}: a dry run of task {recipe.task.name} is not possible; only sft and "
+            "vision_language have one."
         )
     args = recipe.training_arguments()
 

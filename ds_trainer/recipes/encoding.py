@@ -15,7 +15,7 @@ from ds_trainer.recipes.recipe import Recipe
 BAD_LINE = "bad_line"
 """Kind of the record that stands for a bad line: its field ``reason`` says what is wrong."""
 
-_CODE = ("ds_trainer.data.chat", "ds_trainer.data.sources", "ds_trainer.recipes.encoding")
+_CODE = ("ds_trainer.data.chat", "ds_trainer.data.sources", "ds_trainer.data.images", "ds_trainer.recipes.encoding")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -46,12 +46,14 @@ class RecordEncoder:
             return Encoded([], {BAD_LINE if problem.reason == BAD_LINE else f"skipped_{problem.reason}"})
 
 
-def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
+def encoder_of(recipe: Recipe, tokenizer: Any, kind: type[Encoder] = Encoder) -> RecordEncoder:
     """The encoder with the options of ``recipe``.
 
     Args:
         recipe: its section ``data`` has the options.
-        tokenizer: of transformers; it gets the recipe's chat template, so that it is saved with it.
+        tokenizer: of transformers, or what else ``kind`` takes; it gets the recipe's chat template, so that it is saved
+            with it.
+        kind: class of the encoder.
 
     Raises:
         ConfigError: an option or the chat template cannot work.
@@ -65,7 +67,7 @@ def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
         max_length=recipe.tokens_per_sample,
         long_samples=data.long_samples,
     )
-    return RecordEncoder(Encoder(tokenizer, options), data.bad_lines == "skip")
+    return RecordEncoder(kind(tokenizer, options), data.bad_lines == "skip")
 
 
 def identity_of(encoder: RecordEncoder) -> dict[str, Any]:
@@ -75,4 +77,5 @@ def identity_of(encoder: RecordEncoder) -> dict[str, Any]:
         "options": encoder.encoder.options,
         "skips": encoder.skips,
         "code": digest_of_code(*_CODE, packages=_LIBRARIES),
+        **encoder.encoder.identity(),
     }

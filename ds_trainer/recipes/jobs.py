@@ -1,10 +1,10 @@
-"""Which job a recipe is: a language model of text in blocks, or fine-tuning on samples."""
+"""Which job a recipe is: a language model of text in blocks, or fine-tuning on samples, with images or without."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.recipes import fine_tuning_job, language_model_job
+from ds_trainer.recipes import fine_tuning_job, language_model_job, vision_language_job
 from ds_trainer.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def run(recipe: Recipe) -> dict[str, Any]:
-    """Run the job of ``recipe``; see the two ``run``."""
+    """Run the job of ``recipe``; see ``run`` of each."""
+    if recipe.task.name == "vision_language":
+        return vision_language_job.run(recipe)
     return fine_tuning_job.run(recipe) if recipe.fine_tunes else language_model_job.run(recipe)
 
 
@@ -27,6 +29,9 @@ def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
     Raises:
         ConfigError: the run cannot work; lists all problems found.
     """
+    if recipe.task.name == "vision_language":
+        inputs = vision_language_job.prepare(recipe, args)
+        return vision_language_job.make_trainer(recipe, inputs, args)
     if recipe.fine_tunes:
         return fine_tuning_job.make_trainer(recipe, fine_tuning_job.prepare(recipe, args), args)
     return language_model_job.make_trainer(recipe, language_model_job.prepare(recipe), args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,12 +18,13 @@ class TaskSpec:
     Attributes:
         name: ``sft``: the next token, of text or of answers in conversations. ``dpo``: to prefer the chosen answer over
             the rejected one (TRL's DPOTrainer). ``reward``: a score that is higher for the chosen answer (TRL's
-            RewardTrainer). ``classification``: the label of a text.
+            RewardTrainer). ``classification``: the label of a text. ``vision_language``: as ``sft``, for conversations
+            with images (a model of AutoModelForImageTextToText, with its processor).
         options: for ``dpo`` and ``reward``: fields of TRL's DPOConfig and RewardConfig, such as ``beta``. For
             ``classification``: ``label_key`` (default: label) and ``text_pair_key``, the key of a second text.
     """
 
-    name: Literal["sft", "dpo", "reward", "classification"] = "sft"
+    name: Literal["sft", "vision_language", "dpo", "reward", "classification"] = "sft"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -31,16 +32,46 @@ class TaskSpec:
         """Whether a trainer of TRL does it, which needs this package's classes in the place of transformers'."""
         return self.name in TRL_TASKS
 
-    def problems(self, data: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    @property
+    def is_next_token(self) -> bool:
+        """Whether the next token is learned, with the loss of a language model."""
+        return self.name in ("sft", "vision_language")
+
+    def problems(self, data: Mapping[str, Any], arguments: Mapping[str, Any], freeze: Sequence[str] = ()) -> list[str]:
         """What cannot work with the values of the other sections, as one sentence per problem."""
         if self.name != "sft" and data.get("max_length") is None and arguments.get("max_length") is None:
             return [f"task {self.name} takes samples, not text in blocks; set data.max_length, the most tokens of one."]
-        if self.name == "sft" and self.options:
-            return [f"task.options: sft has no options ({', '.join(self.options)}); remove them."]
+        if self.is_next_token and self.options:
+            return [f"task.options: {self.name} has no options ({', '.join(self.options)}); remove them."]
+        if freeze and not self.is_next_token:
+            return [f"model.freeze: task {self.name} trains all weights, or adapters; remove freeze."]
+        if self.name == "vision_language":
+            return _vision_problems(data, arguments)
         unknown = [key for key in self.options if key not in ("label_key", "text_pair_key")]
         if self.name == "classification" and unknown:
             return [f"task.options: {', '.join(unknown)}: classification has the options label_key and text_pair_key."]
         return []
+
+
+_OF_TEXT = {
+    "packing": "an image would have to keep its place in a row with other samples",
+    "tensor_parallel_size": "vision towers are not divided",
+    "context_parallel_size": "the tokens of an image are not divided",
+    "sequence_parallel_size": "the tokens of an image are not divided",
+}
+
+
+def _vision_problems(data: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"arguments.{name}={arguments[name]}: not with images ({reason}); remove it."
+        for name, reason in _OF_TEXT.items()
+        if arguments.get(name) not in (None, False, 1)
+    ]
+    if data.get("long_samples") == "split":
+        problems.append("data.long_samples=split: only texts can be split; choose drop, error or truncate.")
+    if data.get("tokenizer") is not None:
+        problems.append("data.tokenizer: the processor of model.path has its tokenizer; remove it.")
+    return problems
 
 
 def complete_short_form(root: dict[str, Located]) -> None:
