@@ -65,7 +65,7 @@ def _vision_problems(data: Mapping[str, Any], arguments: Mapping[str, Any]) -> l
     problems = [
         f"arguments.{name}={arguments[name]}: not with images ({reason}); remove it."
         for name, reason in _OF_TEXT.items()
-        if arguments.get(name) not in (None, False, 1)
+        if arguments.get(name) is True or (arguments.get(name) or 1) > 1
     ]
     if data.get("long_samples") == "split":
         problems.append("data.long_samples=split: only texts can be split; choose drop, error or truncate.")

@@ -86,7 +86,7 @@ class Encoder:
         """
         source, kind, fields = record
         if fields.get("images"):
-            raise SampleProblem(source, "images", "has images; they need the model's processor (task: vision_language).")
+            raise SampleProblem(source, "images", "has images; they need a processor (task: vision_language).")
         if kind == "text":
             return self._text(source, fields["text"])
         if kind == "messages":
