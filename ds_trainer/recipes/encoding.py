@@ -8,8 +8,10 @@ from ds_trainer.data.chat.encoder import Encoded, Encoder
 from ds_trainer.data.chat.options import EncodeOptions
 from ds_trainer.data.chat.problems import SampleProblem
 from ds_trainer.data.chat.templates import load_template
+from ds_trainer.data.images.image_encoder import ImageEncoder
 from ds_trainer.data.prepared.key import digest_of_code, digest_of_tokenizer
 from ds_trainer.data.sources.record import Record
+from ds_trainer.recipes.processors import processor_of
 from ds_trainer.recipes.recipe import Recipe
 
 BAD_LINE = "bad_line"
@@ -46,28 +48,29 @@ class RecordEncoder:
             return Encoded([], {BAD_LINE if problem.reason == BAD_LINE else f"skipped_{problem.reason}"})
 
 
-def encoder_of(recipe: Recipe, tokenizer: Any, kind: type[Encoder] = Encoder) -> RecordEncoder:
+def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
     """The encoder with the options of ``recipe``.
 
     Args:
         recipe: its section ``data`` has the options.
-        tokenizer: of transformers, or what else ``kind`` takes; it gets the recipe's chat template, so that it is saved
-            with it.
-        kind: class of the encoder.
+        tokenizer: of transformers; it gets the recipe's chat template, so that it is saved with it. For task
+            ``vision_language`` the model's processor has its own, which is used in its place.
 
     Raises:
-        ConfigError: an option or the chat template cannot work.
+        ConfigError: an option, the chat template or the processor cannot work.
     """
+    processor = processor_of(recipe) if recipe.task.name == "vision_language" else None
     data = recipe.data
     given = data.chat_template
-    template = None if given is None else load_template(given, tokenizer)
+    template = None if given is None else load_template(given, tokenizer if processor is None else processor.tokenizer)
     options = EncodeOptions(
         chat_template=template,
         train_on=data.train_on,
         max_length=recipe.tokens_per_sample,
         long_samples=data.long_samples,
     )
-    return RecordEncoder(kind(tokenizer, options), data.bad_lines == "skip")
+    encoder = Encoder(tokenizer, options) if processor is None else ImageEncoder(processor, options)
+    return RecordEncoder(encoder, data.bad_lines == "skip")
 
 
 def identity_of(encoder: RecordEncoder) -> dict[str, Any]:

@@ -81,10 +81,12 @@ def build_language_model(
     from ds_trainer.training.loading.pretrained import from_config, from_pretrained
 
     spec = recipe.model
+    # Adapters without a task are loaded with the class that the base names.
+    task = {"task_type": "CAUSAL_LM"} if auto_class == "AutoModelForCausalLM" else {}
     common: dict[str, Any] = {
         "auto_class": spec.auto_class or auto_class,
         "dtype": spec.dtype or "float32",
-        "peft_config": None if spec.peft is None else _adapters(recipe, dict(spec.peft)),
+        "peft_config": None if spec.peft is None else _adapters(recipe, {**task, **spec.peft}),
         "seed": seed,
     }
     model: PreTrainedModel
@@ -102,7 +104,7 @@ def build_language_model(
 def _adapters(recipe: Recipe, fields: dict[str, Any]) -> Any:
     from ds_trainer.training.loading.peft_adapters import make_peft_config
 
-    return make_peft_config({"task_type": "CAUSAL_LM", **fields}, f"{recipe.where('model.peft')}: model.peft")
+    return make_peft_config(fields, f"{recipe.where('model.peft')}: model.peft")
 
 
 def load_language_model(directory: str, config: PretrainedConfig | None = None) -> PreTrainedModel:

@@ -52,11 +52,10 @@ def prepare(recipe: Recipe, args: TrainingArguments) -> VisionLanguageInputs:
     if recipe.report.sample_prompt:
         problems.append(f"{recipe.where('report.sample_prompt')}: report.sample_prompt: not with task vision_language.")
     try:
-        processor = processor_of(recipe)
         tokenizer = tokenizer_of(recipe)
+        encoder = encoder_of(recipe, tokenizer)
         model_config = language_model_config(recipe, tokenizer)
         _check_model_type(recipe, model_config)
-        encoder = encoder_of(recipe, processor, ImageEncoder)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
@@ -90,39 +89,6 @@ def make_trainer(recipe: Recipe, inputs: VisionLanguageInputs, args: TrainingArg
         eval_dataset=inputs.data.eval,
         processing_class=processor,  # saved in every checkpoint, and with the final weights
     )
-
-
-def processor_of(recipe: Recipe) -> Any:
-    """The processor of ``model.path``.
-
-    Raises:
-        ConfigError: there is none, or it cannot be loaded.
-    """
-    from transformers import AutoProcessor
-
-    from ds_trainer.training.loading.model_files import model_directory
-
-    where, name = f"{recipe.where('model.path')}: model.path", recipe.model.path
-    if name is None:
-        raise ConfigError(
-            f"{recipe.where('model')}: model: task vision_language starts from a trained model; set model.path."
-        )
-    try:
-        processor = AutoProcessor.from_pretrained(model_directory(name, weights=False), local_files_only=True)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    except ImportError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{where}: the processor in {name!r} needs a package that is missing: {reason}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{where}: {name!r} has no processor that can be loaded: {reason}") from error
-    if not hasattr(processor, "image_processor"):
-        raise ConfigError(
-            f"{where}: {name!r} has a {type(processor).__name__} and no processor for images "
-            "(preprocessor_config.json). For text alone use task sft."
-        )
-    return processor
 
 
 def _check_model_type(recipe: Recipe, config: Any) -> None:

@@ -97,7 +97,15 @@ def test_adapters_with_a_frozen_language_model(folder: Path) -> None:
     saved = load_file(folder / "runs" / "lora" / "adapter_model.safetensors")
     trained = {part_of(name) for name, weight in saved.items() if "lora_B" in name and weight.any()}
     assert trained == {"vision_tower", "projector"}
-    assert (folder / "runs" / "lora" / "processor_config.json").is_file()
+    merged = folder / "runs" / "merged"
+    assert main(["checkpoint", "merge", str(folder / "runs" / "lora"), "--to", str(merged)]) == 0
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    assert AutoProcessor.from_pretrained(merged).chat_template
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (folder / "base", merged)
+    )
+    assert {part_of(n) for n in before if not torch.equal(before[n], after[n])} == {"vision_tower", "projector"}
 
 
 def problems_of(folder: Path, **more: Any) -> list[str]:

@@ -48,7 +48,7 @@ class ImageCollator:
         """
         rows = list(features)
         if self._dummy is not None and not any(row.get("images") for row in rows):
-            rows.append(self._dummy)
+            rows.append(_like(rows[0], self._dummy))
         batch = self._pad(rows)
         batch |= self._tokens.token_types(batch["input_ids"])
         with_images = [index for index, row in enumerate(rows) if row.get("images")]
@@ -76,3 +76,10 @@ class ImageCollator:
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
+
+
+def _like(row: Mapping[str, Any], dummy: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``dummy`` with zeros for the other values per token that ``row`` has."""
+    size = len(dummy["input_ids"])
+    others = {key: value for key, value in row.items() if isinstance(value, torch.Tensor) and key not in dummy}
+    return {**{key: value.new_zeros(size) for key, value in others.items()}, **dummy}

@@ -70,10 +70,12 @@ def test_the_blank_image_adds_nothing_and_runs_the_tower(family: str, images: li
     processor = make_processor(family)
     encoder = ImageEncoder(processor)
     (text,) = samples(encoder, images, (0,))
+    text["source_ids"] = torch.ones(len(text["input_ids"]), dtype=torch.int64)  # as of mixtures
     gradients = []
     for always in (True, False):
         model = make_model(family, processor)
         batch = ImageCollator(encoder, always=always)([text])
+        batch.pop("source_ids", None)  # as the Trainer does
         assert ("pixel_values" in batch) is always and len(batch["input_ids"]) == 1 + always
         output = model(**batch)
         output.loss.backward()
