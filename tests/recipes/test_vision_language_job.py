@@ -193,3 +193,16 @@ def test_freeze(folder: Path) -> None:
             freeze(model, ["projector"], "r.yaml:3")
         with pytest.raises(ConfigError, match="'vision' selects no parameter"):
             freeze(model, ["vision"], "r.yaml:3")
+
+
+def test_chat_takes_text_also_where_the_template_reads_parts(folder: Path) -> None:
+    from ds_trainer.cli.chat import command
+    from ds_trainer.recipes.chat_session import GenerationOptions, load_session
+    from ds_trainer.recipes.saved_model import find_saved_model
+
+    session = load_session(find_saved_model(str(folder / "base")), GenerationOptions(3, 0.0), "cpu")
+    session.ask("what is it?", lambda piece: None)
+    tokens = session._prompt([{"role": "user", "content": "what is it?"}], "")
+    assert session._tokenizer.decode(tokens) == "USER: what is it? ASSISTANT:"
+    with pytest.raises(ConfigError, match="takes text only"):
+        command(session, "/image a.png")
