@@ -167,6 +167,8 @@ def command(session: ChatSession, text: str) -> bool:
     elif name == "/system":
         session.set_system(rest.strip())
         print("New conversation with this system message." if rest.strip() else "No system message.")
+    elif name == "/image":
+        raise ConfigError("ds-trainer chat takes text only. For images load the model and its processor in Python.")
     else:
         raise ConfigError(f"{name} is not a command; /help lists them.")
     return True

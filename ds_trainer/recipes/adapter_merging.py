@@ -56,7 +56,7 @@ class LoadedWeights:
 def merge_adapters(
     saved: SavedModel, directory: Path, max_shard_bytes: int, dtype: torch.dtype | None = None
 ) -> ExportResult:
-    """Write the base of ``saved`` with its adapters merged into the weights, and its tokenizer, to ``directory``.
+    """Write the base of ``saved`` with its adapters merged, and its tokenizer or processor, to ``directory``.
 
     One layer is in memory at a time. The arithmetic is PEFT's, in the dtype in which the weights are written.
 
@@ -93,9 +93,10 @@ def _tokenizer(saved: SavedModel) -> Any:
         return ByteTokenizer()
     if not (saved.tokenizer_directory / "tokenizer_config.json").is_file():
         return None
-    from transformers import AutoTokenizer
+    import transformers
 
-    return AutoTokenizer.from_pretrained(saved.tokenizer_directory, local_files_only=True)
+    reader = "AutoProcessor" if saved.has_processor else "AutoTokenizer"
+    return getattr(transformers, reader).from_pretrained(saved.tokenizer_directory, local_files_only=True)
 
 
 @contextmanager

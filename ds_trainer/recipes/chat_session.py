@@ -60,6 +60,7 @@ class ChatSession:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._system: str | None = None
         self._turns: list[dict[str, str]] = []
+        self._as_parts = self.has_template and self._reads_parts()
         self._stop = self._stop_tokens()
         text_config = model.config.get_text_config()
         self._positions: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
@@ -139,14 +140,24 @@ class ChatSession:
             raise ConfigError("The text has no tokens; type some.")
         return ids
 
+    def _reads_parts(self) -> bool:
+        """Whether the template reads lists of parts only, as those of vision-language models; found by trying."""
+        self._as_parts = False
+        probe = [{"role": "user", "content": _MARK}]
+        try:
+            return _MARK not in self._render(probe, add_generation_prompt=False)
+        except ConfigError:
+            return False
+
     def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
         import jinja2
 
+        given: list[dict[str, Any]] = list(messages)
+        if self._as_parts:
+            given = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in given]
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-                )
+                self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=add_generation_prompt)
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"The model's chat template refuses the conversation: {error}") from error

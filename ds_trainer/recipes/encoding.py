@@ -8,14 +8,16 @@ from ds_trainer.data.chat.encoder import Encoded, Encoder
 from ds_trainer.data.chat.options import EncodeOptions
 from ds_trainer.data.chat.problems import SampleProblem
 from ds_trainer.data.chat.templates import load_template
+from ds_trainer.data.images.image_encoder import ImageEncoder
 from ds_trainer.data.prepared.key import digest_of_code, digest_of_tokenizer
 from ds_trainer.data.sources.record import Record
+from ds_trainer.recipes.processors import processor_of
 from ds_trainer.recipes.recipe import Recipe
 
 BAD_LINE = "bad_line"
 """Kind of the record that stands for a bad line: its field ``reason`` says what is wrong."""
 
-_CODE = ("ds_trainer.data.chat", "ds_trainer.data.sources", "ds_trainer.recipes.encoding")
+_CODE = ("ds_trainer.data.chat", "ds_trainer.data.sources", "ds_trainer.data.images", "ds_trainer.recipes.encoding")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -51,21 +53,24 @@ def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
 
     Args:
         recipe: its section ``data`` has the options.
-        tokenizer: of transformers; it gets the recipe's chat template, so that it is saved with it.
+        tokenizer: of transformers; it gets the recipe's chat template, so that it is saved with it. For task
+            ``vision_language`` the model's processor has its own, which is used in its place.
 
     Raises:
-        ConfigError: an option or the chat template cannot work.
+        ConfigError: an option, the chat template or the processor cannot work.
     """
+    processor = processor_of(recipe) if recipe.task.name == "vision_language" else None
     data = recipe.data
     given = data.chat_template
-    template = None if given is None else load_template(given, tokenizer)
+    template = None if given is None else load_template(given, tokenizer if processor is None else processor.tokenizer)
     options = EncodeOptions(
         chat_template=template,
         train_on=data.train_on,
         max_length=recipe.tokens_per_sample,
         long_samples=data.long_samples,
     )
-    return RecordEncoder(Encoder(tokenizer, options), data.bad_lines == "skip")
+    encoder = Encoder(tokenizer, options) if processor is None else ImageEncoder(processor, options)
+    return RecordEncoder(encoder, data.bad_lines == "skip")
 
 
 def identity_of(encoder: RecordEncoder) -> dict[str, Any]:
@@ -75,4 +80,5 @@ def identity_of(encoder: RecordEncoder) -> dict[str, Any]:
         "options": encoder.encoder.options,
         "skips": encoder.skips,
         "code": digest_of_code(*_CODE, packages=_LIBRARIES),
+        **encoder.encoder.identity(),
     }

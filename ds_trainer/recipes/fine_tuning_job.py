@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_trainer.data.padding import TokenPaddingCollator
 from ds_trainer.data.sources.mixture_stream import MixtureStream
@@ -41,11 +42,28 @@ class FineTuningInputs:
     data: FineTuningData
 
 
+Inputs = TypeVar("Inputs", bound=FineTuningInputs)
+
+
 def run(recipe: Recipe) -> dict[str, Any]:
+    """Fine-tune the model of ``recipe`` on text: :func:`run_job` with the functions of this module."""
+    return run_job(recipe, prepare, make_trainer)
+
+
+def run_job(
+    recipe: Recipe,
+    prepare: Callable[[Recipe, TrainingArguments], Inputs],
+    make_trainer: Callable[[Recipe, Inputs, TrainingArguments], Trainer],
+) -> dict[str, Any]:
     """Fine-tune the model of ``recipe``, evaluate it, save it and report. Called by every rank.
 
     The output directory has the files of the :class:`~ds_trainer.training.trainer.Trainer`, the weights with the
     tokenizer, and ``results.json``, which is written last and so exists only if the run succeeded.
+
+    Args:
+        recipe: what to train.
+        prepare: reads and checks what is needed, without weights and engine.
+        make_trainer: makes the Trainer of it.
 
     Returns:
         The content of ``results.json`` on the main process, an empty dict elsewhere.

@@ -1,4 +1,4 @@
-"""Which job a recipe is: a language model of text in blocks, fine-tuning on samples, or one of the other tasks."""
+"""Which job a recipe is: a language model, fine-tuning on samples, with images or without, or one of the other tasks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _MODULES = {
     "dpo": "preference_job",
     "reward": "preference_job",
     "embedding": "embedding_job",
+    "vision_language": "vision_language_job",
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.frozen_parts import freeze
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import Tokenizer, load_tokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -66,7 +67,11 @@ def language_model_config(recipe: Recipe, tokenizer: Tokenizer) -> PretrainedCon
 
 
 def build_language_model(
-    recipe: Recipe, config: PretrainedConfig, seed: int = 42, allow_new_weights: Sequence[str] | bool = ()
+    recipe: Recipe,
+    config: PretrainedConfig,
+    seed: int = 42,
+    allow_new_weights: Sequence[str] | bool = (),
+    auto_class: str = "AutoModelForCausalLM",
 ) -> PreTrainedModel:
     """The meta model and the source of its weights: the files of ``model.path``, or random numbers from ``seed``.
 
@@ -76,10 +81,12 @@ def build_language_model(
     from ds_trainer.training.loading.pretrained import from_config, from_pretrained
 
     spec = recipe.model
+    # Adapters without a task are loaded with the class that the base names.
+    task = {"task_type": "CAUSAL_LM"} if auto_class == "AutoModelForCausalLM" else {}
     common: dict[str, Any] = {
-        "auto_class": spec.auto_class or "AutoModelForCausalLM",
+        "auto_class": spec.auto_class or auto_class,
         "dtype": spec.dtype or "float32",
-        "peft_config": None if spec.peft is None else _adapters(recipe, dict(spec.peft)),
+        "peft_config": None if spec.peft is None else _adapters(recipe, {**task, **spec.peft}),
         "seed": seed,
     }
     model: PreTrainedModel
@@ -89,13 +96,15 @@ def build_language_model(
         if spec.quantization is not None:
             common["quantization_config"] = spec.quantization
         model = from_pretrained(spec.path, config=config, allow_new_weights=allow_new_weights, **common)
+    if spec.freeze:
+        freeze(model, spec.freeze, recipe.where("model.freeze"))
     return model
 
 
 def _adapters(recipe: Recipe, fields: dict[str, Any]) -> Any:
     from ds_trainer.training.loading.peft_adapters import make_peft_config
 
-    return make_peft_config({"task_type": "CAUSAL_LM", **fields}, f"{recipe.where('model.peft')}: model.peft")
+    return make_peft_config(fields, f"{recipe.where('model.peft')}: model.peft")
 
 
 def load_language_model(directory: str, config: PretrainedConfig | None = None) -> PreTrainedModel:

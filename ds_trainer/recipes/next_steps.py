@@ -45,10 +45,7 @@ def auto_class_of(saved: SavedModel) -> str:
 def load_lines(path: Path, saved: SavedModel) -> Iterator[str]:
     """Python that loads the model as ``model``, and its tokenizer or processor if it has one."""
     auto, quoted = auto_class_of(saved), json.dumps(str(path))
-    has_processor = (saved.tokenizer_directory / "preprocessor_config.json").is_file() or (
-        saved.tokenizer_directory / "processor_config.json"
-    ).is_file()
-    reader = "AutoProcessor" if has_processor else "AutoTokenizer"
+    reader = "AutoProcessor" if saved.has_processor else "AutoTokenizer"
     named = "" if saved.is_bytes else f", {reader}"
     if saved.base is not None:
         yield "from peft import PeftModel"
@@ -61,7 +58,7 @@ def load_lines(path: Path, saved: SavedModel) -> Iterator[str]:
         yield f"model = PeftModel.from_pretrained(base, {quoted})"
     if not saved.is_bytes:
         where = json.dumps(str(saved.tokenizer_directory.resolve()))
-        yield f"{'processor' if has_processor else 'tokenizer'} = {reader}.from_pretrained({where})"
+        yield f"{'processor' if saved.has_processor else 'tokenizer'} = {reader}.from_pretrained({where})"
 
 
 def _labels(path: Path) -> str:

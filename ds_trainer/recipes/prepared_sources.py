@@ -107,11 +107,13 @@ def _prepare(
         else:  # the limit counts over all files
             groups = [(tuple(source.files), sum(sizes))]
         parts += [Part(size, FileRecords(files, source, split, held_out)) for files, size in groups]
-    reading = {
+    reading: dict[str, Any] = {
         "sources": [[source.format_name, source.spec.kind, source.spec.limit, len(source.files)] for source in sources],
         "formats": [sorted({file.format for file in source.files}) for source in sources],
         "split": None if split is None else [split.limit, held_out],
     }
+    if encoder.encoder.identity():  # samples have paths of images, which are relative to the files
+        reading["directories"] = [str(file.path.parent.resolve()) for source in sources for file in source.files]
     return prepare(
         parts,
         encoder,

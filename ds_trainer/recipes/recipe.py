@@ -8,10 +8,11 @@
       auto_class: NAME          #   transformers class; default: AutoModelForCausalLM
       dtype: NAME               #   type of the weights; default: float32
       peft: {...}               #   a PEFT config (peft_type: LORA, r: 16 ...): only the adapters are trained
+      freeze: [NAME]            #   parts that are not trained: vision_tower, projector, language_model, or patterns
     data:        {...}          # DataSpec, or a list of training data
     arguments:   {...}          # fields of TrainingArguments
     report:      {...}          # ReportSpec
-    task:        NAME           # TaskSpec: sft (the default), dpo, reward, classification or embedding
+    task:        NAME           # TaskSpec: sft (the default), vision_language, dpo, reward, classification or embedding
     distillation: {...}         # DistillationSpec: a teacher
 
 Any value can be overridden on the command line: ``--arguments.max_steps 20`` or ``--data.train=[a.txt,b.txt]``. Paths
@@ -55,6 +56,8 @@ class ModelSpec:
         peft: fields of a PEFT config: adapters are added to the model, and only they are trained.
         quantization: fields of transformers' BitsAndBytesConfig, such as ``load_in_4bit: true``: the base is quantized
             when it is loaded, and ``peft`` is trained on it (QLoRA).
+        freeze: parameters that are not trained: the parts ``vision_tower``, ``projector`` and ``language_model`` of a
+            vision-language model, or patterns of parameter names such as ``*.layers.0.*``.
     """
 
     path: str | None = None
@@ -63,6 +66,7 @@ class ModelSpec:
     dtype: str | None = None
     peft: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
+    freeze: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
         """What cannot work, as one sentence per problem."""
@@ -207,7 +211,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     origins = dict(_origins(root.value, ""))
     task = TaskSpec(**values["task"])
     if {"task", "arguments"} <= readable:
-        problems += [f"{name}: {problem}" for problem in task.problems(values["data"], values["arguments"])]
+        problems += [
+            f"{name}: {problem}" for problem in task.problems(values["data"], values["arguments"], model.freeze)
+        ]
     distillation = DistillationSpec(**values["distillation"]) if "distillation" in root.value else None
     if distillation is not None and {"task", "distillation"} <= readable:
         problems += [f"{name}: {problem}" for problem in distillation.problems(task.name)]

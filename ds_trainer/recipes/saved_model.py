@@ -58,6 +58,12 @@ class SavedModel:
         has_own = (self.directory / "tokenizer_config.json").is_file()
         return self.directory if has_own or self.base is None else self.base
 
+    @property
+    def has_processor(self) -> bool:
+        """Whether the tokenizer is part of a processor, which reads images or sound."""
+        names = ("preprocessor_config.json", "processor_config.json")
+        return any((self.tokenizer_directory / name).is_file() for name in names)
+
 
 def find_saved_model(name: str, base: str | None = None) -> SavedModel:
     """The model ``name``: a directory or Hub name, or the output directory of a run, of which the newest checkpoint.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,8 @@ class TaskSpec:
         name: ``sft``: the next token, of text or of answers in conversations. ``dpo``: to prefer the chosen answer over
             the rejected one (TRL's DPOTrainer). ``reward``: a score that is higher for the chosen answer (TRL's
             RewardTrainer). ``classification``: the label of a text. ``embedding``: vectors of texts whose similarity
-            is what the samples say (sentence-transformers).
+            is what the samples say (sentence-transformers). ``vision_language``: as ``sft``, for conversations with
+            images (a model of AutoModelForImageTextToText, with its processor).
         options: for ``dpo``, ``reward`` and ``embedding``: fields of the library's arguments: DPOConfig, RewardConfig,
             SentenceTransformerTrainingArguments. For ``embedding`` also ``loss`` (a loss of the library, by its name),
             ``loss_options`` (its arguments), ``mini_batch_size`` (of a loss that caches gradients), ``pooling`` of a
@@ -32,7 +33,7 @@ class TaskSpec:
             ``label_key`` (default: label) and ``text_pair_key``, the key of a second text.
     """
 
-    name: Literal["sft", "dpo", "reward", "classification", "embedding"] = "sft"
+    name: Literal["sft", "vision_language", "dpo", "reward", "classification", "embedding"] = "sft"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -45,18 +46,48 @@ class TaskSpec:
         """The options that are fields of the library's arguments."""
         return {key: value for key, value in self.options.items() if key not in _OWN_OPTIONS.get(self.name, ())}
 
-    def problems(self, data: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    @property
+    def is_next_token(self) -> bool:
+        """Whether the next token is learned, with the loss of a language model."""
+        return self.name in ("sft", "vision_language")
+
+    def problems(self, data: Mapping[str, Any], arguments: Mapping[str, Any], freeze: Sequence[str] = ()) -> list[str]:
         """What cannot work with the values of the other sections, as one sentence per problem."""
         if self.name != "sft" and data.get("max_length") is None and arguments.get("max_length") is None:
             return [f"task {self.name} takes samples, not text in blocks; set data.max_length, the most tokens of one."]
-        if self.name != "sft" and data.get("streaming"):
+        if not self.is_next_token and data.get("streaming"):
             return [f"task {self.name} cannot stream its data; remove data.streaming."]
-        if self.name == "sft" and self.options:
-            return [f"task.options: sft has no options ({', '.join(self.options)}); remove them."]
+        if self.is_next_token and self.options:
+            return [f"task.options: {self.name} has no options ({', '.join(self.options)}); remove them."]
+        if freeze and not self.is_next_token:
+            return [f"model.freeze: task {self.name} trains all weights, or adapters; remove freeze."]
+        if self.name == "vision_language":
+            return _vision_problems(data, arguments)
         unknown = list(self.library_options)
         if self.name == "classification" and unknown:
             return [f"task.options: {', '.join(unknown)}: classification has the options label_key and text_pair_key."]
         return []
+
+
+_OF_TEXT = {
+    "packing": "an image would have to keep its place in a row with other samples",
+    "tensor_parallel_size": "vision towers are not divided",
+    "context_parallel_size": "the tokens of an image are not divided",
+    "sequence_parallel_size": "the tokens of an image are not divided",
+}
+
+
+def _vision_problems(data: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"arguments.{name}={arguments[name]}: not with images ({reason}); remove it."
+        for name, reason in _OF_TEXT.items()
+        if arguments.get(name) is True or (arguments.get(name) or 1) > 1
+    ]
+    if data.get("long_samples") == "split":
+        problems.append("data.long_samples=split: only texts can be split; choose drop, error or truncate.")
+    if data.get("tokenizer") is not None:
+        problems.append("data.tokenizer: the processor of model.path has its tokenizer; remove it.")
+    return problems
 
 
 _SHORT_FORMS = {"task": "name", "distillation": "teacher"}

@@ -21,7 +21,7 @@ from ds_trainer.data.chat.turns import Span, Turns
 from ds_trainer.data.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 
-Sample = dict[str, np.ndarray]
+Sample = dict[str, Any]
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>")
 
 
@@ -61,9 +61,14 @@ class Encoder:
         self.options = dataclasses.replace(options, chat_template=template)
         self._special = special_tokens(tokenizer)
         self._beginning = beginning_tokens(tokenizer)
-        self._renderer = (
-            None if template is None else Renderer(template, tokenizer, dict(options.template_kwargs), options.date)
-        )
+        self._renderer = None if template is None else self._make_renderer(template)
+
+    def _make_renderer(self, template: str) -> Renderer:
+        return Renderer(template, self.tokenizer, dict(self.options.template_kwargs), self.options.date)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the samples besides tokenizer, options and code; a part of the key of prepared samples."""
+        return {}
 
     def __call__(self, record: Record) -> list[Sample]:
         """The samples of ``record``.
@@ -81,7 +86,7 @@ class Encoder:
         """
         source, kind, fields = record
         if fields.get("images"):
-            raise SampleProblem(source, "images", "has images; they need the model's processor, not a tokenizer alone.")
+            raise SampleProblem(source, "images", "has images; they need a processor (task: vision_language).")
         if kind == "text":
             return self._text(source, fields["text"])
         if kind == "messages":
@@ -141,6 +146,11 @@ class Encoder:
 
     def _conversation(self, source: str, messages: Any, tools: Any, first: int) -> tuple[Sample, set[str]]:
         """A conversation, of whose messages those from ``first`` on may be trained on."""
+        text, spans, notices = self._rendered(source, messages, tools, first)
+        return self._labelled(source, text, spans, notices)
+
+    def _rendered(self, source: str, messages: Any, tools: Any, first: int) -> tuple[str, list[Span], set[str]]:
+        """The text of a conversation, the characters that are trained on, and what was noticed."""
         if self._renderer is None:
             raise ConfigError(
                 f"{source} is a conversation, but the tokenizer has no chat template; set chat_template to a name "
@@ -157,7 +167,7 @@ class Encoder:
         if isinstance(spans, str):
             raise SampleProblem(source, "turn_not_found", spans)
         notices |= self._noticed(source, conversation, turns, spans)
-        return self._labelled(source, turns.text, spans, notices | turns.notices)
+        return turns.text, spans, notices | turns.notices
 
     # --- labels ---
 

@@ -83,7 +83,8 @@ def _text(content: Any, where: str, refuse: Any) -> tuple[str, str]:
         value = part if isinstance(part, str) else part.get("text", part.get(kind)) if isinstance(part, dict) else None
         if kind not in ("text", "thinking", "reasoning") or not isinstance(value, str):
             raise refuse(
-                f"{where} has a part of type {kind!r}; a tokenizer encodes text only (images need a processor)."
+                f"{where} has a part of type {kind!r}; a tokenizer encodes text only (images need task: "
+                "vision_language)."
             )
         (texts if kind == "text" else reasoning).append(value)
     return "".join(texts), "".join(reasoning)

@@ -17,14 +17,15 @@ from ds_trainer.data.prepared.block_file import BlockFile, DamagedDataset
 from ds_trainer.data.prepared.manifest import LENGTHS_FILE, OFFSETS_FILE, Manifest
 from ds_trainer.data.prepared.shard import Shard
 
-Sample = dict[str, torch.Tensor]
+Sample = dict[str, Any]
 
 
 class PreparedDataset(Dataset[Sample]):
     """A map-style dataset of tokenized samples in memory-mapped files.
 
     A sample is ``{"input_ids": int64[tokens], "labels": int64[tokens]}``; labels are not shifted, and -100 where
-    nothing is trained on. The sizes of all files are compared with the manifest here, and every block of 64 KiB with
+    nothing is trained on. Where the samples of a shard may have images, it has ``images`` as well, a list of paths and
+    data URIs. The sizes of all files are compared with the manifest here, and every block of 64 KiB with
     its checksum before a process reads it for the first time.
 
     Args:
@@ -87,7 +88,10 @@ class PreparedDataset(Dataset[Sample]):
         length = int(self._lengths.read(4 * index, 4 * index + 4).view("<i4")[0])
         start = int(self._offsets.read(8 * index, 8 * index + 8).view("<i8")[0]) - self._first_token[shard]
         ids, labels = self._shards[shard].sample(start, length)
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        sample: Sample = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if self._shards[shard].has_images:
+            sample["images"] = self._shards[shard].images(index - self._first_sample[shard])
+        return sample
 
     def source(self, index: int) -> str:
         """Where the sample comes from: ``file:line`` at the time of preparation."""

@@ -30,6 +30,7 @@ class ShardRecord(NamedTuple):
         tokens: their tokens.
         masked: whether some tokens are not trained on, so that the shard has a mask.
         size, checksum: of the file (:class:`~ds_trainer.data.prepared.block_file.FileRecord`).
+        images: bytes of the images of the samples; 0: no sample has any.
     """
 
     number: int
@@ -38,6 +39,7 @@ class ShardRecord(NamedTuple):
     masked: bool
     size: int
     checksum: int
+    images: int = 0
 
     @property
     def file_name(self) -> str:

@@ -1,7 +1,8 @@
 """One shard: the samples of some records, in one file.
 
 Its sections: tokens (uint16 or uint32); a mask (one bit per token: trained on or not), absent if all are trained on;
-for each sample the number at the end of its source (int64; -1: none) and the index of what precedes that (int32) in a
+the images of each sample (JSON) and where each of these lists ends (int64), absent if no sample has any; for each
+sample the number at the end of its source (int64; -1: none) and the index of what precedes that (int32) in a
 table (JSON), which is the last section.
 
 A mask of one bit takes 1/16 or 1/32 of the tokens, and the position of a token is that of its bit. Runs of trained
@@ -14,7 +15,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 _KEYS = ("input_ids", "labels")
+_IMAGES = "images"
 _MOST_PROBLEMS = 20
 _NOTED_EVERY = 256  # samples
 
@@ -147,6 +149,7 @@ class _Samples:
         self._trained: list[npt.NDArray[np.bool_]] = []
         self._lengths: list[int] = []
         self._sources = _Sources()
+        self._images = _Images()
         self._noted = self._targets = 0
         self.counts: Counter[str] = Counter()
 
@@ -162,6 +165,7 @@ class _Samples:
         self.counts["samples"] += 1
         self.counts["untrained"] += not targets
         self._sources.add(source)
+        self._images.add(sample.get(_IMAGES) or ())
         self._noted += len(ids)
         if len(self._lengths) % _NOTED_EVERY == 0:
             self._tell()
@@ -171,12 +175,14 @@ class _Samples:
         masked = not trained.all()
         if masked:
             self._writer.write(np.packbits(trained, bitorder="little").tobytes())
-        for section in self._sources.sections():
+        images = list(self._images.sections())
+        for section in (*images, *self._sources.sections()):
             self._writer.write(section)
         file = self._writer.finish()
         self._tell()
         lengths = np.asarray(self._lengths, np.int32)
-        record = ShardRecord(number, len(lengths), len(trained), masked, file.size, file.checksum)
+        image_bytes = sum(map(len, images))
+        record = ShardRecord(number, len(lengths), len(trained), masked, file.size, file.checksum, image_bytes)
         return ShardResult(record, lengths, self._targets, self.counts)
 
     def _tell(self) -> None:
@@ -185,7 +191,7 @@ class _Samples:
 
     def _checked(self, source: str, sample: Encoded) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Ids and which of them are trained on."""
-        if set(sample) != set(_KEYS):
+        if {*sample} - {_IMAGES} != {*_KEYS}:
             raise ConfigError(
                 f"{source}: a prepared sample has {' and '.join(_KEYS)}, but encode returned {', '.join(sample)}."
             )
@@ -227,6 +233,21 @@ class _Sources:
         yield json.dumps(list(self._table), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
+class _Images:
+    """The images of each sample: paths, or texts with their content."""
+
+    def __init__(self) -> None:
+        self._lists: list[bytes] = []
+
+    def add(self, images: Sequence[str]) -> None:
+        self._lists.append(json.dumps(list(images)).encode() if images else b"")
+
+    def sections(self) -> Iterator[bytes]:
+        if any(self._lists):
+            yield b"".join(self._lists)
+            yield np.cumsum([len(images) for images in self._lists]).astype("<i8").tobytes()
+
+
 def _divided(source: str) -> tuple[str, int]:
     match = re.search(r"(?:0|[1-9]\d{0,17})$", source, re.ASCII)
     return (source, -1) if match is None else (source[: match.start()], int(match.group()))
@@ -245,7 +266,8 @@ class Shard:
         self.file = BlockFile(directory / record.file_name, record.file)
         self._record, self._dtype = record, np.dtype(dtype).newbyteorder("<")
         self._mask = record.tokens * self._dtype.itemsize
-        self._numbers = self._mask + (-(-record.tokens // 8) if record.masked else 0)
+        self._images = self._mask + (-(-record.tokens // 8) if record.masked else 0)
+        self._numbers = self._images + record.images
         self._prefixes = self._numbers + 8 * record.samples
         self._table = self._prefixes + 4 * record.samples
 
@@ -259,6 +281,19 @@ class Shard:
         mask: Bytes = self.file.read(self._mask + first, self._mask + (start + length + 7) // 8)
         trained = np.unpackbits(mask, bitorder="little")[shift : shift + length]
         return ids, np.where(trained, ids, IGNORED)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some sample has images."""
+        return self._record.images > 0
+
+    def images(self, index: int) -> list[str]:
+        """The images of the sample ``index`` of this shard: paths, or contents as data URIs."""
+        ends = self._numbers - 8 * self._record.samples
+        found = self.file.read(ends + 8 * max(index - 1, 0), ends + 8 * (index + 1)).view("<i8")
+        first = int(found[0]) if index else 0
+        listed = self.file.read(self._images + first, self._images + int(found[-1])).tobytes()
+        return json.loads(listed) if listed else []
 
     def source(self, index: int) -> str:
         """Where the sample ``index`` of this shard comes from, as its record said."""

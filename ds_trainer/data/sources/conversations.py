@@ -213,9 +213,9 @@ def _part(part: Any, name: str, directory: Path) -> dict[str, Any]:
         return {"type": "text", "text": check_text(part.get("text"), f"text of {name}")}
     if kind in ("image", "image_url"):
         given = part.get("image", part.get("image_url", part.get("path", part.get("url"))))
-        if given is None:
+        if given is None and "base64" not in part:
             return {"type": "image"}
-        given = given.get("url") if kind == "image_url" and isinstance(given, dict) else given
+        given = part if given is None else given
         return {"type": "image", "image": check_images(given, directory)[0]}
     return part
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ds_trainer.data.sources import bad_lines, rows
 from ds_trainer.data.sources.bad_lines import BadLines
@@ -21,7 +22,9 @@ CASES = [(name, *case) for name, cases in LINES.items() for case in cases]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "good.png").write_bytes(b"\x89PNG")
+    Image.new("RGB", (4, 4)).save(tmp_path / "good.png")
+    Image.new("1", (9000, 9000)).save(tmp_path / "huge.png")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty.png").write_bytes(b"")
     return tmp_path
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ds_trainer.data.sources.bad_lines import BadLines
 from ds_trainer.data.sources.record import Record
@@ -172,7 +173,7 @@ def test_formats_are_recognized_by_their_keys(tmp_path: Path, row: Any, kind: st
 
 def test_images_are_found_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
+    Image.new("RGB", (4, 4)).save(tmp_path / "pictures" / "a.png")
     turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a"}]
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": turns, "images": ["pictures/a.png"]}))
     (record,) = read(tmp_path / "x.jsonl")
