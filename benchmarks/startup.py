@@ -1,8 +1,8 @@
 """Measures the start of a training: from the start of Python to the end of the first optimizer step.
 
 Every start is a new process per rank. The same small Llama, data and DeepSpeed settings are trained by this package's
-Trainer, by ``transformers.Trainer`` with DeepSpeed, and by a bare DeepSpeed loop; or a plain ``nn.Module`` is. They take
-turns, in random order. On a busy machine the smallest CPU time of a rank over the rounds is what can be compared; the
+Trainer, by ``transformers.Trainer`` with DeepSpeed, and by a bare DeepSpeed loop; or a plain ``nn.Module`` is. They
+take turns, in random order. On a busy machine the smallest CPU time of a rank is what can be compared; the
 wall-clock time is not. Importing torch, and transformers for the Llama, is the script's own part of the start; the time
 "after the model" is what follows: importing the trainer, building the engine, one step.
 
@@ -176,7 +176,7 @@ def measure(model: str, world: int, stage: int, rounds: int, names: list[str]) -
 def table(rows: list[dict[str, Any]]) -> str:
     """The smallest CPU times of each, the median wall-clock time, and each relative to transformers', in Markdown."""
     lines = [
-        "| model | ranks | ZeRO | start | CPU s | relative | of it after the model, CPU s | relative | wall s | relative |",
+        "| model | ranks | ZeRO | start | CPU s | relative | after the model, CPU s | relative | wall s | relative |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -138,7 +138,7 @@ def _layer_key(model: PlannedModel, number_format: str) -> str:
 
 def _write(path: Path, calibrations: Mapping[str, Calibration], probes: Mapping[str, Probe]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"calibrations": calibrations, "probes": probes}
+    content: dict[str, Mapping[str, Any]] = {"calibrations": calibrations, "probes": probes}
     plain = {name: {key: asdict(one) for key, one in entries.items()} for name, entries in content.items()}
     write_json(path, {"version": VERSION, **plain})
 

@@ -1,4 +1,4 @@
-"""Which job a recipe is: a language model, fine-tuning on samples, with images or without, or one of the other tasks."""
+"""Which job a recipe is: a language model, fine-tuning on samples or images, or one of the other tasks."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class DistillationTrainer(Trainer):
     def build_engine(self, num_training_steps: int) -> None:
         """Build the engine of the student, then place the teacher. Collective."""
         super().build_engine(num_training_steps)
-        self.teacher.place(self.compiled, self.layout, self.device, self.engines.input_dtype)
+        self.teacher.place(self.compiled, self.layout, self.device, self.engines.copies.float_type)
 
     def start_fresh(self) -> None:
         """Also free the teacher, whose engine is built after that of the student."""

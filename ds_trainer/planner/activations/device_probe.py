@@ -163,7 +163,8 @@ def _module(model: PlannedModel, config: Mapping[str, Any], layers: int, kind: s
 
 def _fake_weights(module: nn.Module) -> None:
     """Replace parameters and buffers on the meta device by fake ones on the CPU; tied ones stay tied."""
-    mode, made = FakeTensorMode(), {}
+    mode = FakeTensorMode()
+    made: dict[int, Any] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
