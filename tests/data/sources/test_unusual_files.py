@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ds_trainer.data.sources.bad_lines import BadLines
 from ds_trainer.data.sources.record import Record
@@ -56,7 +57,7 @@ def test_a_link_is_read_as_what_it_is_called(tmp_path: Path) -> None:
     """The cache of the Hub has links to files whose names are hashes."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "cat.png").write_bytes(b"\x89PNG")
+    Image.new("RGB", (2, 2)).save(tmp_path / "snapshot" / "cat.png")
     picture = {**CONVERSATION, "images": ["cat.png"]}
     (tmp_path / "blobs" / "0a1b").write_bytes(gzip.compress(json.dumps(picture).encode()))
     link = tmp_path / "snapshot" / "x.jsonl.gz"
