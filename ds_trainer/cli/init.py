@@ -89,8 +89,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
         output = _ask("Output directory", default) if asks else default
     from dataclasses import replace
 
-    write_text_atomic(out, new_recipe.recipe_text(task, replace(wanted, output=output), str(out)))
-    _check(out)
+    _write_checked(out, new_recipe.recipe_text(task, replace(wanted, output=output), str(out)))
     print(f"{out} is written. Look at it, then start\n  {wanted.devices.command(shlex.quote(str(out)))}")
     return 0
 
@@ -164,12 +163,17 @@ def _read_model(name: str) -> tuple[dict[str, Any], Any, bool]:
         raise ConfigError(f"--model {name}: it has no tokenizer that can be loaded: {reason}") from error
 
 
-def _check(path: Path) -> None:
-    """The recipe is one that ``ds-trainer train`` accepts."""
+def _write_checked(path: Path, text: str) -> None:
+    """Write a recipe that ``ds-trainer train`` accepts; otherwise the file stays as it was."""
     from ds_trainer.recipes.recipe import load_recipe
 
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    write_text_atomic(path, text)
     try:
         load_recipe(path)
     except ConfigError:
-        path.unlink()
+        if before is None:
+            path.unlink()
+        else:
+            write_text_atomic(path, before)
         raise

@@ -154,6 +154,15 @@ def test_a_recipe_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture
     assert (folder / "kept.yaml").read_text() == "mine"
 
 
+def test_a_recipe_stays_if_the_new_one_cannot_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "kept.yaml").write_text("mine")
+    monkeypatch.setattr("ds_trainer.recipes.new_recipe.recipe_text", lambda *_: "model: {}\n")
+    assert init(folder, "chat.jsonl", "--yes", "--devices", "cpu", "--force", out="kept.yaml") == CANNOT_WORK
+    assert (folder / "kept.yaml").read_text() == "mine"
+    assert init(folder, "chat.jsonl", "--yes", "--devices", "cpu", out="other.yaml") == CANNOT_WORK
+    assert not (folder / "other.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [

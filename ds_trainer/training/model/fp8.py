@@ -12,6 +12,7 @@ Learning".
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -129,7 +130,9 @@ def check_band(in_fp8: float, in_bf16: float) -> None:
         ConfigError: on all ranks, if they differ by more than :data:`BAND` on one.
     """
     difference = abs(in_fp8 - in_bf16) / max(abs(in_bf16), 1e-6)
-    worst = float(distributed.largest(torch.tensor(difference if difference == difference else 0.0)))
+    if math.isnan(difference):  # not a number in one of them alone is the worst difference
+        difference = 0.0 if math.isfinite(in_fp8) == math.isfinite(in_bf16) else math.inf
+    worst = float(distributed.largest(torch.tensor(difference)))
     if worst > BAND:
         raise ConfigError(
             f"fp8=True: the loss of the first batch differs from that in bfloat16 by a relative {worst:.2g} (at most "

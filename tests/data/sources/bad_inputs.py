@@ -146,6 +146,7 @@ MESSAGES: list[Case] = [
     (answer(tools="[{"), "'tools' is a text, and not valid JSON"),
     (answer(tools={"name": "f"}), "'tools' must be a list of mappings, got a mapping"),
     (answer(tools=["f"]), "'tools' must be a list of mappings"),
+    (answer(tools=[{"function": "f"}]), "'function' of tool 1 must be a mapping, got a string"),
     (answer(system="\ud800"), "'system' cannot be encoded as UTF-8"),
     (answer(images=["missing.png"]), "image 1: the file 'missing.png' does not exist (relative to "),
     (answer(images=["good.png", "gone/x.png"]), "image 2: the file 'gone/x.png' does not exist"),

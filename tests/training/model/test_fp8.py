@@ -72,6 +72,10 @@ def test_a_difference_outside_the_band_is_refused() -> None:
     fp8.check_band(3.0, 3.01)
     with pytest.raises(ConfigError, match=r"differs from that in bfloat16 by a relative 0\.05"):
         fp8.check_band(3.15, 3.0)
+    for broken in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="by a relative inf"):
+            fp8.check_band(broken, 3.0)
+    fp8.check_band(float("nan"), float("nan"))  # what is wrong is not the number format
 
 
 def emulated(*arguments: Any, scale: float = 1.0, **keywords: Any) -> Any:
