@@ -103,7 +103,7 @@ class Encoder:
         if not text:
             raise SampleProblem(source, "no_trained_token", "the text is empty.")
         text = self._ended(text)
-        sample, notices = self._labelled(source, text, [Span(0, len(text))], set(), self._beginning)
+        sample, notices = self.labelled(source, text, [Span(0, len(text))], set(), self._beginning)
         return self._limited(source, sample, notices, splits=True)
 
     def _preference(self, source: str, fields: dict[str, Any]) -> Encoded:
@@ -137,7 +137,7 @@ class Encoder:
         text = self._ended(prompt + answer)
         start = 0 if self.options.train_on == "all" else len(prompt)
         spans = [Span(start, len(text))] if answer else []
-        return self._labelled(source, text, spans, set(), self._beginning)
+        return self.labelled(source, text, spans, set(), self._beginning)
 
     def _ended(self, text: str) -> str:
         """``text`` with the end-of-text token, once."""
@@ -146,10 +146,10 @@ class Encoder:
 
     def _conversation(self, source: str, messages: Any, tools: Any, first: int) -> tuple[Sample, set[str]]:
         """A conversation, of whose messages those from ``first`` on may be trained on."""
-        text, spans, notices = self._rendered(source, messages, tools, first)
-        return self._labelled(source, text, spans, notices)
+        text, spans, notices = self.rendered(source, messages, tools, first)
+        return self.labelled(source, text, spans, notices)
 
-    def _rendered(self, source: str, messages: Any, tools: Any, first: int) -> tuple[str, list[Span], set[str]]:
+    def rendered(self, source: str, messages: Any, tools: Any, first: int) -> tuple[str, list[Span], set[str]]:
         """The text of a conversation, the characters that are trained on, and what was noticed."""
         if self._renderer is None:
             raise ConfigError(
@@ -171,7 +171,7 @@ class Encoder:
 
     # --- labels ---
 
-    def _labelled(
+    def labelled(
         self, source: str, text: str, spans: Sequence[Span], notices: set[str], beginning: Sequence[int] = ()
     ) -> tuple[Sample, set[str]]:
         """Tokens with labels for ``spans`` of ``text``, checked; before them the tokens ``beginning``."""

@@ -164,7 +164,7 @@ class ImageEncoder(Encoder):
                 images += [part["image"] for part in content if part.get("type") == "image"]
                 content = "".join(_MARK if part.get("type") == "image" else part["text"] for part in content)
             marked.append({**message, "content": content})
-        text, spans, notices = self._rendered(source, marked, tools, first)
+        text, spans, notices = self.rendered(source, marked, tools, first)
         found = text.count(self.tokens.placeholder)
         if found != len(images):
             raise SampleProblem(
@@ -173,11 +173,11 @@ class ImageEncoder(Encoder):
                 f"has {len(images)} images, but its text has {self.tokens.placeholder!r} {found} times.",
             )
         if not images:
-            return self._labelled(source, text, spans, notices, self._beginning)
+            return self.labelled(source, text, spans, notices, self._beginning)
         replaced = self._texts_of(source, images)
         expansion = _Expansion.of(text, self.tokens.placeholder, replaced)
         moved = [Span(expansion.moved(span.start), expansion.moved(span.end)) for span in spans]
-        sample, notices = self._labelled(source, expansion.text, moved, notices, self._beginning)
+        sample, notices = self.labelled(source, expansion.text, moved, notices, self._beginning)
         sample["labels"][np.isin(sample["input_ids"], self.tokens.masked_ids(replaced))] = IGNORED
         if not np.any(sample["labels"][1:] != IGNORED):
             raise SampleProblem(source, "no_trained_token", "only tokens of images would be trained on.")
