@@ -90,7 +90,8 @@ def test_the_screen_follows_the_run_and_the_size_of_the_terminal(tmp_path: Path)
         time.sleep(0.3)
         screen.wait_for("\x1b[J")
         frame = screen.text.rpartition("\x1b[H")[0].rpartition("\x1b[H")[2]
-        shown = frame.replace("\x1b[K", "").replace("\x1b[J", "").split("\r\n")
+        # The terminal adds a carriage return to each line feed.
+        shown = [line.rstrip("\r") for line in frame.replace("\x1b[K", "").replace("\x1b[J", "").split("\n")]
         assert len(shown) <= 11 and max(map(len, shown)) <= 39
         with open(run / "run_history.jsonl", "a") as stream:
             stream.write(
