@@ -1,10 +1,10 @@
 """Measures the start of a training: from the start of Python to the end of the first optimizer step.
 
-Every start is a new process per rank. The same small Llama, data and DeepSpeed settings are trained by this package's
-Trainer, by ``transformers.Trainer`` with DeepSpeed, and by a bare DeepSpeed loop; or a plain ``nn.Module`` is. They
-take turns, in random order. On a busy machine the smallest CPU time of a rank is what can be compared; the
-wall-clock time is not. Importing torch, and transformers for the Llama, is the script's own part of the start; the time
-"after the model" is what follows: importing the trainer, building the engine, one step.
+Every start is a new process per rank. The same small model (a Llama, then a plain ``nn.Module``), data and DeepSpeed
+settings are trained by this package's Trainer, by ``transformers.Trainer`` with DeepSpeed, and by a bare DeepSpeed
+loop, which take turns in random order. On a busy machine only the smallest CPU time of a rank can be compared.
+Importing torch, and transformers for the Llama, is the script's own part of the start; the time "after the model" is
+what follows: importing the trainer, building the engine, one step.
 
 DeepSpeed's shared-memory operator, which it compiles at the first start on CPUs (a minute or more), is turned off for
 both: this package never uses it.

@@ -167,7 +167,7 @@ def _write_checked(path: Path, text: str) -> None:
     """Write a recipe that ``ds-trainer train`` accepts; otherwise the file stays as it was."""
     from ds_trainer.recipes.recipe import load_recipe
 
-    before = path.read_text(encoding="utf-8") if path.exists() else None
+    before = path.read_bytes() if path.exists() else None
     write_text_atomic(path, text)
     try:
         load_recipe(path)
@@ -175,5 +175,5 @@ def _write_checked(path: Path, text: str) -> None:
         if before is None:
             path.unlink()
         else:
-            write_text_atomic(path, before)
+            path.write_bytes(before)
         raise

@@ -134,7 +134,10 @@ ALL_MESSAGES: list[tuple[str, str]] = [
     (HEAD + "arguments: {bf16: true\n", "{recipe}:4: not valid YAML: while parsing a flow mapping"),
     (HEAD + "arguments:\n  bf16: true\n  bf16: false\n", "{recipe}:5: duplicate key 'bf16', first given on line 4"),
     (HEAD + HEAD, "2 problems:"),
-    ("- 1\n", "{recipe}:1: a recipe is a mapping with the sections model, task, data, arguments, report, distill"),
+    (
+        "- 1\n",
+        "{recipe}:1: a recipe is a mapping with the sections model, task, data, arguments, report, distillation.",
+    ),
     (DATA, "{recipe}: model: give either 'path' or 'architecture', but neither is given."),
     (MODEL, "{recipe}: data.train is missing"),
     ("model: {path: nowhere}\n" + DATA, "{recipe}:1: model.path: 'nowhere' is not a directory"),

@@ -136,7 +136,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
             function, args = pipe.recv()
         except EOFError:
             break
-        os.environ.pop("LOCAL_WORLD_SIZE", None)  # accelerate sets it to 1 in a run, and a later one would believe it
+        os.environ.pop("LOCAL_WORLD_SIZE", None)  # accelerate, in transformers' Trainer, sets it to 1
         try:
             answer = (True, function(*args))
         except BaseException:

@@ -103,7 +103,7 @@ class Encoder:
         if not text:
             raise SampleProblem(source, "no_trained_token", "the text is empty.")
         text = self._ended(text)
-        sample, notices = self.labelled(source, text, [Span(0, len(text))], set(), self._beginning)
+        sample, notices = self.labeled(source, text, [Span(0, len(text))], set(), self._beginning)
         return self._limited(source, sample, notices, splits=True)
 
     def _preference(self, source: str, fields: dict[str, Any]) -> Encoded:
@@ -137,7 +137,7 @@ class Encoder:
         text = self._ended(prompt + answer)
         start = 0 if self.options.train_on == "all" else len(prompt)
         spans = [Span(start, len(text))] if answer else []
-        return self.labelled(source, text, spans, set(), self._beginning)
+        return self.labeled(source, text, spans, set(), self._beginning)
 
     def _ended(self, text: str) -> str:
         """``text`` with the end-of-text token, once."""
@@ -147,10 +147,20 @@ class Encoder:
     def _conversation(self, source: str, messages: Any, tools: Any, first: int) -> tuple[Sample, set[str]]:
         """A conversation, of whose messages those from ``first`` on may be trained on."""
         text, spans, notices = self.rendered(source, messages, tools, first)
-        return self.labelled(source, text, spans, notices)
+        return self.labeled(source, text, spans, notices)
 
     def rendered(self, source: str, messages: Any, tools: Any, first: int) -> tuple[str, list[Span], set[str]]:
-        """The text of a conversation, the characters that are trained on, and what was noticed."""
+        """The text of a conversation, the characters that are trained on, and what was noticed.
+
+        Args:
+            source: file and line, for messages.
+            messages, tools: the conversation.
+            first: messages before it are not trained on.
+
+        Raises:
+            ConfigError: there is no chat template.
+            SampleProblem: the template refuses the conversation, or its turns are not found in the text.
+        """
         if self._renderer is None:
             raise ConfigError(
                 f"{source} is a conversation, but the tokenizer has no chat template; set chat_template to a name "
@@ -171,10 +181,14 @@ class Encoder:
 
     # --- labels ---
 
-    def labelled(
+    def labeled(
         self, source: str, text: str, spans: Sequence[Span], notices: set[str], beginning: Sequence[int] = ()
     ) -> tuple[Sample, set[str]]:
-        """Tokens with labels for ``spans`` of ``text``, checked; before them the tokens ``beginning``."""
+        """Tokens with labels for ``spans`` of ``text``, checked; before them the tokens ``beginning``.
+
+        Raises:
+            SampleProblem: no token would be trained on, or the labels would be wrong.
+        """
         if not any(span.end > span.start for span in spans):
             raise SampleProblem(source, "no_trained_token", f"no token is trained on (train_on: {self._train_on()}).")
         try:

@@ -173,11 +173,11 @@ class ImageEncoder(Encoder):
                 f"has {len(images)} images, but its text has {self.tokens.placeholder!r} {found} times.",
             )
         if not images:
-            return self.labelled(source, text, spans, notices, self._beginning)
+            return self.labeled(source, text, spans, notices, self._beginning)
         replaced = self._texts_of(source, images)
         expansion = _Expansion.of(text, self.tokens.placeholder, replaced)
         moved = [Span(expansion.moved(span.start), expansion.moved(span.end)) for span in spans]
-        sample, notices = self.labelled(source, expansion.text, moved, notices, self._beginning)
+        sample, notices = self.labeled(source, expansion.text, moved, notices, self._beginning)
         sample["labels"][np.isin(sample["input_ids"], self.tokens.masked_ids(replaced))] = IGNORED
         if not np.any(sample["labels"][1:] != IGNORED):
             raise SampleProblem(source, "no_trained_token", "only tokens of images would be trained on.")

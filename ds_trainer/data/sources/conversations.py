@@ -74,14 +74,15 @@ def check_tools(value: Any) -> list[Any]:
     """The list of tools of a conversation; a text is read as JSON.
 
     Raises:
-        BadRecord: it is no list of mappings, or one of them has a function that is no mapping.
+        BadRecord: it is no list of mappings, or the function of one is no mapping.
     """
     tools = parsed_json(value, "tools") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRecord(f"'tools' must be a list of mappings, got {type_name(tools)}")
     for number, tool in enumerate(tools, 1):
-        if not isinstance(tool.get("function") or {}, dict):
-            raise BadRecord(f"'function' of tool {number} must be a mapping, got {type_name(tool['function'])}")
+        function = tool.get("function")
+        if function is not None and not isinstance(function, dict):
+            raise BadRecord(f"'function' of tool {number} must be a mapping, got {type_name(function)}")
     return [without_nulls(tool) for tool in tools]
 
 

@@ -130,7 +130,7 @@ def check_band(in_fp8: float, in_bf16: float) -> None:
         ConfigError: on all ranks, if they differ by more than :data:`BAND` on one.
     """
     difference = abs(in_fp8 - in_bf16) / max(abs(in_bf16), 1e-6)
-    if math.isnan(difference):  # not a number in one of them alone is the worst difference
+    if math.isnan(difference):  # one is NaN, or that in bfloat16 is infinite
         difference = 0.0 if math.isfinite(in_fp8) == math.isfinite(in_bf16) else math.inf
     worst = float(distributed.largest(torch.tensor(difference)))
     if worst > BAND:

@@ -198,6 +198,12 @@ def test_a_token_across_the_border_is_tokenized_in_parts():
     assert tokenizer.decode(labels[len(prompt) : -1]) == answer + "<|im_end|>"
 
 
+@pytest.mark.parametrize("tools", [["f"], [{"function": "f"}], [{"function": None}], {"name": "f"}])
+def test_a_tool_that_is_no_function_is_refused(tools):
+    with pytest.raises(SampleProblem, match="'tools' is not a list of functions"):
+        shown([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tools=tools)
+
+
 def test_parts_that_give_another_text_are_refused():
     """A tokenizer that begins every text with a space cannot tokenize in parts."""
     vocabulary = {token: index for index, token in enumerate(["<unk>", "▁a", "a", "▁b", "b", "ab", "▁ab"])}
