@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -57,20 +58,30 @@ class Screen:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def wait_for(self, words: str, seconds: float = 60.0) -> None:
+        self.wait_until(lambda text: words in text, seconds)
+
+    def wait_until(self, holds: Callable[[str], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
-        while words not in self.text:
+        while not holds(self.text):
             assert time.monotonic() < deadline, self.text[-3000:]
             if select.select([self._master], [], [], 0.2)[0]:
                 try:
                     self.text += os.read(self._master, 1 << 16).decode(errors="replace")
                 except OSError:  # the other side is closed
-                    assert words in self.text, self.text[-3000:]
+                    assert holds(self.text), self.text[-3000:]
                     return
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
         os.close(self._master)
+
+
+def last_frame(text: str) -> list[str]:
+    """Lines of the last frame that is on the screen as a whole; empty: there is none yet."""
+    frame = text.rpartition("\x1b[J")[0].rpartition("\x1b[H")[2]
+    # The terminal adds a carriage return to each line feed.
+    return [line.rstrip("\r") for line in frame.replace("\x1b[K", "").split("\n")] if frame else []
 
 
 def test_the_screen_follows_the_run_and_the_size_of_the_terminal(tmp_path: Path) -> None:
@@ -85,14 +96,14 @@ def test_the_screen_follows_the_run_and_the_size_of_the_terminal(tmp_path: Path)
         screen.wait_for("step 20/50")
         screen.text = ""
         screen.resize(40, 12)
-        screen.wait_for("\x1b[H")
-        screen.wait_for("step 20/50")
-        time.sleep(0.3)
-        screen.wait_for("\x1b[J")
-        frame = screen.text.rpartition("\x1b[H")[0].rpartition("\x1b[H")[2]
-        # The terminal adds a carriage return to each line feed.
-        shown = [line.rstrip("\r") for line in frame.replace("\x1b[K", "").replace("\x1b[J", "").split("\n")]
-        assert len(shown) <= 11 and max(map(len, shown)) <= 39
+
+        def fits(text: str) -> bool:  # frames of the former size may still be under way
+            shown = last_frame(text)
+            return bool(shown) and len(shown) <= 11 and max(map(len, shown)) <= 39
+
+        screen.wait_until(fits)
+        screen.wait_until(lambda text: "step 20/50" in "".join(last_frame(text)))
+        assert fits(screen.text)
         with open(run / "run_history.jsonl", "a") as stream:
             stream.write(
                 json.dumps({"event": "end", "time": time.time(), "step": 20, "outcome": "failed", "error": "X"}) + "\n"
