@@ -10,28 +10,25 @@ follows it up to the next such line is its output.
 from __future__ import annotations
 
 import io
-import json
-import os
 import re
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
+
+from published_configs import llama, models
 
 from ds_trainer.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "how-to" / "plan.md"
 PROMPT = "$ ds-trainer "
-# Model cards of Llama 3.1: width, inner width, layers, heads.
-SHAPES = {"Llama-3.1-8B": (4096, 14_336, 32, 32), "Llama-3.1-70B": (8192, 28_672, 80, 64)}
+MODELS = {"Llama-3.1-8B": llama(4096, 14_336, 32, 32), "Llama-3.1-70B": llama(8192, 28_672, 80, 64)}
 
 
 def page(text: str) -> str:
     """``text`` of the page with the output of today."""
-    with _models():
+    with models(MODELS):
         return re.sub(r"```text\n(.*?)```", lambda block: f"```text\n{_run_again(block[1])}```", text, flags=re.DOTALL)
 
 
@@ -48,33 +45,6 @@ def output(command: str) -> str:
 def _run_again(block: str) -> str:
     commands = [line.removeprefix(PROMPT) for line in block.splitlines() if line.startswith(PROMPT)]
     return "".join(f"{PROMPT}{command}\n{output(command)}" for command in commands) if commands else block
-
-
-@contextmanager
-def _models() -> Iterator[None]:
-    """Inside, the working directory has configurations of the models, and those of this repository."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "ds_configs").symlink_to(ROOT / "ds_configs")
-        for name, (hidden, inner, layers, heads) in SHAPES.items():
-            config = {
-                "model_type": "llama",
-                "hidden_size": hidden,
-                "intermediate_size": inner,
-                "num_hidden_layers": layers,
-                "num_attention_heads": heads,
-                "num_key_value_heads": 8,
-                "vocab_size": 128_256,
-                "max_position_embeddings": 131_072,
-                "tie_word_embeddings": False,
-            }
-            (Path(directory) / name).mkdir()
-            (Path(directory) / name / "config.json").write_text(json.dumps(config))
-        os.chdir(directory)
-        try:
-            yield
-        finally:
-            os.chdir(before)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ continues your text. Without a terminal the standard input is one prompt, and on
 
 _HELP = """/reset          begin a new conversation
 /system TEXT    begin a new conversation with this system message; without TEXT: without one
+/image PATH     show the model this image with your next text; several are shown in their order
 /exit           end (also Ctrl-D)
 Ctrl-C stops an answer. A line that ends with \\ continues on the next one; \"\"\" begins and ends a text of several
 lines."""
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add = parser.add_argument
     add("model", metavar="DIR", help="directory or Hub name of the model, or the output directory of a run")
     add("--prompt", metavar="TEXT", help="print the answer to TEXT and end (-: read it from the standard input)")
+    add("--image", metavar="PATH", action="append", default=[], help="image before the prompt; may be repeated")
     add("--system", metavar="TEXT", help="system message")
     add("--temperature", type=float, metavar="T", help="0: the most likely token; default: the model's setting, or 0.7")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer; default: 512")
@@ -65,6 +67,8 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     session = load_session(saved, drawing, options.device, dtype)
     if options.system is not None:
         session.set_system(options.system)
+    for path in options.image:
+        session.attach(path)
     if prompt is None:
         _talk(session)
         return 0
@@ -168,7 +172,10 @@ def command(session: ChatSession, text: str) -> bool:
         session.set_system(rest.strip())
         print("New conversation with this system message." if rest.strip() else "No system message.")
     elif name == "/image":
-        raise ConfigError("ds-trainer chat takes text only. For images load the model and its processor in Python.")
+        if not rest.strip():
+            raise ConfigError("/image needs the path of an image.")
+        session.attach(rest.strip())
+        print("The image is shown with your next text.")
     else:
         raise ConfigError(f"{name} is not a command; /help lists them.")
     return True

@@ -7,9 +7,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import write_text_atomic
 
@@ -30,7 +29,8 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("out", metavar="OUT.yaml", nargs="?", default=_DEFAULT_FILE, help=f"recipe to write; default: {_DEFAULT_FILE}")
     add("--model", metavar="NAME", help="directory or Hub name of the model to start from")
     add("--data", metavar="PATH", nargs="+", help="files, directories or glob patterns")
-    add("--task", metavar="TASK", help="full, lora, qlora, pretrain, dpo, reward, classification or embedding")
+    tasks = "full, lora, qlora, pretrain, vision_language, dpo, reward, classification or embedding"
+    add("--task", metavar="TASK", help=tasks)
     add("--teacher", metavar="NAME", help="directory or Hub name of a model whose distribution is learned as well")
     add("--devices", metavar="DEVICES", help="cpu, a number of GPUs, 8 x H100-80GB, or 4 x 8 x H100-80GB")
     add("--output", metavar="DIR", help="output directory of the run")
@@ -60,32 +60,23 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
 
     _check_task_name(options.task, new_recipe.TASKS)
     model = options.model or _ask("Model to start from (directory or Hub name)", None)
-    config, tokenizer, is_bytes = _read_model(model)
+    from ds_trainer.recipes.starting_model import read_starting_model
+
+    start = read_starting_model(model)
     data = options.data or shlex.split(_ask("Data (files, directories or patterns)", None))
     from ds_trainer.recipes.data_survey import survey
 
-    found = survey(data, tokenizer)
+    found = survey(data, start)
     print(f"  {found.describe()}")
     devices = options.devices or (_ask(f"Devices ({FORMS})", default_devices()) if asks else default_devices())
-    has_template = bool(getattr(tokenizer, "chat_template", None))
     output = options.output or ""
-    wanted = new_recipe.Wanted(
-        model,
-        config,
-        tuple(data),
-        found,
-        parse_devices(devices),
-        output,
-        has_template,
-        is_bytes,
-        options.teacher,
-    )
+    wanted = new_recipe.Wanted(start, tuple(data), found, parse_devices(devices), output, options.teacher)
     task = options.task or _choose_task(wanted, asks)
     new_recipe.check_task(task, wanted)
-    if is_bytes and task != "pretrain":
+    if start.is_bytes and task != "pretrain":
         raise ConfigError(f"The model in {model} reads bytes and has no tokenizer; only --task pretrain can train it.")
     if not output:
-        default = f"runs/{Path(model).name}-{task}"
+        default = f"runs/{start.short_name}-{task}"
         output = _ask("Output directory", default) if asks else default
     from dataclasses import replace
 
@@ -134,33 +125,6 @@ def _choose_task(wanted: Wanted, asks: bool) -> str:
     answer = _ask(f"Task ({task}, because {reason})", task)
     _check_task_name(answer, TASKS)
     return answer
-
-
-def _read_model(name: str) -> tuple[dict[str, Any], Any, bool]:
-    """The configuration of the model, its tokenizer, and whether it reads bytes.
-
-    Raises:
-        ConfigError: there is no model of that name, or it has no tokenizer.
-    """
-    from ds_trainer.training.loading.model_files import model_directory
-    from ds_trainer.utils.files import read_json
-
-    try:
-        directory = model_directory(name, weights=False)
-    except ConfigError as error:
-        raise ConfigError(f"--model: {error}") from error
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"--model {name}: there is no config.json in {directory}; give the directory of a model.")
-    config = dict(read_json(directory / "config.json"))
-    if (directory / ByteTokenizer.FILE_NAME).is_file():
-        return config, None, True
-    from transformers import AutoTokenizer
-
-    try:
-        return config, AutoTokenizer.from_pretrained(directory, local_files_only=True), False
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--model {name}: it has no tokenizer that can be loaded: {reason}") from error
 
 
 def _write_checked(path: Path, text: str) -> None:

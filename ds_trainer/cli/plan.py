@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_trainer.cli import dry_run, plan_fixed, plan_outputs, plan_request
+from ds_trainer.cli import dry_run, plan_as_written, plan_fixed, plan_outputs, plan_request
 from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.cli.plan_solve import QUANTITIES, solve
 from ds_trainer.planner.plan_report import report
@@ -48,6 +48,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     plan_fixed.add_options(parser, count, plan_request.stage)
     add = parser.add_argument_group("questions and output").add_argument
     add("--solve", choices=QUANTITIES, help="the largest (devices: the smallest) value that fits")
+    add("--as-written", action="store_true", help="only the plan that a recipe describes, without a search")
     add("--tokens", type=plan_request.many_tokens, metavar="N", help="of the whole training (15B), for hours and cost")
     add("--price", type=positive, metavar="X", help="price of a device for an hour; needs --tokens")
     add("--top", type=count, default=5, metavar="N", help="plans to show; default: 5")
@@ -64,6 +65,8 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     Raises:
         ConfigError: the model, the device or an argument is unknown.
     """
+    if options.as_written:
+        plan_as_written.check(options)
     if options.dry_run is not None:
         dry_run.set_cluster(options)
         if dry_run.is_recipe(options.model):
@@ -73,7 +76,10 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     request = plan_request.read_request(options, args)
     if options.solve is not None:
         return _solve(options, request)
-    result = search(request.model, request.cluster, request.goal)
+    if options.as_written:
+        result = plan_as_written.as_written(request)
+    else:
+        result = search(request.model, request.cluster, request.goal)
     _refuse_impossible(request, result)
     best = result.best
     if options.dry_run is not None and best is not None:
@@ -97,9 +103,10 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     cluster, goal = request.cluster, request.goal
     yield from _heading(request)
     batch = "" if goal.global_batch is None else f", global batch {goal.global_batch}"
+    found = f"{result.tried:,} ways to run, {len(result.fitting):,} fit"
     yield (
         f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}, {goal.length:,} tokens a sequence{batch}: "
-        f"{result.tried:,} ways to run, {len(result.fitting):,} fit"
+        f"{'the recipe as it is' if request.as_written else found}"
     )
     yield from request.notes
     yield ""
@@ -107,7 +114,7 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     if result.best is None:
         return
     yield ""
-    yield "Start the first plan with"
+    yield "Start it with" if request.as_written else "Start the first plan with"
     yield f"  {plan_outputs.launch_command(request, result.best)}"
     for problem in plan_outputs.contradictions(request, result.best):
         yield f"But {problem}"

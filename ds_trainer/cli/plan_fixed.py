@@ -51,6 +51,13 @@ def fixed_values(options: argparse.Namespace, recipe: Recipe | None) -> Iterator
         yield "state_bytes", state_bytes(optimizer)
 
 
+def given_options(options: argparse.Namespace) -> list[str]:
+    """Those of :func:`add_options` that were given."""
+    names = [*SIZES, "offload", "offload-to", "activation-checkpointing", "optim"]
+    names += [name.replace("_", "-") for name in FEATURES]
+    return [f"--{name}" for name in names if getattr(options, name.replace("-", "_")) is not None]
+
+
 def refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
     """Raise ConfigError if options exclude each other."""
     if options.solve != "devices":
@@ -135,6 +142,12 @@ def not_covered(recipe: Recipe) -> list[str]:
     if isinstance(optimizer, dict):
         asked["super_offload"] = optimizer.get("super_offload")
     found = [text for names, text in _NOT_COVERED if any(_is_on(asked.get(name)) for name in names)]
+    if recipe.distillation is not None:
+        found.append("the teacher: its weights, and a forward pass of it in each step")
+    if recipe.model.quantization is not None:
+        found.append("the quantization of the base, whose weights count with 16 bits")
+    if recipe.task.name == "dpo":
+        found.append("the reference model" + ("" if recipe.model.peft else ", which is a second copy of the weights"))
     return [f"{recipe.path}: the estimates do not cover {text}." for text in found]
 
 

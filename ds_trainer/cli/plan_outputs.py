@@ -39,7 +39,8 @@ def launch_command(request: PlanRequest, plan: Plan) -> str:
     hostfile = [f"--hostfile {_HOSTFILE}"] if plan.cluster.nodes > 1 else []
     target = _SCRIPT if request.recipe is None else request.recipe.path
     parts = ["ds-trainer launch", *nodes, f"--nproc-per-node {plan.cluster.devices_per_node}", *hostfile]
-    return " ".join([*parts, shlex.quote(target), shlex.join(_flags(request, plan))])
+    flags = shlex.join(_flags(request, plan))
+    return " ".join([*parts, shlex.quote(target), *([flags] if flags else [])])
 
 
 def training_arguments(request: PlanRequest, plan: Plan) -> TrainingArguments:
@@ -180,6 +181,8 @@ def _plan(request: PlanRequest, plan: Plan, costs: dict[str, Any]) -> dict[str, 
 
 def _flags(request: PlanRequest, plan: Plan) -> list[str]:
     """Arguments for a command line: those of the plan, and overrides of the recipe that they do not replace."""
+    if request.as_written:
+        return list(request.overrides)
     wanted = plan.candidate.arguments()
     if request.recipe is None:
         return [part for name, value in wanted.items() for part in (f"--{name}", _text(value))]

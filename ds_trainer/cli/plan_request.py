@@ -40,6 +40,7 @@ class PlanRequest:
         overrides: the overrides.
         notes: what a reader must know: values that are from the recipe, lengths that the model was not made for,
             corrections by earlier runs.
+        as_written: the recipe is taken as it is.
     """
 
     model: PlannedModel
@@ -49,6 +50,7 @@ class PlanRequest:
     recipe: Recipe | None = None
     overrides: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    as_written: bool = False
 
 
 def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanRequest:
@@ -70,6 +72,8 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     if recipe is not None and rank is None:
         rank = _adapters(recipe, notes)
     model = PlannedModel.from_config(config, name, rank or 0)
+    if recipe is not None and recipe.model.freeze and not rank:
+        model = _partly_frozen(config, name, recipe)
     length, batch, precision = options.seq_len, options.global_batch, options.precision
     evaluation = None if recipe is None else _evaluation(recipe)
     if recipe is not None:
@@ -97,7 +101,17 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     if calibration is not None:
         cluster, goal = calibration.applied(cluster, goal)
         notes.append(f"For {model.family} on {cluster.device} the plans are {calibration.describe()}.")
-    return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes))
+    return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes), options.as_written)
+
+
+def _partly_frozen(config: Mapping[str, Any], name: str, recipe: Recipe) -> PlannedModel:
+    """The model without gradients of what the recipe freezes."""
+    from ds_trainer.planner.meta_model import meta_model
+    from ds_trainer.recipes.frozen_parts import freeze
+
+    module = meta_model(config, name)
+    freeze(module, recipe.model.freeze, recipe.where("model.freeze"))
+    return PlannedModel.from_module(module, name)
 
 
 def _probed(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.chat_images import ChatImages
+from ds_trainer.recipes.processors import load_processor
 from ds_trainer.recipes.saved_model import SavedModel
 from ds_trainer.recipes.token_streaming import TextStream
 from ds_trainer.utils.errors import ConfigError
@@ -53,21 +55,42 @@ class ChatSession:
         model: of transformers or PEFT, in evaluation mode.
         tokenizer: of transformers, or :class:`ByteTokenizer`.
         options: how answers are drawn.
+        load_images: called for the first image; None: the model takes none.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: GenerationOptions) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: GenerationOptions,
+        load_images: Callable[[], ChatImages] | None = None,
+    ) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
+        self._load_images = load_images
+        self._reader: ChatImages | None = None
+        self._attached: list[Any] = []
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._system: str | None = None
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, Any]] = []
         self._as_parts = self.has_template and self._reads_parts()
         self._stop = self._stop_tokens()
         text_config = model.config.get_text_config()
         self._positions: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
 
     def reset(self) -> None:
-        """Forget all turns; the system message stays."""
-        self._turns = []
+        """Forget all turns and images; the system message stays."""
+        self._turns, self._attached = [], []
+
+    def attach(self, path: str) -> None:
+        """Put the image in the file ``path`` before the next question.
+
+        Raises:
+            ConfigError: the model takes no images, or it cannot be read.
+        """
+        if self._load_images is None or not self.has_template:
+            raise ConfigError("The model takes no images: it has no processor for them, or no chat template.")
+        self._reader = self._reader or self._load_images()
+        self._attached.append(self._reader.read(path))
 
     def set_system(self, text: str) -> None:
         """Begin a new conversation with the system message ``text``; empty: without one.
@@ -88,8 +111,10 @@ class ChatSession:
         """
         import torch
 
-        turns = [*self._turns, {"role": "user", "content": text}]
-        ids = self._prompt(turns, text)
+        question: dict[str, Any] = {"role": "user", "content": text}
+        turns = [*self._turns, question | ({"images": self._attached} if self._attached else {})]
+        images = [image for turn in turns for image in turn.get("images", ())]
+        ids = self._prompt(turns, text, images)
         room = min(self._options.max_new_tokens, self._positions - len(ids))
         if room < 1:
             raise ConfigError(
@@ -104,6 +129,7 @@ class ChatSession:
 
         stream = TextStream(self._decode, record)
         input_ids = torch.tensor([ids], device=self._model.device)
+        pixels = self._reader.inputs(input_ids, images, self._model.dtype) if images and self._reader else {}
         if self._options.seed is not None:
             torch.manual_seed(self._options.seed)
         end = "length"
@@ -116,6 +142,7 @@ class ChatSession:
                     max_new_tokens=room,
                     eos_token_id=self._stop or None,
                     pad_token_id=self._stop[0] if self._stop else 0,
+                    **pixels,
                     **self._sampling(),
                 )
         except KeyboardInterrupt:
@@ -126,12 +153,15 @@ class ChatSession:
         answer = Answer("".join(pieces), len(stream.tokens), end)
         if self.has_template:
             self._turns = [*turns, {"role": "assistant", "content": answer.text.strip()}]
+            self._attached = []
         return answer
 
-    def _prompt(self, turns: Sequence[dict[str, str]], text: str) -> list[int]:
+    def _prompt(self, turns: Sequence[dict[str, Any]], text: str, images: Sequence[Any]) -> list[int]:
         if self.has_template:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
             rendered = self._render([*system, *turns], add_generation_prompt=True)
+            if images and self._reader is not None:
+                rendered = self._reader.expand(rendered, images)
             return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
         if isinstance(self._tokenizer, ByteTokenizer):  # documents begin like this in training
             return [self._tokenizer.separator_id, *text.encode("utf-8")]
@@ -149,18 +179,23 @@ class ChatSession:
         except ConfigError:
             return False
 
-    def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         import jinja2
 
-        given: list[dict[str, Any]] = list(messages)
-        if self._as_parts:
-            given = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in given]
+        given = [{"role": message["role"], "content": self._content(message)} for message in messages]
         try:
             return str(
                 self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=add_generation_prompt)
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"The model's chat template refuses the conversation: {error}") from error
+
+    def _content(self, message: dict[str, Any]) -> str | list[dict[str, str]]:
+        """The text of a message, or its images and its text as parts."""
+        images, text = message.get("images", ()), message["content"]
+        if not images and not self._as_parts:
+            return str(text)
+        return [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if isinstance(self._tokenizer, ByteTokenizer):
@@ -233,4 +268,9 @@ def load_session(saved: SavedModel, options: GenerationOptions, device: str, dty
                 f"{saved.tokenizer_directory} has no tokenizer that can be loaded "
                 f"({' '.join(str(error).split())[:200]}). Copy the tokenizer's files of the base model into it."
             ) from error
-    return ChatSession(load_for_generation(saved, place, dtype), tokenizer, options)
+
+    def load_images() -> ChatImages:
+        return ChatImages(load_processor(str(saved.tokenizer_directory), "/image"))
+
+    model = load_for_generation(saved, place, dtype)
+    return ChatSession(model, tokenizer, options, load_images if saved.has_processor else None)

@@ -31,7 +31,7 @@ class DataSpec:
         held_out_every: instead of ``eval``, for text in blocks: hold out every N-th document of ``train``, starting
             with the first in path order. A document is a text file, or a record of another format.
         held_out: instead of ``eval``, for samples: the number of samples of ``train`` to hold out, or their share
-            (below 1). Samples are selected by their content, so that equal ones are on the same side.
+            (below 1); 0: none. Samples are selected by their content, so that equal ones are on the same side.
         format: ``auto`` detects it from directory contents and file names.
         text_key: key (jsonl) or column (parquet, dataset) of the text; default: ``text``, or the format of the samples.
         file_pattern: pattern for the files of a directory; default: all; for ``python-stdlib``: ``*.py``.
@@ -75,6 +75,9 @@ class DataSpec:
     def __post_init__(self) -> None:
         if len(self.train_on) == 1 and self.train_on[0] in TRAIN_ON:  # YAML gives a text as a list of one
             object.__setattr__(self, "train_on", self.train_on[0])
+        for name in ("held_out", "held_out_every"):
+            if getattr(self, name) == 0:  # nothing is held out
+                object.__setattr__(self, name, None)
 
     @property
     def has_eval(self) -> bool:

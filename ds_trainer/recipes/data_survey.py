@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from ds_trainer.data.chat.options import EncodeOptions
+from ds_trainer.data.chat.problems import SampleProblem
+from ds_trainer.data.images.image_encoder import ImageEncoder
 from ds_trainer.data.sources.bad_lines import BadLine, BadLines, BadRecord
 from ds_trainer.data.sources.formats import RecordFormat, recognize
 from ds_trainer.data.sources.record import Record
@@ -15,9 +18,13 @@ from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
 from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.recipes.embedding_formats import KIND, embedding_format, read_row
+from ds_trainer.recipes.starting_model import StartingModel
 from ds_trainer.utils.errors import ConfigError
 
 MEASURED, COUNTED = 500, 100_000
+IMAGES = "images"
+"""Kind of conversations with images."""
+
 _LABELS = ("label", "labels", "class", "category")
 
 
@@ -26,7 +33,8 @@ class DataSurvey:
     """The data.
 
     Attributes:
-        kind: of the records (see :class:`ds_trainer.data.sources.record.Record`), ``classification`` or ``embedding``.
+        kind: of the records (see :class:`ds_trainer.data.sources.record.Record`), ``classification``,
+            ``embedding`` or :data:`IMAGES`.
         format: as a reader calls it.
         samples: their number, at most :data:`COUNTED`.
         lengths: tokens of the first :data:`MEASURED` samples, sorted.
@@ -56,15 +64,16 @@ class DataSurvey:
         )
 
 
-def survey(paths: Sequence[str], tokenizer: Any) -> DataSurvey:
+def survey(paths: Sequence[str], model: StartingModel) -> DataSurvey:
     """Read the first samples of ``paths``.
 
     Args:
         paths: files, directories or glob patterns.
-        tokenizer: of transformers; None: bytes are counted.
+        model: whose tokens are counted, those of images by its processor; of a model of bytes, bytes.
 
     Raises:
-        ConfigError: files are missing, or samples have no known or different formats; lists all problems.
+        ConfigError: files are missing, or samples have no known or different formats; lists all problems. Or there are
+            images, which the model does not take.
     """
     problems: list[str] = []
     sources: list[Source] = []
@@ -75,7 +84,7 @@ def survey(paths: Sequence[str], tokenizer: Any) -> DataSurvey:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    embeddings = _embeddings(sources, tokenizer)
+    embeddings = _embeddings(sources, model.tokenizer)
     if embeddings is not None:
         return embeddings
     formats = [source.find_format() for source in sources]
@@ -96,16 +105,29 @@ def survey(paths: Sequence[str], tokenizer: Any) -> DataSurvey:
     label_key = _label_key(sources) if "text" in kinds else None
     lengths: list[int] = []
     samples = 0
+    images: ImageEncoder | None = None
+    unusable: list[str] = []
     for record in islice(_records(sources, bad), COUNTED):
         samples += 1
-        if len(lengths) < MEASURED:
-            lengths.append(tokens_of(record, tokenizer))
+        if len(lengths) >= MEASURED:
+            continue
+        if not _has_images(record):
+            lengths.append(tokens_of(record, model.tokenizer))
+            continue
+        images = images or ImageEncoder(model.processor(), EncodeOptions())
+        try:
+            lengths += [len(sample["input_ids"]) for sample in images.encode(record).samples]
+        except SampleProblem as problem:
+            unusable.append(str(problem))
     if not lengths:
-        raise ConfigError(f"--data {' '.join(paths)}: there is no sample.")
+        raise ConfigError(unusable[:1] or [f"--data {' '.join(paths)}: there is no sample."])
     kind = "classification" if label_key is not None else next(iter(kinds))
+    with_images = images is not None and kind in ("messages", "prompt_completion")
     names = dict.fromkeys(format.name for format in formats if format is not None)
     described = "texts with labels" if label_key is not None else ", ".join(names)
-    return DataSurvey(kind, described, samples, tuple(sorted(lengths)), label_key, bad.count)
+    if with_images:
+        kind, described = IMAGES, f"{described} with images"
+    return DataSurvey(kind, described, samples, tuple(sorted(lengths)), label_key, bad.count + len(unusable))
 
 
 def _embeddings(sources: Sequence[Source], tokenizer: Any) -> DataSurvey | None:
@@ -133,6 +155,12 @@ def _embeddings(sources: Sequence[Source], tokenizer: Any) -> DataSurvey | None:
 def _records(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:
     for source in sources:
         yield from source.read(bad)
+
+
+def _has_images(record: Record) -> bool:
+    turns = [turn for value in record.fields.values() if isinstance(value, list) for turn in value]
+    contents = [turn["content"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("content"), list)]
+    return bool(record.fields.get("images")) or any(part["type"] == "image" for parts in contents for part in parts)
 
 
 def _label_key(sources: Sequence[Source]) -> str | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, Plan, search
 from ds_trainer.recipes import schema
-from ds_trainer.recipes.data_survey import DataSurvey
+from ds_trainer.recipes.data_survey import IMAGES, DataSurvey
 from ds_trainer.recipes.devices import Devices
+from ds_trainer.recipes.starting_model import StartingModel
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.host_memory import total_host_memory
 
@@ -22,6 +22,7 @@ TASKS = {
     "lora": "fine-tune LoRA adapters on them",
     "qlora": "fine-tune LoRA adapters on a base in 4 bits",
     "pretrain": "continue the pre-training on text, in blocks of equal length",
+    "vision_language": "fine-tune a vision-language model on conversations with images",
     "dpo": "prefer chosen answers over rejected ones (TRL)",
     "reward": "a reward model from chosen and rejected answers (TRL)",
     "classification": "a classifier of labeled texts",
@@ -32,10 +33,13 @@ TASKS = {
 _KINDS = {
     **dict.fromkeys(("full", "lora", "qlora"), ("messages", "prompt_completion", "text")),
     "pretrain": ("text",),
+    "vision_language": (IMAGES, "messages", "prompt_completion"),
     **dict.fromkeys(("dpo", "reward"), ("preference",)),
     "classification": ("classification",),
     "embedding": ("embedding",),
 }
+_OF_TEXT = ("full", "lora", "qlora", "pretrain")
+_ONE_EACH = (("tp", 1), ("cp", 1), ("sp", 1))  # images are not divided
 _LORA_RANK = 16
 _SMALL_MODEL = 100e6  # parameters; models below it need larger steps than pretrained ones
 _SEQUENCES = 32  # of an optimizer step
@@ -48,36 +52,25 @@ class Wanted:
     """What a recipe is for, completed and checked.
 
     Attributes:
-        model: directory or Hub name.
-        config: the content of its ``config.json``.
+        model: that is trained.
         data: paths.
         survey: of the data.
         devices: where it runs.
         output: output directory.
-        has_template: whether the model's tokenizer has a chat template.
-        is_bytes: whether the model was trained on bytes.
         teacher: directory or Hub name of a model whose distribution is learned, for fine-tuning.
     """
 
-    model: str
-    config: Mapping[str, Any]
+    model: StartingModel
     data: tuple[str, ...]
     survey: DataSurvey
     devices: Devices
     output: str
-    has_template: bool = True
-    is_bytes: bool = False
     teacher: str | None = None
-
-    @property
-    def planned(self) -> PlannedModel:
-        """The model for the planner."""
-        return PlannedModel.from_config(self.config, Path(self.model).name)
 
     @property
     def positions(self) -> int:
         """The longest sequence of the model."""
-        return self.planned.max_length or _LONGEST
+        return self.model.planned().max_length or _LONGEST
 
 
 def check_task(task: str, wanted: Wanted) -> None:
@@ -86,7 +79,7 @@ def check_task(task: str, wanted: Wanted) -> None:
     Raises:
         ConfigError: it is for other tasks, which the message names.
     """
-    kind = wanted.survey.kind
+    kind, model = wanted.survey.kind, wanted.model
     if wanted.teacher is not None and task not in ("full", "lora", "qlora", "pretrain"):
         raise ConfigError(f"--teacher {wanted.teacher} is for full, lora, qlora and pretrain, not for --task {task}.")
     if kind not in _KINDS[task]:
@@ -95,21 +88,28 @@ def check_task(task: str, wanted: Wanted) -> None:
             f"--task {task} needs data of the kind {' or '.join(_KINDS[task])}, but {', '.join(wanted.data)} has "
             f"{wanted.survey.format}. It is data for {', '.join(fitting)}."
         )
+    of_type = f"a model of type {model.config.get('model_type')!r}"
+    if task == "vision_language" and not model.takes_images:
+        raise ConfigError(f"--task {task}: {of_type} ({model.name}) takes no images.")
+    if task in _OF_TEXT and model.takes_images and not model.is_causal:
+        raise ConfigError(f"--task {task}: {of_type} is trained with --task vision_language, also on text alone.")
 
 
 def default_task(wanted: Wanted) -> tuple[str, str]:
     """The task that the data is for and that fits the devices, and why."""
-    by_kind = {"preference": "dpo", "text": "pretrain", **{kind: kind for kind in ("classification", "embedding")}}
+    by_kind = {"preference": "dpo", "text": "pretrain", IMAGES: "vision_language"}
+    by_kind |= {kind: kind for kind in ("classification", "embedding")}
     if wanted.survey.kind in by_kind:
         return by_kind[wanted.survey.kind], f"the data has {wanted.survey.format}"
-    if wanted.is_bytes:
+    if wanted.model.is_bytes:
         return "full", "the model reads bytes"
-    cluster = wanted.devices.cluster
-    if cluster is None:
-        needed = wanted.planned.total * _TRAINING_BYTES
-        if needed < total_host_memory() / 2:
-            return "full", f"all weights need {needed / 1e9:.1f} GB with their optimizer, which this machine has"
-        return "lora", f"all weights would need {needed / 1e9:.0f} GB with their optimizer"
+    if wanted.model.takes_images and not wanted.model.is_causal:
+        return "vision_language", "the model is one for images and text"
+    if wanted.devices.cluster is None:
+        needed = f"{wanted.model.planned().total * _TRAINING_BYTES / 1e9:.1f} GB with their optimizer"
+        if _fits_on_cpus(wanted):
+            return "full", f"all weights need {needed}, which this machine has"
+        return "lora", f"all weights would need {needed}"
     if plan_of("full", wanted) is not None:
         return "full", f"all weights fit on {wanted.devices.text}"
     if plan_of("lora", wanted) is not None:
@@ -117,16 +117,33 @@ def default_task(wanted: Wanted) -> tuple[str, str]:
     return "qlora", f"the weights do not fit on {wanted.devices.text} in 16 bits"
 
 
+def _fits_on_cpus(wanted: Wanted) -> bool:
+    return wanted.model.planned().total * _TRAINING_BYTES < total_host_memory() / 2
+
+
+def has_adapters(task: str, wanted: Wanted) -> bool:
+    """Whether adapters are trained: where the task says so, and on images where all weights do not fit."""
+    if task != "vision_language":
+        return task in ("lora", "qlora")
+    if wanted.devices.cluster is None:
+        return not _fits_on_cpus(wanted)
+    return _plan(task, wanted, 0) is None
+
+
 def plan_of(task: str, wanted: Wanted) -> Plan | None:
     """The fastest plan that fits; None on CPUs, or if none fits."""
+    return _plan(task, wanted, _LORA_RANK if has_adapters(task, wanted) else 0)
+
+
+def _plan(task: str, wanted: Wanted, rank: int) -> Plan | None:
     if wanted.devices.cluster is None or task == "qlora":  # the planner reads 4 bits from loaded modules only
         return None
-    rank = _LORA_RANK if task == "lora" else 0
-    model = PlannedModel.from_config(wanted.config, Path(wanted.model).name, rank)
+    model = wanted.model.planned(rank)
+    fixed = _ONE_EACH if task == "vision_language" else ()
     ranks = wanted.devices.ranks
     batch = -(-_SEQUENCES // ranks) * ranks
     length = length_of(wanted)
-    for goal in (Goal(length, batch), Goal(length)):
+    for goal in (Goal(length, batch, fixed=fixed), Goal(length, fixed=fixed)):
         best = search(model, wanted.devices.cluster, goal).best
         if best is not None:
             return best
@@ -146,7 +163,7 @@ def recipe_text(task: str, wanted: Wanted, path: str) -> str:
     plan = plan_of(task, wanted)
     lines = [
         f"# yaml-language-server: $schema={Path(schema.__file__).with_name(schema.SCHEMA_FILE)}",
-        f"# {wanted.model}: {TASKS[task]}. Written by ds-trainer init; every value can be changed.",
+        f"# {wanted.model.name}: {TASKS[task]}. Written by ds-trainer init; every value can be changed.",
         f"# Start:  {wanted.devices.command(path)}",
         f"# Data:   {wanted.survey.describe()}",
         *(f"# {line}" for line in _plan_lines(task, wanted, plan)),
@@ -198,12 +215,15 @@ def _plan_lines(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[str]:
     elif task == "qlora":
         yield f"Plan:   {wanted.devices.text}: no estimate for a base in 4 bits; the header of the run shows its memory"
     else:
-        yield f"Plan:   does NOT fit on {wanted.devices.text} by estimate; 'ds-trainer plan {wanted.model}' shows why"
+        command = f"ds-trainer plan {wanted.model.name}"
+        yield f"Plan:   does NOT fit on {wanted.devices.text} by estimate; '{command}' shows why"
 
 
 def _model(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
-    yield "path", wanted.model
-    if task in ("lora", "qlora"):
+    yield "path", wanted.model.name
+    if task == "vision_language":
+        yield "freeze", ["vision_tower"], "is not trained; or projector, language_model, or patterns of names"
+    if has_adapters(task, wanted):
         yield "peft", None, "only these adapters are trained and saved"
         yield "peft.peft_type", "LORA"
         yield "peft.r", _LORA_RANK, "rank: more learns more, and takes more memory"
@@ -219,7 +239,7 @@ def _model(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
 
 
 def _task(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
-    if task in ("dpo", "reward", "classification", "embedding"):
+    if task in ("vision_language", "dpo", "reward", "classification", "embedding"):
         yield "name", task
     if task == "embedding":
         yield "options", None, "fields of SentenceTransformerTrainingArguments, and loss, mini_batch_size"
@@ -243,12 +263,14 @@ def _data(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
     length = length_of(wanted)
     longer = sum(1 for one in wanted.survey.lengths if one > length)
     reason = f"{longer:,} of {len(wanted.survey.lengths):,} samples are longer" if longer else "no sample is longer"
-    yield "max_length", length, f"tokens; {reason}"
-    if task in ("full", "lora", "qlora"):
-        if longer:
+    yield "max_length", length, f"tokens{', with those of images' if wanted.survey.kind == IMAGES else ''}; {reason}"
+    if task in ("full", "lora", "qlora", "vision_language"):
+        if task == "vision_language":
+            yield "long_samples", "drop", "or error, or truncate: text behind the last image"
+        elif longer:
             yield "long_samples", "truncate", "or drop, split (text), error"
-        if wanted.survey.kind == "messages":
-            if not wanted.has_template:
+        if wanted.survey.kind in ("messages", IMAGES):
+            if task != "vision_language" and not wanted.model.has_template:
                 yield "chat_template", "chatml", "the model's tokenizer has none"
             yield "train_on", "assistant", "only answers are learned; or last_turn, all, a list of roles"
     if wanted.survey.bad_lines:
@@ -278,6 +300,8 @@ def _arguments(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[tuple[A
     samples_per_row = length_of(wanted) // max(1, wanted.survey.percentile(0.5))
     if task in ("full", "lora", "qlora") and samples_per_row >= 4:
         yield "packing", True, "short samples share a row, without seeing each other"
+    if task == "vision_language" and wanted.devices.cluster is not None:
+        yield "dataloader_num_workers", 4, "they read and resize the images of the next batches"
     yield "logging_steps", 10
     yield "eval_strategy", "epoch"
     yield "save_strategy", "epoch"
@@ -296,10 +320,11 @@ def _without_plan(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
 
 
 def _learning_rate(task: str, wanted: Wanted) -> tuple[str, str]:
-    if wanted.planned.total < _SMALL_MODEL and task in ("full", "lora", "qlora", "pretrain"):
+    if wanted.model.planned().total < _SMALL_MODEL and task in (*_OF_TEXT, "vision_language"):
         return "1e-3", "the model is small"
     rates = {
         "full": "1e-5",
+        **({} if has_adapters(task, wanted) else {"vision_language": "1e-5"}),
         "pretrain": "2e-5",
         "dpo": "1e-6",
         "reward": "1e-5",

@@ -14,15 +14,24 @@ def processor_of(recipe: Recipe) -> Any:
     Raises:
         ConfigError: there is none, or it cannot be loaded.
     """
-    from transformers import AutoProcessor
-
-    from ds_trainer.training.loading.model_files import model_directory
-
-    where, name = f"{recipe.where('model.path')}: model.path", recipe.model.path
+    name = recipe.model.path
     if name is None:
         raise ConfigError(
             f"{recipe.where('model')}: model: task vision_language starts from a trained model; set model.path."
         )
+    return load_processor(name, f"{recipe.where('model.path')}: model.path")
+
+
+def load_processor(name: str, where: str) -> Any:
+    """The processor of the model ``name``, a directory or Hub name; ``where`` is the place of it, for messages.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    from transformers import AutoProcessor
+
+    from ds_trainer.training.loading.model_files import model_directory
+
     try:
         processor = AutoProcessor.from_pretrained(model_directory(name, weights=False), local_files_only=True)
     except ConfigError as error:

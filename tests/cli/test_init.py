@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
 from tests.support.chat_model import save_chat_model
 from tests.support.json_schema import schema_problems
+from tests.support.vision_models import picture, save_vision_model
 
 WORDS = ("red", "green", "blue", "cat", "dog", "fox")
 PAIRS = [f"{first} {second}" for first in WORDS for second in WORDS]
@@ -41,6 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_chat_model(path / "base")
     for name, rows in ROWS.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_vision_model(path / "vision", "llava")
+    picture(16, 20, 0).save(path / "a.png")
+    images = [{**row, "images": ["a.png"] * (index % 3)} for index, row in enumerate(ROWS["chat"])]
+    (path / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in images))
     return path
 
 
@@ -99,6 +105,59 @@ def test_a_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert distillation is not None and distillation.teacher == str(folder / "base")
     assert init(folder, "preferences.jsonl", *options) == CANNOT_WORK
     assert "not for --task dpo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("devices", ["cpu", "8 x H100-80GB"])
+def test_images(folder: Path, devices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(folder / "vision"), "--devices", devices, "--yes", "--force"]
+    assert init(folder, "images.jsonl", *options) == DONE
+    assert "36 samples of conversations (messages) with images" in capsys.readouterr().out
+    recipe = load_recipe(folder / "r.yaml")
+    assert recipe.task.name == "vision_language" and recipe.model.freeze == ("vision_tower",)
+    assert recipe.data.max_length == 128 and recipe.data.long_samples == "drop"
+    assert not {"tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"} & recipe.arguments.keys()
+    root, problems = read_yaml((folder / "r.yaml").read_text(), "r.yaml")
+    assert not problems and list(schema_problems(root.plain(), recipe_schema())) == []
+    assert init(folder, "chat.jsonl", *options) == DONE  # text alone, for a model that reads both
+    assert load_recipe(folder / "r.yaml").task.name == "vision_language"
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "options", "message"),
+    [
+        ("base", "images.jsonl", [], "takes none"),
+        ("base", "chat.jsonl", ["--task", "vision_language"], "takes no images"),
+        ("vision", "chat.jsonl", ["--task", "lora"], "is trained with --task vision_language"),
+        ("vision", "images.jsonl", ["--task", "dpo"], "It is data for vision_language"),
+    ],
+)
+def test_images_that_cannot_be_trained_on(
+    folder: Path, model: str, data: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--model", str(folder / model), "--devices", "cpu", "--yes", *options]
+    assert init(folder, data, *chosen, out="wrong.yaml") == CANNOT_WORK
+    assert message in capsys.readouterr().err
+    assert not (folder / "wrong.yaml").exists()
+
+
+def test_images_that_fit_with_adapters_only(folder: Path) -> None:
+    """The planner's shape of a large model, with the weights of none."""
+    config = json.loads((folder / "vision" / "config.json").read_text())
+    large = folder / "large"
+    shutil.copytree(folder / "vision", large, ignore=shutil.ignore_patterns("*.safetensors"))
+    config["text_config"] |= {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    }
+    (large / "config.json").write_text(json.dumps(config))
+    options = ["--model", str(large), "--devices", "8 x H100-80GB", "--yes", "--force"]
+    assert init(folder, "images.jsonl", *options) == DONE
+    recipe = load_recipe(folder / "r.yaml")
+    assert recipe.model.peft is not None and recipe.model.freeze == ("vision_tower",)
+    assert "does NOT fit" not in (folder / "r.yaml").read_text()
 
 
 def test_a_plan_for_gpus_that_this_machine_does_not_have(folder: Path) -> None:

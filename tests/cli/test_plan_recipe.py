@@ -106,3 +106,73 @@ def test_adapters_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path = recipe(tmp_path / "job.yaml", peft={"peft_type": "IA3"})
     assert main(["plan", path]) == CANNOT_WORK
     assert "IA3 are unknown to plan" in capsys.readouterr().err
+
+
+def test_a_recipe_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    assert main(["plan", path, "--as-written", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    (plan,) = found["plans"]
+    args = load_recipe(path).training_arguments()
+    assert found["tried"] == 1 and plan["global_batch"] == 4 * 2 * 4  # per device, accumulation, data parallel of tp 2
+    for name in ("tensor_parallel_size", "offload_optimizer", "fp16", "per_device_train_batch_size"):
+        assert plan["arguments"][name] == getattr(args, name), name
+    assert plan["arguments"]["zero_stage"] == found["deepspeed_config"]["zero_optimization"]["stage"]
+    assert plan["command"] == f"ds-trainer launch --nproc-per-node 8 {path}"
+    # The search has the same way to run, with the same figures.
+    fixed = ["--tensor-parallel-size", "2", "--micro-batch", "4", "--offload", "optimizer", "--zero-stage"]
+    features = ["--activation-checkpointing", "on", "--chunked-loss", "on", "--tiled-mlp", "off"]
+    others = [str(plan["arguments"]["zero_stage"]), *features, "--offload-activations", "off", "--global-batch", "32"]
+    assert main(["plan", path, "--json", *fixed, *others]) == DONE
+    (same,) = json.loads(capsys.readouterr().out)["plans"]
+    assert same["memory"] == plan["memory"] and same["seconds"] == plan["seconds"]
+
+
+def test_a_recipe_as_it_is_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    assert main(["plan", path, "--as-written", "--device", "L4"]) == NOTHING_FITS
+    printed = capsys.readouterr().out
+    assert "the recipe as it is" in printed and "would fit with" in printed
+    assert main(["plan", path, "--as-written", "--arguments.per_device_train_batch_size=1", "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["plans"][0]["global_batch"] == 8
+
+
+def test_pairs_and_frozen_weights_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.support.vision_models import make_model, make_processor
+
+    def planned(name: str, **content: object) -> dict[str, object]:
+        data = {"train": ["python-stdlib"], "max_length": 64}
+        arguments = {"output_dir": "runs/x", "per_device_train_batch_size": 2, "bf16": True, "zero_stage": 2}
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump({"data": data, "arguments": arguments, **content}))
+        assert main(["plan", str(path), "--as-written", "--json", "--devices-per-node", "2"]) == DONE
+        found = json.loads(capsys.readouterr().out)
+        assert isinstance(found, dict)
+        return found
+
+    (tmp_path / "llama").mkdir()
+    config = {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    model = {"path": str(tmp_path / "llama")}
+    pairs = planned("dpo.yaml", task="dpo", model=model)
+    assert pairs["plans"][0]["global_batch"] == 2 * 2 * 2  # type: ignore[index]
+    assert "a second copy of the weights" in str(pairs["notes"])
+    assert planned("sft.yaml", model=model)["plans"][0]["global_batch"] == 2 * 2  # type: ignore[index]
+
+    vision = make_model("llava", make_processor("llava"))
+    (tmp_path / "vision").mkdir()
+    vision.config.save_pretrained(tmp_path / "vision")
+    about = {"path": str(tmp_path / "vision")}
+    whole = planned("whole.yaml", task="vision_language", model=about)
+    part = planned("part.yaml", task="vision_language", model={**about, "freeze": ["vision_tower"]})
+    tower = sum(p.numel() for name, p in vision.named_parameters() if "vision_tower" in name)
+    assert whole["model"]["trainable"] - part["model"]["trainable"] == tower > 0  # type: ignore[index]
+
+
+def test_as_written_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path / "job.yaml")
+    assert main(["plan", path, "--as-written", "--zero-stage", "2", "--global-batch", "8"]) == CANNOT_WORK
+    assert "--zero-stage, --global-batch cannot be given" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main(["plan", str(tmp_path / "config.json"), "--as-written"]) == CANNOT_WORK
+    assert "needs a recipe" in capsys.readouterr().err

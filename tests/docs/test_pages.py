@@ -34,13 +34,14 @@ def text(name: str) -> str:
 # -- generated pages ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", ["recipe_reference", "zero_table", "behaviors_table", "plan_page"])
+@pytest.mark.parametrize("tool", ["recipe_reference", "zero_table", "behaviors_table", "plan_page", "recipe_plans"])
 def test_generated_pages_are_current(tool: str) -> None:
     """When this fails: python tools/TOOL.py --write"""
     code = (
         f"import sys; sys.path.insert(0, 'tools'); import {tool} as tool; text = tool.PAGE.read_text(encoding='utf-8');"
     )
-    code += " print((tool.page(text) if tool.__name__ in ('zero_table', 'plan_page') else tool.page()) == text)"
+    reads = tool in ("zero_table", "plan_page", "recipe_plans")
+    code += f" print(tool.page({'text' if reads else ''}) == text)"
     completed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert completed.stdout.split()[-1:] == ["True"], completed.stderr
 

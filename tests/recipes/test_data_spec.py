@@ -57,6 +57,14 @@ def test_text_in_blocks_is_no_fine_tuning(tmp_path: Path) -> None:
     assert recipe.tokens_per_sample == 32
 
 
+def test_nothing_held_out(tmp_path: Path) -> None:
+    data = load(tmp_path, GOOD, "--data.held_out=0").data
+    assert data.held_out is None and not data.has_eval
+    data = load(tmp_path, GOOD.replace("held_out: 0.05", "held_out: 0\n  eval: e")).data  # an override of a recipe
+    assert data.has_eval
+    assert load(tmp_path, GOOD, "--data.held_out=null", "--data.held_out_every=0").data.held_out_every is None
+
+
 @pytest.mark.parametrize("given", ["last_turn", "[user, assistant]", "assistant"])
 def test_train_on_is_a_word_or_roles(tmp_path: Path, given: str) -> None:
     train_on = load(tmp_path, GOOD, f"--data.train_on={given}").data.train_on
@@ -80,7 +88,7 @@ def test_train_on_is_a_word_or_roles(tmp_path: Path, given: str) -> None:
         ("limit: 10", "format: xls", "r.yaml:6: data.train[1].format: expected one of 'auto', 'text', 'jsonl', 'json'"),
         ("limit: 10", "kind: chat", "r.yaml:6: data.train[1].kind: expected one of 'auto', 'text', 'messages'"),
         ("held_out: 0.05", "held_out: 1.5", "data.held_out=1.5 must be a number of samples, or a share between 0 and"),
-        ("held_out: 0.05", "held_out: 0", "data.held_out=0 must be a number of samples"),
+        ("held_out: 0.05", "held_out: -1", "data.held_out=-1 must be a number of samples"),
         ("held_out: 0.05", "held_out: 5\n  eval: e", "data: 'eval' (e) and 'held_out' (5) both select evaluation data"),
         ("held_out: 0.05", "held_out_every: 5", "data.held_out_every=5 is for text in blocks (sequence_length); use"),
         ("max_length: 4K", "max_length: 4X", "data.max_length='4X' must be a positive number of tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ds_trainer.arguments.completion import as_mapping
@@ -13,6 +14,7 @@ from ds_trainer.planner.optimizer_states import state_bytes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
 from ds_trainer.training.model.activation_offload import offloads_activations
+from ds_trainer.training.model.chunked_loss.chunked_loss import uses_tiles
 from ds_trainer.training.model.preparation import chunks_loss
 from ds_trainer.training.planning.sequence_length import SequenceLength
 from ds_trainer.training.startup.configuration import TrainerInputs
@@ -20,7 +22,30 @@ from ds_trainer.training.startup.configuration import TrainerInputs
 
 def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: ParallelLayout, length: int) -> Candidate:
     """The run that ``config`` describes, on sequences of ``length`` tokens."""
-    args, batch, precision = inputs.args, batch_plan_of(inputs.args, layout), config.precision.dtype
+    args = inputs.args
+    return replace(
+        candidate_of_arguments(args, config, layout, length, inputs.eval_dataset is not None),
+        attention=attention_of(inputs.model),
+        state_bytes=state_bytes(optimizer_name(inputs) or config.optimizer_type or str(args.optim)),
+        chunked_loss=chunks_loss(inputs.model, args, config, _tokens(args, layout, length)),
+    )
+
+
+def candidate_of_arguments(
+    args: TrainingArguments, config: CompiledConfig, layout: ParallelLayout, length: int, evaluates: bool, rows: int = 0
+) -> Candidate:
+    """The run that ``config`` describes, as far as that is known without a model.
+
+    Args:
+        args: what ``config`` was compiled from.
+        config: the compiled configuration.
+        layout: the layout of the job.
+        length: tokens of a sequence.
+        evaluates: whether there is data for an evaluation.
+        rows: rows of the vocabulary at the LM head, which decide whether the loss is chunked; 0: it is not.
+    """
+    batch = batch_plan_of(args, layout)
+    compiles = bool(args.torch_compile or config.uses_deepspeed_compiler)
     return Candidate(
         layout.world_size,
         length,
@@ -36,15 +61,21 @@ def candidate_of(inputs: TrainerInputs, config: CompiledConfig, layout: Parallel
         param_on_nvme=config.offload("param") == "nvme",
         every_n_layers=every_n_layers(args),
         checkpointing=bool(args.activation_checkpointing) or config.activation_checkpointing is not None,
-        precision=precision,
-        attention=attention_of(inputs.model),
-        state_bytes=state_bytes(optimizer_name(inputs) or config.optimizer_type or str(args.optim)),
-        eval_micro_batch=None if inputs.eval_dataset is None else evaluation_plan_of(args, layout).micro_batch,
+        precision=config.precision.dtype,
+        state_bytes=state_bytes(config.optimizer_type or str(args.optim)),
+        eval_micro_batch=evaluation_plan_of(args, layout).micro_batch if evaluates else None,
         float32_sums=config.accumulation_dtype == "fp32",
         tiled_mlp=bool(args.tiled_mlp),
         offload_activations=offloads_activations(args),
-        chunked_loss=chunks_loss(inputs.model, args, config, batch.micro_batch * length // (layout.cp * layout.sp)),
+        chunked_loss=bool(rows)
+        and not compiles
+        and uses_tiles(args.loss_chunk_tokens, _tokens(args, layout, length), rows),
     )
+
+
+def _tokens(args: TrainingArguments, layout: ParallelLayout, length: int) -> int:
+    """Tokens of a rank in a micro-batch."""
+    return batch_plan_of(args, layout).micro_batch * length // (layout.cp * layout.sp)
 
 
 def unknown_activations(

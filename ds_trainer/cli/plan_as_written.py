@@ -1,0 +1,54 @@
+"""``ds-trainer plan RECIPE --as-written``: memory and time of a recipe as it is, without a search."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from ds_trainer.cli.plan_fixed import given_options
+from ds_trainer.cli.plan_request import PlanRequest
+from ds_trainer.config.compiler import compile_config
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.memory.estimate import MemoryEstimator
+from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.planner.search import Plan, SearchResult
+from ds_trainer.training.planning.candidates import candidate_of_arguments
+from ds_trainer.utils.errors import ConfigError
+
+_PAIRS = ("dpo", "reward")  # TRL puts both answers of a sample into one batch
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that ask for something else."""
+    others = given_options(options)
+    others += [f"--{name.replace('_', '-')}" for name in ("seq_len", "global_batch", "precision", "solve", "dry_run")
+               if getattr(options, name) is not None]  # fmt: skip
+    if others:
+        raise ConfigError(
+            f"--as-written takes all values from the recipe, so {', '.join(others)} cannot be given with it. Values of "
+            "the recipe can be replaced, as in --arguments.zero_stage=2."
+        )
+
+
+def as_written(request: PlanRequest) -> SearchResult:
+    """The one plan that the recipe describes on the devices of ``request``.
+
+    Raises:
+        ConfigError: there is no recipe, or it cannot work on these devices.
+    """
+    recipe, model, cluster = request.recipe, request.model, request.cluster
+    if recipe is None:
+        raise ConfigError("--as-written needs a recipe (a .yaml file), not a model.")
+    args = recipe.training_arguments()
+    layout = ParallelLayout.of(args, cluster.world_size)
+    shape = ModelShape.from_config(request.config, source=model.name)
+    config = compile_config(args, layout, shape, "cuda", cluster=cluster)
+    length = request.goal.length
+    rows = model.rows if recipe.task.is_next_token else 0
+    run = candidate_of_arguments(args, config, layout, length, recipe.data.has_eval, rows)
+    if recipe.task.name in _PAIRS:
+        evaluated = None if run.eval_micro_batch is None else 2 * run.eval_micro_batch
+        run = replace(run, micro_batch=2 * run.micro_batch, eval_micro_batch=evaluated)
+    plan = Plan(model, run, cluster, MemoryEstimator(model, cluster).estimate(run), request.goal.margin)
+    fitting, rejected = ((plan,), ()) if plan.fits else ((), (plan,))
+    return SearchResult(fitting, rejected, tried=1)
