@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ds_trainer.parallel.document_attention import active_documents, can_attend, document_attention
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.ring_attention import cast_for_attention, ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
@@ -147,15 +148,23 @@ def _unsharded(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
 ) -> torch.Tensor:
-    tokens, device = query.shape[-2], query.device
+    tokens, device, documents = query.shape[-2], query.device, active_documents()
+    if (
+        documents is not None
+        and attention_mask is None
+        and position_ids is not None
+        and tuple(position_ids.shape) == documents.shape
+        and can_attend(documents, query, key, value)
+    ):
+        return document_attention(query, key, value, documents, causal, window, scale)
     mask: torch.Tensor | None = None
     if attention_mask is not None:
         mask = attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :]
     elif position_ids is not None:
         breaks = position_ids.to(device).diff(dim=-1) != 1
         if breaks.any():  # one device sync per call, cheaper than a [tokens, tokens] mask for every sequence
-            documents = torch.nn.functional.pad(breaks.cumsum(-1), (1, 0))
-            mask = (documents[:, :, None] == documents[:, None, :])[:, None]
+            numbers = torch.nn.functional.pad(breaks.cumsum(-1), (1, 0))
+            mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
     if window is not None:
         positions = torch.arange(tokens, device=device)
         distance = positions[:, None] - positions[None, :]

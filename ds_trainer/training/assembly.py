@@ -34,7 +34,7 @@ from ds_trainer.training.loop.source_losses import SourceLosses
 from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
-from ds_trainer.training.model.preparation import adapt_model, chunked_loss_of
+from ds_trainer.training.model.preparation import adapt_model, chunked_loss_of, compiles
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
 from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
@@ -133,6 +133,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             check=checked_raw_batch if "_prepare_inputs" in self.overridden else checked_batch,
             chunked=chunked_loss_of(self.args, self.compiled),
             sources=SourceLosses(self.args, self.device),
+            packed=packs(self.args) and not compiles(self.args, self.compiled),
         )
         self.declare_loss()
         self.eval_loaders = {}

@@ -18,6 +18,7 @@ from torch import nn
 from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.parallel.attention import use_sharding
+from ds_trainer.parallel.document_attention import use_documents
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
@@ -27,6 +28,7 @@ from ds_trainer.training.loop.loss_rule import LossRule, loss_in
 from ds_trainer.training.loop.source_losses import SourceLosses
 from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
 from ds_trainer.training.model.label_smoothing import LabelSmoother
+from ds_trainer.training.model.packing.attention import documents_of
 from ds_trainer.training.model.sequence_sharding.setup import takes_shifted_labels
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
@@ -65,10 +67,11 @@ class LossComputation:
         check: returns a batch if it can be one.
         chunked: computes the loss of a linear head without the logits of whole sequences.
         sources: records the losses of tokens by their source.
+        packed: whether batches are packed rows, whose samples attention computes one by one.
 
     Attributes:
         rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
-        sharder: see above.
+        sharder, packed: see above.
         for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
         check: see above.
@@ -95,12 +98,14 @@ class LossComputation:
         sources: SourceLosses,
         check: Callable[[Any], Any] = checked_batch,
         chunked: ChunkedLoss | None = None,
+        packed: bool = False,
     ) -> None:
         self.rule = rule
         self.chunked = ChunkedLoss(0) if chunked is None else chunked
         self.sources = sources
         self.check = check
         self.sharder = sharder
+        self.packed = packed
         self.for_loop = False
         self.items: ItemCount | None = None
         self.overlap_count = overlap_count
@@ -261,12 +266,14 @@ class LossComputation:
 
     @contextmanager
     def sharded(self, inputs: Any, needs_labels: bool = True) -> Iterator[Any]:
-        """Context with the shard of this rank of a replica's batch. In it, attention uses the sequence sharding.
+        """Context with the shard of this rank of a replica's batch. In it, attention uses the sequence sharding, and
+        knows the samples of packed rows.
 
         Keep it open during the backward pass, because activation checkpointing runs attention again.
         """
         if self.sharder is None:
-            yield inputs
+            with use_documents(documents_of(inputs) if self.packed else None):
+                yield inputs
             return
         groups = parallel_groups(self._layout)
         if isinstance(inputs, ShardedBatch):

@@ -93,7 +93,7 @@ class MicroBatchRunner:
         self._layout = engine.layout
         self._spread = engine.layout.replica_size > 1
         self._loss_context = methods.loss_context or nullcontext
-        self._plain = self._accelerator is None and not self._spread
+        self._plain = self._accelerator is None and not self._spread and not losses.packed
         self.accumulation = 1
         """Micro-batches of this rank in the current step."""
         self.several_micro_batches = True

@@ -96,7 +96,7 @@ def check_model(
         model,
         args.loss_chunk_tokens,
         args.z_loss_factor,
-        _compiles(args, compiled),
+        compiles(args, compiled),
     )
     if problems:
         raise ConfigError(problems)
@@ -104,7 +104,7 @@ def check_model(
 
 def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> ChunkedLoss:
     """What computes the loss without whole logits, as the arguments say."""
-    if _compiles(args, compiled):
+    if compiles(args, compiled):
         return ChunkedLoss(0)
     return ChunkedLoss(args.loss_chunk_tokens, args.z_loss_factor)
 
@@ -112,7 +112,7 @@ def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> Chunke
 def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, tokens: int) -> bool:
     """Whether the loss of a micro-batch of ``tokens`` on a rank will be computed without its whole logits."""
     head = output_embedding(model)
-    if _compiles(args, compiled) or head_problem(head) is not None:
+    if compiles(args, compiled) or head_problem(head) is not None:
         return False
     classes = getattr(head, "out_features", None)
     return classes is not None and uses_tiles(args.loss_chunk_tokens, tokens, classes)
@@ -145,7 +145,8 @@ def prepared_for_training(model: nn.Module, args: TrainingArguments, layout: Par
         yield
 
 
-def _compiles(args: TrainingArguments, compiled: CompiledConfig) -> bool:
+def compiles(args: TrainingArguments, compiled: CompiledConfig) -> bool:
+    """Whether torch or DeepSpeed compiles the model."""
     return bool(args.torch_compile or compiled.uses_deepspeed_compiler)
 
 

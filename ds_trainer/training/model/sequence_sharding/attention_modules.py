@@ -37,7 +37,7 @@ _UNSUPPORTED = {  # arguments of attention functions that change the result and 
 
 
 @dataclass(frozen=True)
-class ShardedMask:
+class RequestedMask:
     """Replaces a mask: the kind of mask that the model requested, apart from documents and padding.
 
     Attributes:
@@ -95,7 +95,7 @@ def register_attention() -> None:
 
 
 def sharded_mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
-    """The mask of a forward pass: transformers' own without sharding, else a :class:`ShardedMask`.
+    """The mask of a forward pass: transformers' own without sharding, else a :class:`RequestedMask`.
 
     Raises:
         ConfigError: with sharding, queries and keys are different tokens, or the kind of mask is not supported.
@@ -106,7 +106,7 @@ def sharded_mask(*, q_length: int, kv_length: int, mask_function: Callable[..., 
         return sdpa_mask(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **rest)
     if q_length != kv_length:
         raise ConfigError(_other_keys(q_length, kv_length))
-    return _requested_mask(mask_function)
+    return requested_mask(mask_function)
 
 
 def sharded_attention(
@@ -125,11 +125,11 @@ def sharded_attention(
 
     Raises:
         ConfigError: the layer uses a feature that sharded sequences do not support.
-        RuntimeError: a :class:`ShardedMask` without active sharding.
+        RuntimeError: a :class:`RequestedMask` without active sharding.
     """
     sharding = active_sharding()
     if sharding is None:
-        if isinstance(attention_mask, ShardedMask):
+        if isinstance(attention_mask, RequestedMask):
             raise RuntimeError(
                 "a layer is recomputed outside of the sharding of its batch: enter use_sharding around backward"
             )
@@ -142,7 +142,7 @@ def sharded_attention(
     problems = list(_call_problems(module, query, key, attention_mask, dropout, rest, sharding))
     if problems:
         raise ConfigError(problems)
-    if isinstance(attention_mask, ShardedMask):
+    if isinstance(attention_mask, RequestedMask):
         causal, window = attention_mask.causal, attention_mask.window
     else:  # no mask requested: sdpa's rule
         causal, window = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
@@ -169,7 +169,7 @@ def _call_problems(
             f"{sharding.plan.length}: only the batch's own sequence can be sharded. Set context_parallel_size and "
             "sequence_parallel_size to 1."
         )
-    if mask is not None and not isinstance(mask, ShardedMask):
+    if mask is not None and not isinstance(mask, RequestedMask):
         problems.append(
             f"{layer}: a precomputed attention mask of shape {list(getattr(mask, 'shape', []))} describes a full "
             "sequence, but this rank has a shard. Pass attention_mask [batch, tokens], and documents as position_ids."
@@ -199,11 +199,14 @@ def _other_keys(queries: int, keys: int) -> str:
     )
 
 
-def _requested_mask(mask_function: Callable[..., Any]) -> ShardedMask:
-    """Reads the kind of mask from a mask function of transformers.masking_utils, which is composed of closures.
+def requested_mask(mask_function: Callable[..., Any]) -> RequestedMask:
+    """Read the kind of mask from a mask function of transformers.masking_utils, which is composed of closures.
 
     Ignores documents that transformers found in position_ids: the plan of the full sequence has them, and a shard in
-    zig-zag order has jumps that are not document boundaries.
+    zig-zag order has jumps that are not document boundaries. Padding is ignored, too.
+
+    Raises:
+        ConfigError: the mask is of another kind.
     """
     from transformers import masking_utils
 
@@ -234,4 +237,4 @@ def _requested_mask(mask_function: Callable[..., Any]) -> ShardedMask:
                 f"the model requests a mask by {maker}, but sharded attention supports causal, sliding and full "
                 "attention with documents and padding. Set context_parallel_size and sequence_parallel_size to 1."
             )
-    return ShardedMask(causal, window)
+    return RequestedMask(causal, window)
