@@ -20,6 +20,7 @@ from typing import Any
 from published_configs import MODERNBERT_BASE, QWEN2_5_VL_7B, llama, models
 
 from ds_trainer.cli.main import main
+from ds_trainer.planner.plan_report import seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "how-to" / "recipes.md"
@@ -69,7 +70,7 @@ def _cells(answer: dict[str, Any]) -> tuple[str, str, str]:
     memory = f"{plan['memory']['device'] / 1e9:.0f} GB"
     if not plan["fits"]:
         return f"{memory}: too large", "", ""
-    return memory, f"{plan['seconds']['estimate']:.1f} s", f"{plan['tokens_per_second']:,.0f}"
+    return memory, seconds(plan["seconds"]["estimate"]), f"{plan['tokens_per_second']:,.0f}"
 
 
 if __name__ == "__main__":

@@ -246,9 +246,21 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _config_of_recipe(recipe: Recipe) -> tuple[dict[str, Any], str]:
-    if recipe.model.path is not None:
-        return read_config(str(recipe.model.path))
-    return dict(recipe.model.architecture or {}), Path(recipe.path).stem
+    if recipe.model.path is None:
+        return dict(recipe.model.architecture or {}), Path(recipe.path).stem
+    config, name = read_config(str(recipe.model.path))
+    return {**config, **class_of_task(recipe.task.name, str(config["model_type"]))}, name
+
+
+def class_of_task(task: str, family: str) -> dict[str, list[str]]:
+    """What a task trains of a family whose files are those of a language model: one with another head, or with none."""
+    if task not in ("reward", "classification", "embedding"):
+        return {}
+    from transformers.models.auto import modeling_auto as auto
+
+    table = auto.MODEL_MAPPING_NAMES if task == "embedding" else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    name = table.get(family)
+    return {"architectures": [name if isinstance(name, str) else name[0]]} if name else {}
 
 
 def _adapters(recipe: Recipe, notes: list[str]) -> int:

@@ -112,8 +112,8 @@ def document_attention(
         ``[rows, heads, tokens, head_dim of value]``.
     """
     compute = _one_by_one if query.device.type == "cpu" else _varlen
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # [all tokens, heads, dim]
-    out = compute(*flat, documents, causal, window, scale)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [all tokens, heads, dim]
+    out = compute(q, k, v, documents, causal, window, scale)
     return out.unflatten(0, documents.shape).transpose(1, 2)
 
 

@@ -174,10 +174,13 @@ class ChatSession:
         """Whether the template reads lists of parts only, as those of vision-language models; found by trying."""
         self._as_parts = False
         probe = [{"role": "user", "content": _MARK}]
-        try:
-            return _MARK not in self._render(probe, add_generation_prompt=False)
-        except ConfigError:
-            return False
+        for self._as_parts in (False, True):
+            try:
+                if _MARK in self._render(probe, add_generation_prompt=False):
+                    return self._as_parts
+            except ConfigError:
+                continue
+        return False
 
     def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         import jinja2

@@ -122,12 +122,13 @@ def _fits_on_cpus(wanted: Wanted) -> bool:
 
 
 def has_adapters(task: str, wanted: Wanted) -> bool:
-    """Whether adapters are trained: where the task says so, and on images where all weights do not fit."""
+    """Whether adapters are trained: where the task says so, and on images where all weights would need the host."""
     if task != "vision_language":
         return task in ("lora", "qlora")
     if wanted.devices.cluster is None:
         return not _fits_on_cpus(wanted)
-    return _plan(task, wanted, 0) is None
+    whole = _plan(task, wanted, 0)
+    return whole is None or whole.candidate.offload_optimizer
 
 
 def plan_of(task: str, wanted: Wanted) -> Plan | None:

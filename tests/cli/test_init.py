@@ -140,8 +140,8 @@ def test_images_that_cannot_be_trained_on(
     assert not (folder / "wrong.yaml").exists()
 
 
-def test_images_that_fit_with_adapters_only(folder: Path) -> None:
-    """The planner's shape of a large model, with the weights of none."""
+def test_images_with_adapters_where_all_weights_would_need_the_host(folder: Path) -> None:
+    """A large model, of which the planner reads the shapes."""
     config = json.loads((folder / "vision" / "config.json").read_text())
     large = folder / "large"
     shutil.copytree(folder / "vision", large, ignore=shutil.ignore_patterns("*.safetensors"))
