@@ -5,10 +5,10 @@ same model on it: this package's Trainer with packing, with padding, with paddin
 transformers' Trainer with padding. A step has about as many tokens in every loop, padding not counted.
 
 All loops run in one process, in threads that take turns (``turns.py``): a loop runs a block of steps while the others
-sleep. So other load on the machine affects all of them, and the *ratio within a round* is meaningful even if single
-rates are not. ``group_by_length`` begins with the longest samples of each 50 global batches, so its rate is that of the
-whole data only after a multiple of 50 steps. Afterwards every loop evaluates the same held-out paragraphs; the losses
-are compared at the number of tokens that was trained on.
+sleep. So other load on the machine affects all of them, and ratios are meaningful even if single rates are not.
+``group_by_length`` begins with the longest samples of each 50 global batches, so its rate is that of the whole data
+only over a multiple of 50 steps: the ratio is that of all steps, and the range is that of the rounds. Afterwards every
+loop evaluates the same held-out paragraphs; the losses are compared at the number of tokens that was trained on.
 
     python benchmarks/packing.py                 the table, a few minutes
     python benchmarks/packing.py --rounds 3      the same with few rounds
@@ -197,30 +197,46 @@ def _result(
     """Tokens per second of each round, by CPU time and by wall-clock time, and the share of padding."""
     blocks = [steps for who, steps in turns.times if who == name][1:]
     rates: dict[str, list[float]] = {"wall": [], "cpu": []}
+    seconds = dict.fromkeys(rates, 0.0)
+    trained = 0
     for index, steps in enumerate(blocks):
         start = options.warmup + index * options.block
         count = sum(tokens[start : start + options.block])
+        trained += count
         for clock in rates:
-            rates[clock].append(count / sum(getattr(step, clock) for step in steps))
-    return {**rates, "padding": 1 - sum(tokens) / sum(computed)}
+            spent = sum(getattr(step, clock) for step in steps)
+            rates[clock].append(count / spent)
+            seconds[clock] += spent
+    rate = {clock: trained / spent for clock, spent in seconds.items()}
+    return {**rates, "rate": rate, "padding": 1 - sum(tokens) / sum(computed)}
 
 
 def ratio(result: dict[str, Any], other: str, clock: str) -> float:
-    """Median over the rounds of the rate with packing, divided by that of ``other``."""
+    """The rate with packing over all rounds, divided by that of ``other``."""
     loops = result["loops"]
-    return statistics.median(a / b for a, b in zip(loops[PACKED][clock], loops[other][clock], strict=True))
+    return float(loops[PACKED]["rate"][clock] / loops[other]["rate"][clock])
+
+
+def spread(result: dict[str, Any], other: str, clock: str) -> str:
+    """The quartiles of this ratio within a round."""
+    loops = result["loops"]
+    ratios = [a / b for a, b in zip(loops[PACKED][clock], loops[other][clock], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{low:.2f} to {high:.2f}"
 
 
 def table(result: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
     lines = [
-        "| loop | padding | tokens/s (CPU time) | packed is faster by (CPU) | (wall clock) | held-out loss | tokens |",
-        "|---|---|---|---|---|---|---|",
+        "| loop | padding | tokens/s (CPU time) | packed is faster by (CPU) | quartiles of rounds | (wall clock) | "
+        "held-out loss | tokens |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, loop in result["loops"].items():
+        cpu, wall = ratio(result, name, "cpu"), ratio(result, name, "wall")
         lines.append(
-            f"| {name} | {100 * loop['padding']:.1f} % | {statistics.median(loop['cpu']):,.0f} | "
-            f"{ratio(result, name, 'cpu'):.2f} x | {ratio(result, name, 'wall'):.2f} x | "
+            f"| {name} | {100 * loop['padding']:.1f} % | {loop['rate']['cpu']:,.0f} | "
+            f"{cpu:.2f} x | {spread(result, name, 'cpu')} | {wall:.2f} x | "
             f"{result['held_out_loss'][name]:.4f} | {result['trained_tokens'][name]:,} |"
         )
     return "\n".join(lines)
@@ -229,8 +245,8 @@ def table(result: dict[str, Any]) -> str:
 def main() -> int:
     """Measure, print the table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--block", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--block", type=int, default=5, help="steps of a turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--length", type=int, default=512, help="tokens of a packed row, and of the longest sample")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -168,6 +169,45 @@ def test_pairs_and_frozen_weights_are_counted(tmp_path: Path, capsys: pytest.Cap
     part = planned("part.yaml", task="vision_language", model={**about, "freeze": ["vision_tower"]})
     tower = sum(p.numel() for name, p in vision.named_parameters() if "vision_tower" in name)
     assert whole["model"]["trainable"] - part["model"]["trainable"] == tower > 0  # type: ignore[index]
+
+
+def test_tasks_have_their_own_heads_and_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bert").mkdir()
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 1000,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
+
+    def planned(task: object) -> dict[str, Any]:
+        content = {
+            "task": task,
+            "model": {"path": str(tmp_path / "bert")},
+            "data": {"train": ["python-stdlib"], "max_length": 64},
+            "arguments": {"output_dir": "runs/x", "per_device_train_batch_size": 32, "bf16": True},
+        }
+        (tmp_path / "task.yaml").write_text(yaml.safe_dump(content))
+        assert main(["plan", str(tmp_path / "task.yaml"), "--as-written", "--json", "--devices-per-node", "2"]) == DONE
+        found = json.loads(capsys.readouterr().out)
+        return {**found["plans"][0], "by_kind": found["model"]["by_kind"]}
+
+    classifier, embedding = planned("classification"), planned("embedding")
+    assert classifier["arguments"]["per_device_train_batch_size"] == 32
+    assert embedding["arguments"]["per_device_train_batch_size"] == 64  # both texts of a pair
+    cached = planned({"name": "embedding", "options": {"mini_batch_size": 4}})
+    assert cached["arguments"]["per_device_train_batch_size"] == 8
+    assert cached["global_batch"] == embedding["global_batch"]
+    assert cached["memory"]["device"] < embedding["memory"]["device"]
+    assert "head" not in embedding["by_kind"]  # no rows of a vocabulary
+    reward = planned("reward")
+    assert reward["arguments"]["activation_checkpointing"] is True  # TRL's default
+    assert reward["arguments"]["per_device_train_batch_size"] == 64
 
 
 def test_as_written_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

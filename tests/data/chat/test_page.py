@@ -48,9 +48,12 @@ def test_figures():
 def test_both_answers_of_a_preference_count():
     answers = [[{"role": "assistant", "content": text}] for text in ("good", "bad")]
     question = [{"role": "user", "content": "Which?"}]
-    record = Record("a:1", "preference", {"prompt": question, "chosen": answers[0], "rejected": answers[1]})
-    text, figures = page([record])
-    assert len(figures.lengths) == 2
+    fields = {"prompt": question, "chosen": answers[0], "rejected": answers[1]}
+    other = {**fields, "rejected": [{"role": "assistant", "content": "worse"}]}
+    text, figures = page([Record(f"a:{number}", "preference", one) for number, one in enumerate((fields, other), 1)])
+    assert len(figures.lengths) == 4
+    assert "2 records, 2 samples of two answers" in text and figures.duplicates == 0  # one answer of them is equal
+    assert page([Record("a:1", "preference", fields)] * 2)[1].duplicates == 1
     assert "a:1, chosen; " in text and "a:1, rejected; " in text
     assert "⟦good<|im_end|>⟧" in text and "⟦bad<|im_end|>⟧" in text
 
