@@ -2,7 +2,8 @@
 
 The text is Python's own standard library, paragraph by paragraph, with words and signs as tokens. Five loops train the
 same model on it: this package's Trainer with packing, with padding, with padding and ``group_by_length``, and
-transformers' Trainer with padding, and with ``group_by_length``. A step has about as many tokens in every loop, padding not counted.
+transformers' Trainer with padding, and with ``group_by_length``. A step has about as many tokens in every loop, padding
+not counted.
 
 All loops run in one process, in threads that take turns (``turns.py``): a loop runs a block of steps while the others
 sleep. So other load on the machine affects all of them, and ratios are meaningful even if single rates are not.
