@@ -13,7 +13,7 @@ from ds_trainer.data.sources.bad_lines import BadRecord
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
+from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
 from ds_trainer.recipes.task_run import task_tokenizer, train_task
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -53,7 +53,7 @@ def _trainer_with_data(recipe: Recipe, args: TrainingArguments) -> tuple[Trainer
     tokenizer = task_tokenizer(recipe)
     rows = LabeledRows(recipe)
     reading = Reading(_KIND, _KIND, lambda record: record.fields, __name__, rows, options=vars(rows))
-    data = read_task_data(recipe.data, reading)
+    data = read_task_data(recipe.data, reading, seed_of(args))
     labels = sorted(data.train.unique("label"), key=_order)
     _check_labels(labels, [] if data.eval is None else data.eval.unique("label"))
     length = recipe.tokens_per_sample

@@ -15,7 +15,7 @@ from typing import Any
 from ds_trainer.recipes import embedding_formats
 from ds_trainer.recipes.embedding_formats import KIND, PAIRS, SCORED, TRIPLETS, embedding_format, read_row
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
+from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
 from ds_trainer.recipes.task_run import check_replaced, library_arguments, train_task
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.training.loading.peft_adapters import make_peft_config
@@ -70,9 +70,8 @@ def _imported_library() -> Any:
 
 def _trainer_with_data(recipe: Recipe, args: Any) -> tuple[Any, TaskData]:
     library = _imported_library()
-    data = read_task_data(
-        recipe.data, Reading(KIND, KIND, lambda record: record.fields, embedding_formats.__name__, read_row)
-    )
+    reading = Reading(KIND, KIND, lambda record: record.fields, embedding_formats.__name__, read_row)
+    data = read_task_data(recipe.data, reading, seed_of(args))
     format = embedding_format(dict.fromkeys(data.train.column_names))
     assert format is not None  # read_row has found it in every row
     loss_class, options = _loss(recipe, format[0])

@@ -195,8 +195,8 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
         evaluated = [samples_of(source, split, True) for source in train_sources]
         if not problems and not any(evaluated):
             problems.append(
-                f"data.held_out takes none of the records ({split.portion:.3g} of them are wanted); give a larger "
-                "share, or a number of samples."
+                f"data.held_out takes none of the records ({split.portion:.3g} of them are wanted). "
+                "Equal records are on the same side; give a larger share, or a number of samples."
             )
     prepared = [dataset for dataset in found if dataset is not None]
     held_out = [dataset for dataset in evaluated if dataset is not None]

@@ -306,7 +306,7 @@ def _arguments(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[tuple[A
     yield "logging_steps", 10
     yield "eval_strategy", "epoch"
     yield "save_strategy", "epoch"
-    yield "save_total_limit", 2, "newest checkpoints; a run that was stopped goes on with --arguments.auto_resume true"
+    yield "save_total_limit", 2, "newest checkpoints; --arguments.auto_resume true resumes a run that was stopped"
 
 
 def _without_plan(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:

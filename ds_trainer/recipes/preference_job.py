@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_trainer.data.sources.record import Record
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
+from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
 from ds_trainer.recipes.task_run import check_replaced, library_arguments, task_tokenizer, train_task
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.training.loading.peft_adapters import make_peft_config
@@ -52,7 +52,7 @@ def trainer_of(recipe: Recipe, args: Any) -> Any:
 def _trainer_with_data(recipe: Recipe, args: Any) -> tuple[Any, TaskData]:
     _, trainer_name, auto_class, task_type = _CLASSES[recipe.task.name]
     tokenizer = task_tokenizer(recipe)
-    data = read_task_data(recipe.data, Reading(recipe.task.name, "preference", _fields, __name__))
+    data = read_task_data(recipe.data, Reading(recipe.task.name, "preference", _fields, __name__), seed_of(args))
     more: dict[str, Any] = {}
     if recipe.task.name == "dpo" and recipe.model.peft is None:  # with adapters, the base is the reference
         more["ref_model"] = _model(recipe, auto_class, args.seed, tokenizer)

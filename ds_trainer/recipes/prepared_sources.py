@@ -85,8 +85,8 @@ def prepare_sources(
         if split is None or held_out or error.records:
             raise
         raise ConfigError(
-            f"data.held_out takes all of the records ({split.portion:.3g} of them are wanted); give a smaller share, "
-            "or a number of samples."
+            f"data.held_out takes all of the records ({split.portion:.3g} of them are wanted). Equal "
+            "records are on the same side; give a smaller share, or a number of samples."
         ) from error
 
 

@@ -11,9 +11,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
 from ds_trainer.data.prepared.prepare import default_directory
 from ds_trainer.data.sources.bad_lines import BadLine, BadLines, BadRecord
 from ds_trainer.data.sources.held_out import HeldOut
+from ds_trainer.data.sources.mixture import Mixture
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
@@ -68,12 +69,14 @@ class TaskData:
         eval: of evaluation; None if there are none.
         bad_lines: that were left out.
         directory: where the files are.
+        of_sources: samples of each source of ``train``, one after the other, as they are in the files.
     """
 
     train: Any
     eval: Any
     bad_lines: int
     directory: Path
+    of_sources: tuple[int, ...] = ()
 
     def samples(self) -> dict[str, int]:
         """Their numbers, for the report."""
@@ -81,12 +84,13 @@ class TaskData:
         return {**found, "bad_lines": self.bad_lines} if self.bad_lines else found
 
 
-def read_task_data(spec: DataSpec, reading: Reading) -> TaskData:
+def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData:
     """The samples of ``spec``, written by one process of each machine, or found as an earlier run left them.
 
     Args:
         spec: the section ``data`` of a recipe.
         reading: how its samples are read.
+        seed: of the choice of samples where sources have weights.
 
     Raises:
         ConfigError: files are missing, lines are bad, or records have another kind; lists all problems.
@@ -112,7 +116,25 @@ def read_task_data(spec: DataSpec, reading: Reading) -> TaskData:
     found = made_once(final, lambda: _find(final), make)
     if found.bad_lines:
         logger.warning("data: %s bad lines are left out (data.bad_lines: skip).", f"{found.bad_lines:,}")
-    return found
+    return _weighted(found, spec, sources["train"], seed)
+
+
+def seed_of(args: Any) -> int:
+    """The seed of the data in training arguments."""
+    return int(args.seed if args.data_seed is None else args.data_seed)
+
+
+def _weighted(data: TaskData, spec: DataSpec, sources: Sequence[Source], seed: int) -> TaskData:
+    """The samples of an epoch where sources have weights: the same in every epoch, since a library keeps the order."""
+    weights = [entry.weight for _, entry in spec.sources("train") if entry.weight is not None]
+    if not weights:
+        return data
+    ends = list(accumulate(data.of_sources))
+    ranges = [range(end - size, end) for end, size in zip(ends, data.of_sources, strict=True)]
+    mixture = Mixture(ranges, weights, names=[source.name for source in sources], seed=seed, new_samples=False)
+    for line in mixture.describe():
+        logger.info("%s", line)
+    return replace(data, train=data.train.select([mixture[index] for index in range(len(mixture))]))
 
 
 def _import_datasets() -> Any:
@@ -152,7 +174,7 @@ def _find(directory: Path) -> TaskData | None:
         return None
     load = _import_datasets().Dataset.from_file
     tables = {split: load(str(directory / f"{split}.arrow")) for split in ("train", "eval") if facts[split]}
-    return TaskData(tables["train"], tables.get("eval"), facts["bad_lines"], directory)
+    return TaskData(tables["train"], tables.get("eval"), facts["bad_lines"], directory, tuple(facts["of_sources"]))
 
 
 def _open(spec: DataSpec, reading: Reading) -> dict[str, list[Source]]:
@@ -162,8 +184,6 @@ def _open(spec: DataSpec, reading: Reading) -> dict[str, list[Source]]:
     held_out: set[Path] = set()
     for split in ("eval", "train"):
         for key, entry in spec.sources(split):
-            if entry.weight is not None:
-                problems.append(f"{key}: task {reading.task} takes all samples of all sources; remove weight.")
             try:
                 source = Source(entry, key, held_out if split == "train" else ())
             except ConfigError as error:
@@ -199,7 +219,7 @@ class _Writer:
         schemas: list[Any] = []
         held_out = self._spec.held_out
         if held_out is not None and held_out >= 1:
-            records = (record for record, _ in self._rows("train", BadLines(self._spec.bad_lines)))
+            records = (record for _, record, _ in self._rows("train", BadLines(self._spec.bad_lines)))
             try:
                 self._part = HeldOut.count(int(held_out), records)
             except ConfigError as error:
@@ -209,8 +229,9 @@ class _Writer:
         elif held_out is not None:
             self._part = HeldOut.share(held_out)
         counts = {"train": 0, "eval": 0}
+        of_sources = [0] * len(self._sources["train"])
         for split in ("eval", "train"):
-            for rows in _batches(self._of_split(split, bad)):
+            for rows in _batches(self._of_split(split, bad, of_sources if split == "train" else None)):
                 counts[split] += len(rows)
                 schemas.append(_table(rows).schema)
         bad.check()
@@ -227,7 +248,8 @@ class _Writer:
                     if counts[split]:
                         _write_table(partial / f"{split}.arrow", self._of_split(split, BadLines("skip")), schema)
                 sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-                write_json(partial / _FACTS, {**counts, "bad_lines": bad.count, "bytes": sizes})
+                facts = {**counts, "of_sources": of_sources, "bad_lines": bad.count, "bytes": sizes}
+                write_json(partial / _FACTS, facts)
                 if final.exists() and _find(final) is None:
                     shutil.rmtree(final)
                 if not final.exists():
@@ -242,25 +264,27 @@ class _Writer:
                 pass
         return bad.problems()
 
-    def _of_split(self, split: str, bad: BadLines) -> Iterator[dict[str, Any]]:
-        """The rows of one side."""
+    def _of_split(self, split: str, bad: BadLines, counts: list[int] | None = None) -> Iterator[dict[str, Any]]:
+        """The rows of one side; ``counts`` gets the number of each source."""
         if split == "eval" and self._part is not None:
-            yield from (row for record, row in self._rows("train", BadLines("skip")) if self._part.takes(record))
+            yield from (row for _, record, row in self._rows("train", BadLines("skip")) if self._part.takes(record))
             return
-        for record, row in self._rows(split, bad):
+        for number, record, row in self._rows(split, bad):
             if split == "eval" or self._part is None or not self._part.takes(record):
+                if counts is not None:
+                    counts[number] += 1
                 yield row
 
-    def _rows(self, split: str, bad: BadLines) -> Iterator[tuple[Record, dict[str, Any]]]:
-        """Records with their columns, which are the same in all of them."""
+    def _rows(self, split: str, bad: BadLines) -> Iterator[tuple[int, Record, dict[str, Any]]]:
+        """Number of the source, record, and columns, which are the same in all of them."""
         shape: dict[str, type] | None = None
-        for source in self._sources[split]:
+        for number, source in enumerate(self._sources[split]):
             for record in _records(source, self._reading.from_row, bad):
                 row = self._reading.row(record)
                 found = {name: type(value) for name, value in row.items()}
                 shape = shape or found
                 if found == shape:
-                    yield record, row
+                    yield number, record, row
                 else:
                     bad.add(BadLine(record.source, f"has {_shown(found)}, but the first sample has {_shown(shape)}"))
 

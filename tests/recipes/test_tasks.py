@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -177,6 +178,27 @@ def test_samples_are_written_once_and_found_by_their_content(tmp_path: Path) -> 
     assert other.directory != first
     assert len(other.train) == len(train_rows) + 1
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
+
+
+def test_weights_of_sources(tmp_path: Path) -> None:
+    for name, count in (("a", 20), ("b", 60)):
+        rows = [{"prompt": f"{name} {n}", "chosen": "x", "rejected": "y"} for n in range(count)]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+
+    def prompts(seed: int = 1, **weights: float) -> list[str]:
+        train = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in weights.items()]
+        overrides = [f"--data.train={json.dumps(train)}", "--data.held_out=0"]
+        spec = load_recipe(recipe(tmp_path, "dpo", "a.jsonl"), overrides).data
+        return [str(row["prompt"]) for row in read_task_data(spec, preferences(), seed).train]
+
+    found = prompts(a=3, b=1)
+    counts = Counter(found)
+    assert len(found) == 80
+    assert {counts[f"a {n}"] for n in range(20)} == {3}
+    assert sum(count for name, count in counts.items() if name.startswith("b")) == 20 == len(counts) - 20
+    assert prompts(a=3, b=1) == found != prompts(seed=2, a=3, b=1)
+    with pytest.raises(ConfigError, match="gets none of 80 samples"):
+        prompts(a=1, b=1e-6)
 
 
 def test_bad_lines_of_a_task(tmp_path: Path) -> None:
