@@ -79,6 +79,8 @@ def can_attend(documents: Documents, query: torch.Tensor, key: torch.Tensor, val
         return True
     if query.device.type != "cuda" or torch.version.hip is not None or not _has_varlen():
         return False
+    if not torch.backends.cuda.is_flash_attention_available():
+        return False
     same = {query.shape[-1], key.shape[-1], value.shape[-1]}
     dtypes = {query.dtype, key.dtype, value.dtype}
     return (
