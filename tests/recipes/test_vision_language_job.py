@@ -202,7 +202,7 @@ def test_chat_takes_text_also_where_the_template_reads_parts(folder: Path) -> No
 
     session = load_session(find_saved_model(str(folder / "base")), GenerationOptions(3, 0.0), "cpu")
     session.ask("what is it?", lambda piece: None)
-    tokens = session._prompt([{"role": "user", "content": "what is it?"}], "")
+    tokens = session._prompt([{"role": "user", "content": "what is it?"}], "", ())
     assert session._tokenizer.decode(tokens) == "USER: what is it? ASSISTANT:"
-    with pytest.raises(ConfigError, match="takes text only"):
+    with pytest.raises(ConfigError, match=r"a\.png' cannot be read"):
         command(session, "/image a.png")

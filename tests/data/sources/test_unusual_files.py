@@ -128,7 +128,7 @@ def problems_of(value: Any) -> list[str]:
     return DataSpec(train=("x",), max_length=8, held_out=value).problems()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0, -3, 1.5])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -3, 1.5])
 def test_a_part_to_hold_out_that_is_none_is_refused(value: Any) -> None:
     assert [problem.partition(" must")[0] for problem in problems_of(value)] == [f"data.held_out={value}"]
 
