@@ -44,7 +44,7 @@ PHASES = ("engine", "forward", "loss", "head", "layers", "end_of_backward", "ste
 MOMENTS = PHASES[1:7]
 OF_PHASE = (  # of each moment of the planner
     *("forward", "loss", "head", "head", "layers", "layers"),
-    *("end_of_backward", "end_of_backward", "step", "step", "evaluation"),
+    *("end_of_backward", "end_of_backward", "step", "step", "evaluation", "between"),
 )
 LATE = ("optimizer states", "accumulated gradients")  # made in the first step
 

@@ -145,7 +145,7 @@ def not_covered(recipe: Recipe) -> list[str]:
     if recipe.distillation is not None:
         found.append("the teacher: its weights, and a forward pass of it in each step")
     if recipe.model.quantization is not None:
-        found.append("the quantization of the base, whose weights count with 16 bits")
+        found.append("the time in which weights of the base are made of their 4 or 8 bits")
     if recipe.task.name == "dpo":
         found.append("the reference model" + ("" if recipe.model.peft else ", which is a second copy of the weights"))
     return [f"{recipe.path}: the estimates do not cover {text}." for text in found]

@@ -15,8 +15,8 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration, read_probe, record_probe
 from ds_trainer.planner.cluster import Cluster, read_devices
-from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal
+from ds_trainer.planner.planned_model import PlannedModel, bitsandbytes_bytes
+from ds_trainer.planner.search import Goal, unsharded_stage
 from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
@@ -74,6 +74,9 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     model = PlannedModel.from_config(config, name, rank or 0)
     if recipe is not None and recipe.model.freeze and not rank:
         model = _partly_frozen(config, name, recipe)
+    if recipe is not None and recipe.model.quantization is not None:
+        model = model.quantized(bitsandbytes_bytes(recipe.model.quantization))
+        fixed = {"tp": 1, "stage": unsharded_stage(cluster.world_size), **fixed}
     length, batch, precision = options.seq_len, options.global_batch, options.precision
     evaluation = None if recipe is None else _evaluation(recipe)
     if recipe is not None:

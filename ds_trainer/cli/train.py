@@ -33,6 +33,11 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         help="show curves, speed and memory in this terminal; what the run prints goes to output_dir/train.log",
     )
     parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="keep measured / predicted memory and step time, which correct the planner on this machine",
+    )
+    parser.add_argument(
         "--dry-run",
         type=count,
         nargs="?",
@@ -41,7 +46,8 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         help="run the start-up of rank 0 of this many ranks (default: 1) up to its first step, without GPUs",
     )
     parser.usage = (
-        "ds-trainer train RECIPE [--profile STEPS] [--dashboard] [--dry-run [RANKS]] [--section.key value ...]"
+        "ds-trainer train RECIPE [--profile STEPS] [--dashboard] [--calibrate] [--dry-run [RANKS]] "
+        "[--section.key value ...]"
     )
 
 
@@ -49,6 +55,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit code."""
     if options.profile is not None:
         overrides = [*overrides, f"--arguments.profile_steps={options.profile}"]
+    if options.calibrate:
+        overrides = [*overrides, "--arguments.calibrate_planner=true"]
     if options.dry_run is not None:
         request = argparse.Namespace(
             model=options.recipe, dry_run=options.dry_run, devices_per_node=None, device=None, json=False

@@ -109,6 +109,18 @@ class PlannedModel:
             own_adapters=adapters,
         )
 
+    def quantized(self, element_bytes: float) -> PlannedModel:
+        """The model with the weights of linear layers in so many bytes an element, but the LM head, as bitsandbytes
+        stores the frozen base of adapters (:func:`bitsandbytes_bytes`).
+        """
+        groups = tuple(
+            replace(group, element_bytes=element_bytes)
+            if group.kind in ("attention", "mlp") and len(group.shape) == 2
+            else group
+            for group in self.parameters
+        )
+        return replace(self, parameters=groups)
+
     @property
     def stack(self) -> Stack:
         """Dimensions of the layers that the LM head follows: of the decoder, if there are several stacks."""
@@ -265,3 +277,17 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     return dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+
+
+def bitsandbytes_bytes(options: Mapping[str, Any]) -> float:
+    """Bytes of an element of a weight with its scales.
+
+    Args:
+        options: fields of transformers' BitsAndBytesConfig.
+
+    Source: bitsandbytes, ``functional.quantize_4bit``: a float32 scale for 64 elements, or with double quantization a
+    byte, and a float32 for 256 of these.
+    """
+    if not options.get("load_in_4bit"):
+        return 1.0  # 8 bits, and a scale for each row
+    return 0.5 + (1 + 4 / 256) / 64 if options.get("bnb_4bit_use_double_quant") else 0.5 + 4 / 64

@@ -198,6 +198,11 @@ def _rounded_excess(plan: Plan) -> float:
     return round(plan.excess, 3)
 
 
+def unsharded_stage(ranks: int) -> int:
+    """The highest ZeRO stage that leaves weights whole: quantized ones cannot be sharded."""
+    return 2 if ranks > 1 else 1
+
+
 def fits(model: PlannedModel, cluster: Cluster, goal: Goal) -> bool:
     """Whether :func:`search` finds something that fits."""
     tiers = _tiers(cluster, dict(goal.fixed))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.planner.search import Goal, Plan, search
+from ds_trainer.planner.planned_model import bitsandbytes_bytes
+from ds_trainer.planner.search import Goal, Plan, search, unsharded_stage
 from ds_trainer.recipes import schema
 from ds_trainer.recipes.data_survey import IMAGES, DataSurvey
 from ds_trainer.recipes.devices import Devices
@@ -39,7 +40,8 @@ _KINDS = {
     "embedding": ("embedding",),
 }
 _OF_TEXT = ("full", "lora", "qlora", "pretrain")
-_ONE_EACH = (("tp", 1), ("cp", 1), ("sp", 1))  # images are not divided
+_ONE_EACH: tuple[tuple[str, object], ...] = (("tp", 1), ("cp", 1), ("sp", 1))  # images are not divided
+_FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _LORA_RANK = 16
 _SMALL_MODEL = 100e6  # parameters; models below it need larger steps than pretrained ones
 _SEQUENCES = 32  # of an optimizer step
@@ -137,11 +139,12 @@ def plan_of(task: str, wanted: Wanted) -> Plan | None:
 
 
 def _plan(task: str, wanted: Wanted, rank: int) -> Plan | None:
-    if wanted.devices.cluster is None or task == "qlora":  # the planner reads 4 bits from loaded modules only
+    if wanted.devices.cluster is None:
         return None
-    model = wanted.model.planned(rank)
-    fixed = _ONE_EACH if task == "vision_language" else ()
-    ranks = wanted.devices.ranks
+    model, ranks = wanted.model.planned(rank), wanted.devices.ranks
+    fixed: tuple[tuple[str, object], ...] = _ONE_EACH if task == "vision_language" else ()
+    if task == "qlora":
+        model, fixed = model.quantized(bitsandbytes_bytes(_FOUR_BITS)), (("stage", unsharded_stage(ranks)), ("tp", 1))
     batch = -(-_SEQUENCES // ranks) * ranks
     length = length_of(wanted)
     for goal in (Goal(length, batch, fixed=fixed), Goal(length, fixed=fixed)):
@@ -213,8 +216,6 @@ def _plan_lines(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[str]:
         )
     elif wanted.devices.cluster is None:
         yield "Plan:   this machine's CPUs, one rank"
-    elif task == "qlora":
-        yield f"Plan:   {wanted.devices.text}: no estimate for a base in 4 bits; the header of the run shows its memory"
     else:
         command = f"ds-trainer plan {wanted.model.name}"
         yield f"Plan:   does NOT fit on {wanted.devices.text} by estimate; '{command}' shows why"
@@ -234,8 +235,8 @@ def _model(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
     if task == "qlora":
         compute = "float32" if wanted.devices.cluster is None else "bfloat16"
         yield "quantization", None, "the base in 4 bits (bitsandbytes)"
-        yield "quantization.load_in_4bit", True
-        yield "quantization.bnb_4bit_quant_type", "nf4"
+        for name, value in _FOUR_BITS.items():
+            yield f"quantization.{name}", value
         yield "quantization.bnb_4bit_compute_dtype", compute
 
 

@@ -170,6 +170,16 @@ def test_a_plan_for_gpus_that_this_machine_does_not_have(folder: Path) -> None:
     assert "zero_stage" in arguments
 
 
+def test_a_plan_for_a_base_in_4_bits(folder: Path) -> None:
+    assert init(folder, "chat.jsonl", "--task", "qlora", "--yes", "--devices", "2 x L4", "--force") == DONE
+    text = (folder / "r.yaml").read_text()
+    assert "GB on each device" in text and "(estimates)" in text
+    arguments = load_recipe(folder / "r.yaml").arguments
+    assert arguments["zero_stage"] == 2 and "tensor_parallel_size" not in arguments
+    assert init(folder, "chat.jsonl", "--task", "qlora", "--yes", "--devices", "L4", "--force") == DONE
+    assert load_recipe(folder / "r.yaml").arguments["zero_stage"] == 1
+
+
 def test_everything_that_is_missing_is_said_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ds_trainer.cli.main import main
 from ds_trainer.utils.exit_codes import CANNOT_WORK
+from tests.support.pool import pool
 
 RECIPE = "ds_configs/recipes/quickstart.yaml"
 
@@ -19,3 +22,25 @@ def test_profile_sets_the_argument(steps: str, capsys: pytest.CaptureFixture[str
     message = capsys.readouterr().err
     assert "profile_steps" in message and steps in message
     assert not (tmp_path / "out").exists()
+
+
+def test_calibrate_keeps_the_ratio_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("A run that the planner learns from. " * 200)
+    values = {
+        "data.train": f"[{tmp_path}/*.txt]",
+        "data.held_out_every": "0",
+        "data.sequence_length": "32",
+        "model.architecture.hidden_size": "16",
+        "model.architecture.intermediate_size": "32",
+        "model.architecture.num_hidden_layers": "1",
+        "report.sample_tokens": "0",
+        "arguments.output_dir": str(tmp_path / "out"),
+        "arguments.max_steps": "8",
+        "arguments.eval_strategy": "no",
+        "arguments.self_test": "never",
+    }
+    run = partial(main, ["train", RECIPE, "--calibrate", *(f"--{key}={value}" for key, value in values.items())])
+    assert pool(1).run(run) == [0]
+    kept = json.loads((tmp_path / "cache" / "ds_trainer" / "calibration.json").read_text())
+    assert "llama" in json.dumps(kept)

@@ -15,7 +15,7 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.parameters.groups import total, total_by_kind
-from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.planned_model import PlannedModel, bitsandbytes_bytes
 from ds_trainer.planner.step_time import step_time
 from ds_trainer.utils.errors import ConfigError
 
@@ -177,6 +177,32 @@ def test_quantized_weights_have_their_own_bytes() -> None:
     assert found.total == 128 * 512 + 2 * 128 and found.trainable == 2 * 128
     blocks = 128 * 512 // 64  # each with a scale in one byte, and 256 of those with one in float32
     assert found.weight_bytes(2) == 128 * 512 / 2 + blocks + 4 * blocks // 256 + 2 * 2 * 128
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_quantized_base_is_planned_from_its_configuration(double: bool) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # Widths that are whole blocks of scales: 64 elements, and 256 of these blocks.
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, vocab_size=128, tie_word_embeddings=False)
+    module = LlamaForCausalLM(config)
+    for name, linear in list(module.named_modules()):
+        if isinstance(linear, nn.Linear) and name != "lm_head":
+            packed = bitsandbytes.nn.Linear4bit(
+                linear.in_features, linear.out_features, bias=False, compress_statistics=double, quant_type="nf4"
+            )
+            packed.load_state_dict({"weight": linear.weight.detach()})
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, packed.to("cpu"))
+    options = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+    planned = PlannedModel.from_config(config.to_dict()).quantized(bitsandbytes_bytes(options))
+    found = PlannedModel.from_module(module)
+    assert planned.total == found.total
+    # A weight of 256 x 256 has fewer blocks of scales than one float32 is for.
+    assert planned.weight_bytes(2) == pytest.approx(found.weight_bytes(2), rel=1e-4 if double else 1e-12)
+    assert planned.weight_bytes(2) < PlannedModel.from_config(config.to_dict()).weight_bytes(2) / 2
 
 
 def test_another_depth_has_the_parameters_of_that_depth() -> None:

@@ -10,6 +10,7 @@
     gradient norm       it is computed in float64, one gradient at a time
     optimizer step      gradients are converted for the optimizer
     evaluation          a forward pass without gradients
+    between steps       when the model is loaded, saved (the snapshot is in host memory) or resumed
 
 Sources: DeepSpeed 0.19.8, ``stage_1_and_2.py`` (``setup_buckets``, ``copy_grads_in_partition``, ``allreduce_bucket``,
 ``step``), ``stage3.py`` (``_prepare_fp32_grad_for_sub_group``), ``utils.py`` (``get_norm_dtype``),
@@ -68,6 +69,7 @@ MOMENTS = (
     "gradient norm",
     "optimizer step",
     "evaluation",
+    "loading, save, resume",
 )
 """Their names, in order."""
 
@@ -114,7 +116,7 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
     before = _accumulated(elements, run)
     turn = {"gathered weights": gathered.at_the_turn, **before}
     gradients = _Gradients(elements, run, layers)
-    at = (
+    at: tuple[Items, ...] = (
         {**turn, "gather buffer": gathered.buffer},
         turn,
         {**turn, **gradients.head},
@@ -126,6 +128,7 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
         _norm(elements, run),
         {} if run.offload_optimizer else _update(elements, run),
         {"gathered weights": gathered.in_evaluation, "gather buffer": gathered.buffer},
+        {},
     )
     return SharedItems(states, at, 1 - gradients.layers_until_reduction / layers, host)
 
@@ -153,6 +156,7 @@ def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, 
         {},
         {},
         {"evaluation": batch.evaluation},
+        {},
     )
 
 
