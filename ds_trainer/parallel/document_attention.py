@@ -66,8 +66,10 @@ def use_documents(documents: Documents | None) -> Iterator[None]:
 
 
 def active_documents() -> Documents | None:
-    """The samples of the present batch; None if it is not known to be packed."""
-    return _active
+    """The samples of the present batch; None if it is not known to be packed, and in code that is being compiled: that
+    would be compiled again for every batch.
+    """
+    return None if torch.compiler.is_compiling() else _active
 
 
 def can_attend(documents: Documents, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

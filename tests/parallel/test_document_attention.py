@@ -85,6 +85,15 @@ def test_our_attention_for_custom_models_uses_the_samples(monkeypatch: pytest.Mo
     assert len(masks) == 8  # outside it is the mask
 
 
+def test_compiled_code_does_not_depend_on_the_samples() -> None:
+    def knows(x: torch.Tensor) -> torch.Tensor:
+        return x if module.active_documents() is None else x + 1
+
+    with use_documents(Documents(positions())):
+        assert knows(torch.zeros(1)) == 1
+        assert torch.compile(knows, backend="eager", fullgraph=True)(torch.zeros(1)) == 0
+
+
 def test_other_shapes_are_left_to_a_mask() -> None:
     documents = Documents(positions())
     q, k, v = inputs(4, 2)
