@@ -24,8 +24,14 @@ def test_profile_sets_the_argument(steps: str, capsys: pytest.CaptureFixture[str
     assert not (tmp_path / "out").exists()
 
 
-def test_calibrate_keeps_the_ratio_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def main_with_cache(options: list[str], cache: str) -> int:
+    """The command in a rank, whose environment is its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        return main(options)
+
+
+def test_calibrate_keeps_the_ratio_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A run that the planner learns from. " * 200)
     values = {
         "data.train": f"[{tmp_path}/*.txt]",
@@ -40,7 +46,7 @@ def test_calibrate_keeps_the_ratio_of_the_run(tmp_path: Path, monkeypatch: pytes
         "arguments.eval_strategy": "no",
         "arguments.self_test": "never",
     }
-    run = partial(main, ["train", RECIPE, "--calibrate", *(f"--{key}={value}" for key, value in values.items())])
-    assert pool(1).run(run) == [0]
+    options = ["train", RECIPE, "--calibrate", *(f"--{key}={value}" for key, value in values.items())]
+    assert pool(1).run(partial(main_with_cache, options, str(tmp_path / "cache"))) == [0]
     kept = json.loads((tmp_path / "cache" / "ds_trainer" / "calibration.json").read_text())
     assert "llama" in json.dumps(kept)

@@ -56,11 +56,12 @@ def test_ids_of_a_tokenizer_with_gaps_can_be_prepared(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "found"),
     [
-        (1e-9, "takes none of the records (1e-09 of them are wanted); give a larger"),
-        (1 - 1e-9, "takes all of the records (1 of them are wanted); give a smaller"),
+        (1e-9, "takes none of the records (1e-09 of them are wanted). {equal} give a larger"),
+        (1 - 1e-9, "takes all of the records (1 of them are wanted). {equal} give a smaller"),
     ],
 )
 def test_a_share_that_leaves_one_side_empty_is_explained(folder: Path, share: float, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(folder, held_out=share)
+    found = found.format(equal="Equal records are on the same side;")
     assert f"data.held_out {found} share, or a number of samples." in str(caught.value)
