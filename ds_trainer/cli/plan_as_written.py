@@ -6,12 +6,10 @@ import argparse
 from dataclasses import replace
 
 from ds_trainer.cli.plan_fixed import given_options
+from ds_trainer.cli.plan_outputs import compiled_for
 from ds_trainer.cli.plan_request import PlanRequest
-from ds_trainer.config.compiler import compile_config
-from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimator
-from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.search import Plan, SearchResult
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task import TRL_TASKS
@@ -45,12 +43,9 @@ def as_written(request: PlanRequest) -> SearchResult:
     if recipe is None:
         raise ConfigError("--as-written needs a recipe (a .yaml file), not a model.")
     args = recipe.training_arguments()
-    layout = ParallelLayout.of(args, cluster.world_size)
-    shape = ModelShape.from_config(request.config, source=model.name)
-    config = compile_config(args, layout, shape, "cuda", cluster=cluster)
-    length = request.goal.length
+    config, layout = compiled_for(request, args, cluster)
     rows = model.rows if recipe.task.is_next_token else 0
-    run = candidate_of_arguments(args, config, layout, length, recipe.data.has_eval, rows)
+    run = candidate_of_arguments(args, config, layout, request.goal.length, recipe.data.has_eval, rows)
     if recipe.task.name in _PAIRS:
         run = _with_pairs(recipe, run)
     plan = Plan(model, run, cluster, MemoryEstimator(model, cluster).estimate(run), request.goal.margin)

@@ -13,6 +13,7 @@ from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.plan_report import as_json
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
@@ -56,10 +57,20 @@ def compiled_config(request: PlanRequest, plan: Plan) -> CompiledConfig:
     Raises:
         ConfigError: the recipe's other arguments contradict the plan.
     """
-    args = training_arguments(request, plan)
-    layout = ParallelLayout.of(args, plan.cluster.world_size)
-    shape = ModelShape.from_config(request.config, source=plan.model.name)
-    return compile_config(args, layout, shape, "cuda", cluster=plan.cluster)
+    return compiled_for(request, training_arguments(request, plan), plan.cluster)[0]
+
+
+def compiled_for(
+    request: PlanRequest, args: TrainingArguments, cluster: Cluster
+) -> tuple[CompiledConfig, ParallelLayout]:
+    """The DeepSpeed configuration of ``args`` for GPUs, and the layout.
+
+    Raises:
+        ConfigError: they cannot work on these devices.
+    """
+    layout = ParallelLayout.of(args, cluster.world_size)
+    shape = ModelShape.from_config(request.config, source=request.model.name)
+    return compile_config(args, layout, shape, "cuda", cluster=cluster), layout
 
 
 def contradictions(request: PlanRequest, plan: Plan) -> list[str]:

@@ -252,11 +252,11 @@ def _config_of_recipe(recipe: Recipe) -> tuple[dict[str, Any], str]:
     if recipe.model.path is None:
         return dict(recipe.model.architecture or {}), Path(recipe.path).stem
     config, name = read_config(str(recipe.model.path))
-    return {**config, **class_of_task(recipe.task.name, str(config["model_type"]))}, name
+    return {**config, **_class_of_task(recipe.task.name, str(config["model_type"]))}, name
 
 
-def class_of_task(task: str, family: str) -> dict[str, list[str]]:
-    """What a task trains of a family whose files are those of a language model: one with another head, or with none."""
+def _class_of_task(task: str, family: str) -> dict[str, list[str]]:
+    """The class that a task trains, where it is not the one of the files: with another head, or with none."""
     if task not in ("reward", "classification", "embedding"):
         return {}
     from transformers.models.auto import modeling_auto as auto

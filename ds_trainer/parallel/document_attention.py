@@ -10,7 +10,7 @@ The samples of the present batch are a module global, for the reason given in :m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
@@ -33,6 +33,7 @@ class Documents:
     Attributes:
         shape: rows and tokens.
         lengths: tokens of each sample, row after row.
+        longest: the largest of them.
     """
 
     def __init__(self, position_ids: torch.Tensor) -> None:
@@ -40,6 +41,7 @@ class Documents:
         begins = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).flatten()
         self._starts = [*begins.nonzero().flatten().tolist(), begins.numel()]
         self.lengths = [end - start for start, end in pairwise(self._starts)]
+        self.longest = max(self.lengths)
         self._borders: dict[torch.device, torch.Tensor] = {}
 
     def borders(self, device: torch.device) -> torch.Tensor:
@@ -79,7 +81,7 @@ def can_attend(documents: Documents, query: torch.Tensor, key: torch.Tensor, val
         return False
     if query.device.type == "cpu":
         return True
-    if query.device.type != "cuda" or torch.version.hip is not None or not _has_varlen():
+    if query.device.type != "cuda" or torch.version.hip is not None or not _varlen_arguments() >= _NEEDED:
         return False
     if not torch.backends.cuda.is_flash_attention_available():
         return False
@@ -163,7 +165,7 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    borders, longest = documents.borders(query.device), max(documents.lengths)
+    borders = documents.borders(query.device)
     before = -1 if window is None else window - 1 if causal else window
     after = 0 if causal else before
     more: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _varlen_arguments() else {}
@@ -173,8 +175,8 @@ def _varlen(
         value.contiguous(),
         borders,
         borders,
-        longest,
-        longest,
+        documents.longest,
+        documents.longest,
         scale=scale,
         window_size=(before, after),
         **more,
@@ -184,13 +186,10 @@ def _varlen(
 
 
 @lru_cache(maxsize=1)
-def _varlen_arguments() -> Sequence[str]:
+def _varlen_arguments() -> frozenset[str]:
+    """The names of the arguments of ``varlen_attn``; none where torch does not have it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # torch before 2.10
-        return ()
-    return tuple(inspect.signature(varlen_attn).parameters)
-
-
-def _has_varlen() -> bool:
-    return set(_varlen_arguments()) >= _NEEDED
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)

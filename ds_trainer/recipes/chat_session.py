@@ -172,7 +172,6 @@ class ChatSession:
 
     def _reads_parts(self) -> bool:
         """Whether the template reads lists of parts only, as those of vision-language models; found by trying."""
-        self._as_parts = False
         probe = [{"role": "user", "content": _MARK}]
         for self._as_parts in (False, True):
             try:

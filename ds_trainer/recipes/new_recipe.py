@@ -112,9 +112,9 @@ def default_task(wanted: Wanted) -> tuple[str, str]:
         if _fits_on_cpus(wanted):
             return "full", f"all weights need {needed}, which this machine has"
         return "lora", f"all weights would need {needed}"
-    if plan_of("full", wanted) is not None:
+    if _plan("full", wanted, 0) is not None:
         return "full", f"all weights fit on {wanted.devices.text}"
-    if plan_of("lora", wanted) is not None:
+    if _plan("lora", wanted, _LORA_RANK) is not None:
         return "lora", f"all weights do not fit on {wanted.devices.text}, adapters do"
     return "qlora", f"the weights do not fit on {wanted.devices.text} in 16 bits"
 
@@ -133,12 +133,8 @@ def has_adapters(task: str, wanted: Wanted) -> bool:
     return whole is None or whole.candidate.offload_optimizer
 
 
-def plan_of(task: str, wanted: Wanted) -> Plan | None:
-    """The fastest plan that fits; None on CPUs, or if none fits."""
-    return _plan(task, wanted, _LORA_RANK if has_adapters(task, wanted) else 0)
-
-
 def _plan(task: str, wanted: Wanted, rank: int) -> Plan | None:
+    """The fastest plan that fits, with adapters of ``rank``; None on CPUs, or if none fits."""
     if wanted.devices.cluster is None:
         return None
     model, ranks = wanted.model.planned(rank), wanted.devices.ranks
@@ -164,7 +160,8 @@ def length_of(wanted: Wanted) -> int:
 
 def recipe_text(task: str, wanted: Wanted, path: str) -> str:
     """The recipe as YAML with comments."""
-    plan = plan_of(task, wanted)
+    adapters = has_adapters(task, wanted)
+    plan = _plan(task, wanted, _LORA_RANK if adapters else 0)
     lines = [
         f"# yaml-language-server: $schema={Path(schema.__file__).with_name(schema.SCHEMA_FILE)}",
         f"# {wanted.model.name}: {TASKS[task]}. Written by ds-trainer init; every value can be changed.",
@@ -173,10 +170,10 @@ def recipe_text(task: str, wanted: Wanted, path: str) -> str:
         *(f"# {line}" for line in _plan_lines(task, wanted, plan)),
     ]
     sections = {
-        "model": _model(task, wanted),
+        "model": _model(task, wanted, adapters),
         "task": _task(task, wanted),
         "data": _data(task, wanted),
-        "arguments": _arguments(task, wanted, plan),
+        "arguments": _arguments(task, wanted, plan, adapters),
         "report": _report(task),
         "distillation": _distillation(wanted),
     }
@@ -221,11 +218,11 @@ def _plan_lines(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[str]:
         yield f"Plan:   does NOT fit on {wanted.devices.text} by estimate; '{command}' shows why"
 
 
-def _model(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+def _model(task: str, wanted: Wanted, adapters: bool) -> Iterator[tuple[Any, ...]]:
     yield "path", wanted.model.name
     if task == "vision_language":
         yield "freeze", ["vision_tower"], "is not trained; or projector, language_model, or patterns of names"
-    if has_adapters(task, wanted):
+    if adapters:
         yield "peft", None, "only these adapters are trained and saved"
         yield "peft.peft_type", "LORA"
         yield "peft.r", _LORA_RANK, "rank: more learns more, and takes more memory"
@@ -279,10 +276,10 @@ def _data(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         yield "bad_lines", "skip", f"{wanted.survey.bad_lines:,} lines cannot be used"
 
 
-def _arguments(task: str, wanted: Wanted, plan: Plan | None) -> Iterator[tuple[Any, ...]]:
+def _arguments(task: str, wanted: Wanted, plan: Plan | None, adapters: bool) -> Iterator[tuple[Any, ...]]:
     yield "output_dir", wanted.output
     yield "num_train_epochs", 3 if wanted.survey.samples < 50_000 else 1
-    rate, why = _learning_rate(task, wanted)
+    rate, why = _learning_rate(task, wanted, adapters)
     yield "learning_rate", rate, why
     yield "lr_scheduler_type", "cosine"
     yield "warmup_steps", 0.05, "share of all steps"
@@ -321,20 +318,19 @@ def _without_plan(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
     yield "zero_stage", 2 if task == "qlora" else 3, "4-bit weights cannot be sharded" if task == "qlora" else ""
 
 
-def _learning_rate(task: str, wanted: Wanted) -> tuple[str, str]:
+def _learning_rate(task: str, wanted: Wanted, adapters: bool) -> tuple[str, str]:
     if wanted.model.planned().total < _SMALL_MODEL and task in (*_OF_TEXT, "vision_language"):
         return "1e-3", "the model is small"
     rates = {
         "full": "1e-5",
-        **({} if has_adapters(task, wanted) else {"vision_language": "1e-5"}),
+        "vision_language": "1e-5",
         "pretrain": "2e-5",
         "dpo": "1e-6",
         "reward": "1e-5",
         "classification": "2e-5",
         "embedding": "2e-5",
     }
-    rate = rates.get(task, "2e-4")
-    return rate, "lower it if the loss of evaluation rises"
+    return "2e-4" if adapters else rates[task], "lower it if the loss of evaluation rises"
 
 
 def _report(task: str) -> Iterator[tuple[Any, ...]]:

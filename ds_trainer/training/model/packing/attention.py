@@ -15,13 +15,17 @@ import torch
 from torch import nn
 
 from ds_trainer.data.packing.batch import POSITIONS
+from ds_trainer.data.packing.token_counts import MASK
 from ds_trainer.parallel.document_attention import Documents, active_documents, can_attend, document_attention
-from ds_trainer.training.model.sequence_sharding.attention_modules import RequestedMask, requested_mask
+from ds_trainer.training.model.sequence_sharding.attention_modules import (
+    UNSUPPORTED,
+    RequestedMask,
+    requested_mask,
+)
 from ds_trainer.utils.errors import ConfigError
 
 _NAME = "sdpa"
 _NOTE = "_ds_trainer_request"
-_CHANGE_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "cache")
 
 
 def documents_of(batch: Any) -> Documents | None:
@@ -30,12 +34,7 @@ def documents_of(batch: Any) -> Documents | None:
     None if ``batch`` has no positions, or a mask of its own.
     """
     positions = batch.get(POSITIONS) if isinstance(batch, Mapping) else None
-    if (
-        not isinstance(positions, torch.Tensor)
-        or positions.dim() != 2
-        or positions.is_meta
-        or "attention_mask" in batch
-    ):
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.is_meta or MASK in batch:
         return None
     _register()
     return Documents(positions.cpu())
@@ -87,7 +86,7 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
             documents is None
             or not isinstance(request, RequestedMask)
             or dropout
-            or any(rest.get(name) is not None for name in _CHANGE_SCORES)
+            or any(rest.get(name) is not None for name in UNSUPPORTED)
             or not can_attend(documents, query, key, value)
         ):
             return original(

@@ -24,7 +24,7 @@ from ds_trainer.utils.errors import ConfigError
 
 NAME = "ds_trainer"
 
-_UNSUPPORTED = {  # arguments of attention functions that change the result and that ours does not support
+UNSUPPORTED = {  # arguments of attention functions that change the result and that ours does not support
     "softcap": "a cap on the scores (softcap)",
     "s_aux": "attention sinks (s_aux)",
     "sinks": "attention sinks (sinks)",
@@ -38,7 +38,8 @@ _UNSUPPORTED = {  # arguments of attention functions that change the result and 
 
 @dataclass(frozen=True)
 class RequestedMask:
-    """Replaces a mask: the kind of mask that the model requested, apart from documents and padding.
+    """The kind of mask that a model requested, apart from documents and padding. With sequence sharding it takes the
+    place of the mask.
 
     Attributes:
         causal: tokens do not attend to later tokens.
@@ -184,7 +185,7 @@ def _call_problems(
     problems += [
         f"{layer}: sharded attention does not support {feature}. Set context_parallel_size and sequence_parallel_size "
         "to 1."
-        for name, feature in _UNSUPPORTED.items()
+        for name, feature in UNSUPPORTED.items()
         if rest.get(name) is not None
     ]
     if rest.get("output_attentions"):
