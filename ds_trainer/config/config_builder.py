@@ -92,7 +92,7 @@ class ConfigBuilder:
         for path, entry in self._user.items():
             field = self.schema.field(path)
             if entry.value == AUTO and not (field is not None and field.auto_is_a_value):
-                if field is None or field.default is None or field.refused is not None:
+                if field is None or field.default is None:
                     continue  # without the key, DeepSpeed uses its default
                 self.config.set(path, field.default, Origin("default", "DeepSpeed's, for auto", entry.where))
             else:
@@ -127,7 +127,8 @@ class ConfigBuilder:
 def flatten(root: Located, schema: Schema, without: Container[str] = ()) -> dict[str, Located]:
     """A mapping from dotted path to leaf, without everything at or below the paths in ``without``.
 
-    Lists, and mappings that DeepSpeed takes as they are, are leaves. ``null`` is left out.
+    Lists, and mappings that DeepSpeed takes as they are, are leaves. ``null`` is left out, and ``"auto"`` at a key that a
+    file must not have.
     """
     return dict(_leaves(root, "", schema, without))
 
@@ -140,7 +141,7 @@ def _leaves(entry: Located, path: str, schema: Schema, without: Container[str]) 
     if is_section:
         for key, below in entry.value.items():
             yield from _leaves(below, f"{path}.{key}" if path else key, schema, without)
-    elif path and entry.value is not None:
+    elif path and entry.value is not None and not (entry.value == AUTO and field is not None and field.refused):
         yield schema.canonical(path), entry
 
 

@@ -38,8 +38,15 @@ def test_nothing_is_left_behind(cluster: Cluster, tmp_path: Path, end: str) -> N
     other = Cluster(tmp_path, nodes=1)
     job = other.submit("--wrap", "sleep 600", cwd=tmp_path)
     other.wait_until(lambda: other.job(job)["JobState"] == "RUNNING", 20)
-    processes = psutil.Process(other.process).children(recursive=True)
-    assert {"slurmctld", "slurmd", "munged", "sshd", "sleep"} <= {process.name() for process in processes}
+    processes: list[psutil.Process] = []
+
+    def complete() -> bool:
+        """Some of the processes that start a job end at once."""
+        processes[:] = psutil.Process(other.process).children(recursive=True)
+        names = {process.info["name"] for process in psutil.process_iter(["name"]) if process in processes}
+        return {"slurmctld", "slurmd", "munged", "sshd", "sleep"} <= names
+
+    other.wait_until(complete, 20)
     assert cluster.hub("squeue", "-h", "-j", str(job), check=False) == ""
     if end == "kill":
         os.kill(other.process, signal.SIGKILL)

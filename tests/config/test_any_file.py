@@ -61,6 +61,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     ),
 )
 @example({"comet": {"api_key": "x"}}, "cpu", 1, {})
+@example({"zero_optimization": {"zenflow": {"steps_per_epoch": "auto"}}}, "cpu", 1, {})
 def test_any_file(file: dict[str, Any], device: str, world: int, arguments: dict[str, Any]) -> None:
     world *= arguments.get("tensor_parallel_size", 1)
     try:
