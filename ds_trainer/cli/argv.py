@@ -44,6 +44,25 @@ def add_recipe(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         parser.set_defaults(recipe=None)
 
 
+def refuse_misspelled(command: str, unknown: Iterable[str], parser: argparse.ArgumentParser) -> None:
+    """Raise an error if an argument that ``parser`` does not know is spelled almost like one of its options.
+
+    Other unknown arguments may belong to the recipe or be training arguments.
+
+    Args:
+        command: the subcommand.
+        unknown: the arguments that ``parser`` left.
+        parser: that of the subcommand.
+
+    Raises:
+        ConfigError: names the option that was probably meant.
+    """
+    for arg in unknown:
+        dashed = arg.partition("=")[0].replace("_", "-")
+        if dashed.startswith("--") and (hint := did_you_mean(dashed, parser._option_string_actions, cutoff=0.85)):
+            raise ConfigError(f"{command}: unknown option {arg!r}.{hint}")
+
+
 def unknown_choice(kind: str, given: str, choices: Iterable[str], command: str = "") -> ConfigError:
     """The error for a subcommand or action that does not exist, with a suggestion.
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 
 from ds_trainer.cli import launch_slurm
-from ds_trainer.cli.argv import split_overrides
+from ds_trainer.cli.argv import refuse_misspelled, split_overrides
 from ds_trainer.launching.launch_request import LAUNCHERS, LaunchRequest, is_recipe, read_exports, read_target
 from ds_trainer.launching.runner import print_command
 from ds_trainer.launching.runner import run as launch
 from ds_trainer.recipes.recipe import load_recipe
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE
 
 HELP = "start a recipe or a script on one or more machines"
@@ -41,10 +41,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         add_options(parser)
         launch_slurm.add_options(parser)
         options, unknown = parser.parse_known_args(others, options)
-        for arg in unknown:
-            dashed = arg.partition("=")[0].replace("_", "-")
-            if hint := did_you_mean(dashed, parser._option_string_actions, cutoff=0.85):
-                raise ConfigError(f"launch: unknown option {arg!r}.{hint}")
+        refuse_misspelled("launch", unknown, parser)
         args += unknown  # the recipe reports them, with suggestions
     request = launch_request(options, args)
     if options.slurm:

@@ -31,7 +31,7 @@ from ds_trainer.cli import (
     support,
     train,
 )
-from ds_trainer.cli.argv import split_overrides, unknown_choice, without_local_rank
+from ds_trainer.cli.argv import refuse_misspelled, split_overrides, unknown_choice, without_local_rank
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED
@@ -134,5 +134,6 @@ def _run(args: list[str]) -> int:
     if options.subcommand is None:
         parser.print_help()
         return 2
+    refuse_misspelled(options.subcommand, unknown, subparsers.choices[options.subcommand])
     run: Callable[[argparse.Namespace, Sequence[str]], int] = SUBCOMMANDS[options.subcommand].run
     return run(options, overrides + unknown)  # the recipe reports unknown arguments, with suggestions

@@ -127,8 +127,8 @@ class ConfigBuilder:
 def flatten(root: Located, schema: Schema, without: Container[str] = ()) -> dict[str, Located]:
     """A mapping from dotted path to leaf, without everything at or below the paths in ``without``.
 
-    Lists, and mappings that DeepSpeed takes as they are, are leaves. ``null`` is left out, and ``"auto"`` at a key that a
-    file must not have.
+    Lists, and mappings that DeepSpeed takes as they are, are leaves. ``null`` is left out, and ``"auto"`` at a key
+    that a file must not have.
     """
     return dict(_leaves(root, "", schema, without))
 
