@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -59,8 +59,17 @@ def refuse_misspelled(command: str, unknown: Iterable[str], parser: argparse.Arg
     """
     for arg in unknown:
         dashed = arg.partition("=")[0].replace("_", "-")
-        if dashed.startswith("--") and (hint := did_you_mean(dashed, parser._option_string_actions, cutoff=0.85)):
+        if dashed.startswith("--") and (hint := did_you_mean(dashed, list(_options(parser)), cutoff=0.85)):
             raise ConfigError(f"{command}: unknown option {arg!r}.{hint}")
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The options of ``parser`` and of its actions (``data show``)."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for nested in action.choices.values():
+                yield from _options(nested)
 
 
 def unknown_choice(kind: str, given: str, choices: Iterable[str], command: str = "") -> ConfigError:

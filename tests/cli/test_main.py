@@ -89,6 +89,22 @@ def test_an_override_without_section_is_explained(tmp_path: Path, capsys: pytest
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "--as-writen"], "plan: unknown option '--as-writen'. Did you mean '--as-written'?"),
+        (["train", "--calibrat"], "train: unknown option '--calibrat'. Did you mean '--calibrate'?"),
+        (["config", "--world_size=2"], "config: unknown option '--world_size=2'. Did you mean '--world-size'?"),
+        (["data", "show", "--sampels"], "data: unknown option '--sampels'. Did you mean '--samples'?"),
+    ],
+)
+def test_a_misspelled_option(args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE)
+    assert main([*args, str(path)]) == 2
+    assert capsys.readouterr().err == f"ds-trainer: {message}\n"
+
+
 def test_overrides_may_be_anywhere() -> None:
     argv = ["train", "--a.b", "-1", "r.yaml", "--c.d=x y", "--explain", "--e.f", "--g.h", "v"]
     others, overrides = split_overrides(argv)
