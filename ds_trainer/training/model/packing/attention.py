@@ -1,14 +1,15 @@
 """Packed rows in transformers' ``sdpa`` attention: each sample is computed alone, instead of all pairs with a mask.
 
-Two functions replace transformers' own under the name ``sdpa``, and call these outside of packed batches. The mask is
-built as before, and the mask function notes on it which mask it is. A layer that gets this very mask does not need it.
-A model that changes the mask, or adds something to the scores, loses the note and gets what it would get without us.
+Two functions replace transformers' own under the name ``sdpa``, and call these outside of packed batches. The mask of a
+packed batch is made when something reads it (:mod:`ds_trainer.training.model.packing.deferred_mask`). A layer that gets
+this very mask does not need it. A model that changes the mask, or adds something to the scores, reads it, and gets what
+it would get without us.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,15 +18,13 @@ from torch import nn
 from ds_trainer.data.packing.batch import POSITIONS
 from ds_trainer.data.packing.token_counts import MASK
 from ds_trainer.parallel.document_attention import Documents, active_documents, can_attend, document_attention
-from ds_trainer.training.model.sequence_sharding.attention_modules import (
-    UNSUPPORTED,
-    RequestedMask,
-    requested_mask,
-)
+from ds_trainer.training.model.packing.deferred_mask import DeferredMask
+from ds_trainer.training.model.sequence_sharding.attention_modules import UNSUPPORTED, requested_mask
 from ds_trainer.utils.errors import ConfigError
 
 _NAME = "sdpa"
-_NOTE = "_ds_trainer_request"
+_SIZES = ("batch_size", "q_length", "kv_length")
+_SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 
 def documents_of(batch: Any) -> Documents | None:
@@ -51,20 +50,20 @@ def _register() -> None:
 
 
 def _mask_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    def packed_mask(
-        *args: Any, mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, **rest: Any
-    ) -> Any:
-        if mask_function is not None:
-            rest["mask_function"] = mask_function
-        mask = original(*args, attention_mask=attention_mask, **rest)
-        if active_documents() is None or not isinstance(mask, torch.Tensor):
-            return mask
-        if mask_function is not None and attention_mask is None:
-            try:
-                setattr(mask, _NOTE, requested_mask(mask_function))
-            except ConfigError:  # a mask that we do not know
-                return mask
-        return mask
+    def packed_mask(*args: Any, **rest: Any) -> Any:
+        make = partial(original, *args, **rest)
+        documents, function = active_documents(), rest.get("mask_function")
+        skips = any(rest.get(name) for name in _SKIPS)  # then there may be no mask at all
+        if documents is None or function is None or skips or rest.get("attention_mask") is not None:
+            return make()
+        rows, tokens = documents.shape
+        if [rest.get(name) for name in _SIZES] != [rows, tokens, tokens] or "device" not in rest:
+            return make()
+        try:
+            request = requested_mask(function)
+        except ConfigError:  # a mask that we do not know
+            return make()
+        return DeferredMask(make, request, (rows, 1, tokens, tokens), torch.device(rest["device"]))
 
     return packed_mask
 
@@ -81,17 +80,20 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **rest: Any,
     ) -> Any:
-        documents, request = active_documents(), getattr(attention_mask, _NOTE, None)
+        documents = active_documents()
         if (
             documents is None
-            or not isinstance(request, RequestedMask)
+            or not isinstance(attention_mask, DeferredMask)
             or dropout
             or any(rest.get(name) is not None for name in UNSUPPORTED)
             or not can_attend(documents, query, key, value)
         ):
+            if isinstance(attention_mask, DeferredMask):
+                attention_mask = attention_mask.made()
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **rest
             )
+        request = attention_mask.request
         out = document_attention(query, key, value, documents, request.causal, request.window, scaling)
         return out.transpose(1, 2).contiguous(), None
 

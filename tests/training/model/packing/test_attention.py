@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.parallel import document_attention as documents_module
 from ds_trainer.parallel.document_attention import Documents, use_documents
 from ds_trainer.training.model.packing.attention import documents_of
+from ds_trainer.training.model.packing.deferred_mask import DeferredMask
+from ds_trainer.training.model.sequence_sharding.attention_modules import RequestedMask
 from tests.training.model.packing.test_equality import library
 
 LENGTHS = ((9, 1, 14, 16), (3, 20, 17))
@@ -66,6 +69,36 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield calls
 
 
+class Sizes(TorchDispatchMode):
+    """Inside, the elements of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@contextmanager
+def masks_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Inside, the list gets each deferred mask that something reads."""
+    made: list[torch.Tensor] = []
+    original = DeferredMask.made
+
+    def counting(mask: DeferredMask) -> torch.Tensor:
+        if mask._made is None:
+            made.append(original(mask))
+        return original(mask)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeferredMask, "made", counting)
+        yield made
+
+
 def results(model: nn.Module, documents: Documents | None) -> list[torch.Tensor]:
     """Loss, logits and gradients."""
     model.zero_grad(set_to_none=True)
@@ -93,14 +126,28 @@ def test_equal_to_the_mask(name: str, checkpointing: bool, monkeypatch: pytest.M
     with counted(monkeypatch) as calls:
         wanted = results(model, None)
         assert not calls
-        found = results(model, documents_of(batch()))
+        with masks_made(monkeypatch) as made:
+            found = results(model, documents_of(batch()))
         assert len(calls) == layers * (2 if checkpointing else 1)
+        assert not made
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     wrong = batch()["position_ids"].clone()
     wrong[0, 9:] = torch.arange(ROW - 9)  # the second and later samples of the first row are one
     changed = results(model, Documents(wrong))
     assert torch.equal(changed[0], found[0]) == (layers == 0)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_tensor_of_all_pairs(packed: bool) -> None:
+    """Neither forward nor backward."""
+    positions = torch.arange(16).repeat(32)[None]
+    row = {"input_ids": torch.randint(3, 60, positions.shape), "position_ids": positions}
+    model = library("LlamaForCausalLM", max_position_embeddings=positions.numel())()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    with Sizes() as sizes, use_documents(documents_of(row) if packed else None):
+        model(**row, labels=row["input_ids"], use_cache=False).loss.backward()
+    assert (sizes.largest < positions.numel() ** 2 // 4) == packed
 
 
 @pytest.mark.parametrize("attention", ["eager"])
@@ -111,9 +158,13 @@ def test_other_attention_is_left_alone(attention: str, monkeypatch: pytest.Monke
 
 
 def test_attention_with_dropout_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as calls:
-        results(library("LlamaForCausalLM", attention_dropout=0.1)().double().train(), documents_of(batch()))
-        assert not calls
+    model = library("LlamaForCausalLM", attention_dropout=0.1)().double().train()
+    with counted(monkeypatch) as calls, masks_made(monkeypatch) as made:
+        torch.manual_seed(2)
+        found = results(model, documents_of(batch()))
+        assert not calls and len(made) == 1  # by both layers
+    torch.manual_seed(2)
+    assert all(map(torch.equal, found, results(model, None)))
 
 
 def test_a_changed_mask_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +176,51 @@ def test_a_changed_mask_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return args, {**keywords, "attention_mask": keywords["attention_mask"] & torch.eye(ROW, dtype=torch.bool)}
 
     layer.register_forward_pre_hook(narrower, with_kwargs=True)
-    with counted(monkeypatch) as calls:
+    with counted(monkeypatch) as calls, masks_made(monkeypatch) as made:
         wanted = results(model, None)
         found = results(model, documents_of(batch()))
-        assert len(calls) == 1
+        assert len(calls) == 1 and len(made) == 1
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-9, atol=1e-9)
+
+
+def test_padding_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask with padding, of a model that makes one itself, is more than the borders of the samples."""
+    model = library("LlamaForCausalLM")().double()
+    inputs = {**batch(), "attention_mask": torch.ones(2, ROW, dtype=torch.long)}
+    inputs["attention_mask"][:, 3] = 0
+    with counted(monkeypatch) as calls, use_documents(documents_of(batch())):
+        found = model(**inputs).logits
+    assert not calls
+    assert torch.equal(found, model(**inputs).logits)
+
+
+def test_a_deferred_mask() -> None:
+    """It is a tensor like the one that it makes, which is made once."""
+    made: list[torch.Tensor] = []
+
+    def make() -> torch.Tensor:
+        made.append(torch.rand(2, 1, 5, 5) > 0.5)
+        return made[-1]
+
+    mask = DeferredMask(make, RequestedMask(causal=True, window=None), (2, 1, 5, 5), torch.device("cpu"))
+    assert isinstance(mask, torch.Tensor) and (mask.dtype, mask.device.type) == (torch.bool, "cpu")
+    assert mask.shape == (2, 1, 5, 5) and mask.dim() == 4 and not mask.requires_grad
+    assert not made
+    query = torch.rand(2, 3, 5, 4)
+    attended = nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    whole = made[0]
+    wanted = nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=whole)
+    assert torch.equal(attended, wanted)
+    for one, other in (
+        (mask[:, :, :, :3], whole[:, :, :, :3]),
+        (mask & whole, whole),
+        (mask.to(torch.float32), whole.float()),
+        (torch.where(mask, 0.0, 1.0), torch.where(whole, 0.0, 1.0)),
+        (mask.expand(2, 3, 5, 5), whole.expand(2, 3, 5, 5)),
+        (torch.cat([mask, mask]), torch.cat([whole, whole])),
+    ):
+        assert type(one) is torch.Tensor and torch.equal(one, other)
+    assert len(made) == 1
 
 
 def test_batches_that_are_not_packed() -> None:
