@@ -142,7 +142,8 @@ def test_a_wrong_value_is_one_error_before_the_script_starts(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--slrum", "train.py"], "run: unknown option '--slrum'. Place arguments of the script after it."),
+        (["--slrum", "train.py"], "run: unknown option '--slrum'. Did you mean '--slurm'?"),
+        (["--steps", "3", "train.py"], "run: unknown option '--steps'. Place arguments of the script after it."),
         (["--time", "1:00:00", "train.py"], "--time: only with --slurm, which prints a batch script."),
         (["recipe.yaml"], "run: 'recipe.yaml' is a recipe, not a script: ds-trainer train recipe.yaml."),
         (["gone.py"], "the script 'gone.py' does not exist"),

@@ -271,7 +271,7 @@ def test_an_inverse_question_on_the_command_line(model: str, capsys: pytest.Capt
     [
         (["MODEL", "--device", "X9"], "device 'X9' is not in the table"),
         (["MODEL", "--device", "H10"], "Did you mean 'h100'?"),
-        (["MODEL", "--zero_stage", "2"], "plan takes no --zero_stage"),
+        (["MODEL", "--zero_stage", "2"], "plan: unknown option '--zero_stage'. Did you mean '--zero-stage'?"),
         (["missing.json"], "missing.json cannot be read"),
         (["missing.yaml"], "missing.yaml"),
         (["MODEL", "--global-batch", "7", "--tensor-parallel-size", "1", "--sequence-parallel-size", "1",

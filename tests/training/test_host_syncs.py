@@ -132,6 +132,7 @@ BETWEEN_HOSTS = {
     [
         (1, 0, {}, {NORM_OF_STAGE_0: STEPS}),
         (1, 2, {"bf16": True}, {}),
+        (1, 1, {"packing": True, "max_length": 64}, {}),
         (1, 1, {"make_model": PlainLanguageModel}, {}),
         (2, 0, {"make_model": PlainLanguageModel}, {NORM_OF_STAGE_0: STEPS}),
         (2, 1, {"bf16": True}, {}),
