@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
-from tests.support.extended import JOBS, NOTICING, OPERATORS_FIXTURE, is_extended
+from tests.support.extended import JOBS, NOTICING, OPERATORS_FIXTURE, is_beyond, is_extended
 from tests.support.matrix import is_left_out
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
@@ -58,7 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("clients")
         rest = [item for item in all_cases if not any(item.get_closest_marker(name) for name in ("matrix", "clients"))]
         for number, item in enumerate(rest):
-            if is_extended(item.nodeid, number, len(rest)) or OPERATORS_FIXTURE in getattr(item, "fixturenames", ()):
+            if is_extended(item.nodeid, number, len(rest)):
+                item.add_marker("matrix" if is_beyond(item.nodeid, number, len(rest)) else "extended")
+            elif OPERATORS_FIXTURE in getattr(item, "fixturenames", ()):
                 item.add_marker("extended")
     for marker in ("matrix", "clients", "extended"):
         if marker not in config.option.markexpr:

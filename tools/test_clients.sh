@@ -13,4 +13,6 @@ python -c 'import setfit, trl' 2>/dev/null || {
     say "installing the extra clients"
     pip install -q -c constraints.txt -e '.[clients]'
 }
-python -m pytest -m clients tests/clients "$@"
+options=()
+[ $# -gt 0 ] || options=(-n 2 --dist loadscope)
+python -m pytest -m clients ${options[@]+"${options[@]}"} tests/clients "$@"

@@ -116,7 +116,8 @@ def held_back_until(release: threading.Event) -> Iterator[None]:
 
 def ours(records: list[HostSync]) -> dict[tuple[str, str], int]:
     """What this package or the test's own hooks asked for, whatever lies between that and the operation."""
-    return dict(counted([one for one in records if one.origin not in ("deepspeed", "transformers")]))
+    found = dict(counted([one for one in records if one.origin not in ("deepspeed", "transformers")]))
+    return {BETWEEN_HOSTS["shard"] if what == _RECEIVES else what: number for what, number in found.items()}
 
 
 # Each waits for the slowest host, and not for the device.
@@ -124,7 +125,9 @@ BETWEEN_HOSTS = {
     "decision": ("host collective allreduce_", "ds_trainer/utils/distributed.py largest"),
     "shapes": ("host collective all_gather_object", "ds_trainer/utils/distributed.py gather_objects"),
     "batch": ("host collective broadcast_", "ds_trainer/data/batch_transfer.py _broadcast"),
+    "shard": ("host collective send", "ds_trainer/data/batch_transfer.py send"),
 }
+_RECEIVES = ("host collective recv_", "ds_trainer/data/batch_transfer.py _take")  # the other end of "shard"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,10 @@ BETWEEN_HOSTS = {
         (2, 1, {"bf16": True}, {}),
         (2, 2, {}, {}),
         (2, 3, {"bf16": True}, {}),
-        (2, 2, {"context_parallel_size": 2}, {BETWEEN_HOSTS["batch"]: STEPS * ACCUMULATION}),
+        (
+            *(2, 2, {"context_parallel_size": 2}),
+            dict.fromkeys((BETWEEN_HOSTS["batch"], BETWEEN_HOSTS["shard"]), STEPS * ACCUMULATION),
+        ),
         (2, 1, {"tensor_parallel_size": 2}, {BETWEEN_HOSTS["batch"]: STEPS * ACCUMULATION}),
         # What a callback decides after a step holds for that step, and data that ended ends the epoch.
         (2, 2, {"own_callback": True}, {BETWEEN_HOSTS["decision"]: STEPS}),

@@ -77,6 +77,7 @@ class ModuleGuard:
         self._new: list[int] = []  # events that the ranks have not compared yet
         self._passes = 0
         self._restarted = False  # the next pass replaces one that was interrupted
+        self._closed = False
         self._inputs: tuple[str, ...] = ()
         self._lock = threading.Lock()  # a leaf module's hooks may run in several threads of the backward pass
         self.step = self.micro_batch = 0
@@ -95,7 +96,7 @@ class ModuleGuard:
         """Stops guarding."""
         self._deviations.close()
         self._hook.remove()
-        self._follow = lambda event, module=None: None  # type: ignore[method-assign]
+        self._closed = True
 
     def restart_pass(self) -> None:
         """The next pass begins the current one anew, on this rank alone. Not in the first pass of its kind."""
@@ -104,23 +105,39 @@ class ModuleGuard:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def _watch_gathers(self, coordinator: Any) -> None:
-        prologue = coordinator.trace_prologue
+    # These run for each module and each gradient of every micro-batch: what is known costs one comparison.
 
-        def watched(module: nn.Module) -> None:
-            self._follow(_FIRST + 2 * int(module.ds_id), module)  # type: ignore[arg-type]
+    def _watch_gathers(self, coordinator: Any) -> None:
+        prologue, paths, lock = coordinator.trace_prologue, self._paths, self._lock
+
+        def watched(module: Any) -> None:
+            event = _FIRST + 2 * module.ds_id
+            with lock:
+                node = paths.node
+                if node.only == event:
+                    paths.node = node.then
+                else:
+                    self._agree(event, module)
             prologue(module)
 
         coordinator.trace_prologue = watched
 
     def _watch_reductions(self, optimizer: Any) -> None:
-        reduce, finish = (
+        reduce, finish, paths, lock = (
             optimizer.reduce_ready_partitions_and_remove_grads,
             optimizer.overlapping_partition_gradients_reduce_epilogue,
+            self._paths,
+            self._lock,
         )
 
         def reduced(parameter: Any) -> None:
-            self._follow(_FIRST + 2 * int(parameter.ds_id) + 1)
+            event = _FIRST + 1 + 2 * parameter.ds_id
+            with lock:
+                node = paths.node
+                if node.only == event:
+                    paths.node = node.then
+                else:
+                    self._agree(event)
             reduce(parameter)
 
         def finished() -> None:
@@ -138,24 +155,28 @@ class ModuleGuard:
         self._passes += 1
         self._paths.begin((module.training, torch.is_grad_enabled()))
 
-    def _follow(self, event: int, module: nn.Module | None = None) -> None:
+    def _follow(self, event: int) -> None:
+        with self._lock:
+            if self._paths.node.only == event:
+                self._paths.node = self._paths.node.then
+            else:
+                self._agree(event)
+
+    # -- an event that no earlier pass had ----------------------------------------------------------------------------
+
+    def _agree(self, event: int, module: nn.Module | None = None) -> None:
         """Verifies that all ranks continue with ``event``, before a gather or reduction.
 
         Raises:
             ModulesDiffer: they do not.
         """
-        with self._lock:
-            if not self._paths.follow(event):
-                self._agree(event, module)
-
-    # -- an event that no earlier pass had ----------------------------------------------------------------------------
-
-    def _agree(self, event: int, module: nn.Module | None) -> None:
-        known = self._paths.known
+        if self._closed:
+            return
+        known = self._paths.node.known
         if len(known) == 1:
             other = self._deviations.ask(self._position(), event)
             if other is not None:
-                does = other.get("event", known[0])
+                does = other.get("event", next(iter(known)))
                 self._raise([(self._describe(), event), (other, does)])
         else:
             self._new.append(event)
@@ -182,7 +203,7 @@ class ModuleGuard:
     # -- the error ----------------------------------------------------------------------------------------------------
 
     def _position(self) -> tuple[int, int]:
-        return self._passes, self._paths.depth
+        return self._passes, self._paths.node.depth
 
     def _describe(self) -> dict[str, Any]:
         return {"rank": distributed.rank(), "inputs": list(self._inputs)}

@@ -9,50 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-Node = dict[int, "Node"]
-
 LONGEST = 1_000_000
 """Maximum number of nodes. The tree of a model that takes a new path each time (LayerDrop) is reset at this size."""
+
+
+class Node:
+    """A point in a pass.
+
+    Attributes:
+        depth: events since the start of the pass.
+        only: the event after it if only one is known, else None.
+        then: the node after that event.
+        known: the nodes after all known events, by event.
+    """
+
+    __slots__ = ("depth", "known", "only", "then")
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
+        self.known: dict[int, Node] = {}
+        self.only: int | None = None
+        self.then = self
 
 
 class ModulePaths:
     """The tree, and this rank's position in it.
 
     Attributes:
-        depth: events since the start of the pass.
+        node: the position. Where an event is its ``only`` one, ``then`` is the next position, and nobody is asked.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Node] = {}
-        self._node: Node = {}
         self._size = 0
-        self.depth = 0
+        self.node = Node()
 
     def begin(self, kind: Hashable) -> None:
         """Starts a pass; passes of each ``kind`` (training, evaluation) have a separate tree."""
         if self._size > LONGEST:
             self._roots, self._size = {}, 0
-        self._node = self._roots.setdefault(kind, {})
-        self.depth = 0
-
-    def follow(self, event: int) -> bool:
-        """Follows ``event`` if it is the only known continuation, and returns whether it is."""
-        node = self._node
-        if len(node) != 1 or event not in node:
-            return False
-        self._node = node[event]
-        self.depth += 1
-        return True
-
-    @property
-    def known(self) -> tuple[int, ...]:
-        """The known continuations at the current node."""
-        return tuple(self._node)
+        self.node = self._roots.setdefault(kind, Node())
 
     def take(self, event: int) -> None:
         """Follows ``event``, which may be new."""
-        if event not in self._node:
-            self._node[event] = {}
+        node = self.node
+        if event not in node.known:
+            node.known[event] = Node(node.depth + 1)
+            node.only, node.then = (event, node.known[event]) if len(node.known) == 1 else (None, node)
             self._size += 1
-        self._node = self._node[event]
-        self.depth += 1
+        self.node = node.known[event]

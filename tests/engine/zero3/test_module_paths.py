@@ -13,8 +13,10 @@ def walk(paths: ModulePaths, events: str, kind: str = "training") -> list[int]:
     paths.begin(kind)
     queries = []
     for event in events:
-        if not paths.follow(ord(event)):
-            queries.append(paths.depth)
+        if paths.node.only == ord(event):
+            paths.node = paths.node.then
+        else:
+            queries.append(paths.node.depth)
             paths.take(ord(event))
     return queries
 
@@ -23,7 +25,7 @@ def test_a_known_module_path_needs_no_agreement() -> None:
     paths = ModulePaths()
     assert walk(paths, "abc") == [0, 1, 2]
     assert walk(paths, "abc") == []
-    assert paths.depth == 3
+    assert paths.node.depth == 3
 
 
 def test_at_a_branch_of_the_module_paths_ranks_agree_each_time() -> None:
