@@ -1,8 +1,10 @@
 """Measures the overhead of a trainer over a bare DeepSpeed loop: milliseconds per micro-step, by paired measurements.
 
-The same model, data, optimizer and DeepSpeed JSON are used in three loops: a bare loop with ``deepspeed.initialize``,
+The same model, data, optimizer and DeepSpeed JSON are used in all loops: a bare loop with ``deepspeed.initialize``,
 the ``Trainer`` of this package, and ``transformers.Trainer``. A copy of the first loop is the control: its difference
-from the first shows the measurement error.
+from the first shows the measurement error. One more bare loop counts the tokens of each global batch, with an
+all-reduce, as every loop must whose samples have different lengths: the first loop is right here because all have the
+same.
 
 All loops run in one process per rank, each with its own engine and in its own thread, and take turns: a loop runs a
 block of optimizer steps, then waits until the others have run theirs. So other load on the machine affects all loops,
@@ -33,12 +35,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from overhead_results import BARE, CLOCKS, CONTROL, LOOPS, OURS, SEED, THEIRS, same_work, summary, tables
+from overhead_results import BARE, CLOCKS, CONTROL, COUNTING, LOOPS, OURS, SEED, THEIRS, same_work, summary, tables
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from turns import Turns
@@ -150,8 +153,20 @@ def order_of_batches(case: Case, samples: int, rank: int) -> Iterator[list[int]]
 # -- the loops -----------------------------------------------------------------------------------------------------
 
 
-def bare_loop(case: Case, model: nn.Module, data: Tokens, config: dict[str, Any], done: Callable[[], None]) -> None:
-    """What one writes by hand. The mean loss is right here because every sample has the same number of tokens."""
+def bare_loop(
+    case: Case, model: nn.Module, data: Tokens, config: dict[str, Any], done: Callable[[], None], counts: bool = False
+) -> None:
+    """What one writes by hand.
+
+    Args:
+        case: what is measured.
+        model: trained in place.
+        data: the samples.
+        config: DeepSpeed's configuration.
+        done: called after each optimizer step.
+        counts: divide by the tokens of the global batch. Without, the mean loss is right because every sample has the
+            same number of tokens.
+    """
     import deepspeed
 
     from ds_trainer.optim.optimizer_builder import decay_parameter_names, parameter_groups
@@ -161,15 +176,21 @@ def bare_loop(case: Case, model: nn.Module, data: Tokens, config: dict[str, Any]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (case.steps - step) / case.steps)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     batches = list(order_of_batches(case, len(data), torch.distributed.get_rank()))
-    loader = DataLoader(data, batch_sampler=batches, collate_fn=collate)
+    loader = iter(DataLoader(data, batch_sampler=batches, collate_fn=collate))
     engine.train()
-    for micro_step, batch in enumerate(loader, start=1):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        if micro_step % case.accumulation == 0:
-            scheduler.step()
-            done()
+    while micro_batches := list(islice(loader, case.accumulation)):
+        keywords = {}
+        if counts:
+            tokens = torch.stack([batch["labels"][:, 1:].ne(-100).sum() for batch in micro_batches]).sum()
+            if case.world > 1:
+                torch.distributed.all_reduce(tokens)
+            keywords["num_items_in_batch"] = tokens
+        for batch in micro_batches:
+            loss = engine(**batch, **keywords).loss
+            engine.backward(loss * (case.world * case.accumulation) if counts else loss)  # DeepSpeed averages
+            engine.step()
+        scheduler.step()
+        done()
 
 
 def arguments(case: Case, output_dir: str) -> dict[str, Any]:
@@ -252,6 +273,7 @@ def measure(case: Case) -> dict[str, Any]:
         loops: dict[str, Callable[[], Any]] = {
             BARE: lambda: bare_loop(case, models[BARE], data, config, step_done(BARE)),
             CONTROL: lambda: bare_loop(case, models[CONTROL], data, config, step_done(CONTROL)),
+            COUNTING: lambda: bare_loop(case, models[COUNTING], data, config, step_done(COUNTING), counts=True),
             OURS: ours.train,
             THEIRS: theirs.train,
         }

@@ -18,7 +18,18 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
-from overhead_results import BARE, CLOCKS, CONTROL, LOOPS, OURS, THEIRS, same_work, summary, tables  # noqa: E402
+from overhead_results import (  # noqa: E402
+    BARE,
+    CLOCKS,
+    CONTROL,
+    COUNTING,
+    LOOPS,
+    OURS,
+    THEIRS,
+    same_work,
+    summary,
+    tables,
+)
 from turns import Turns  # noqa: E402
 
 
@@ -73,7 +84,8 @@ WORLD, ACCUMULATION = 2, 4
 
 def _equal() -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
     """What loops keep that do the same work: losses, divided as each of them does, and weights."""
-    samples = {BARE: 1, CONTROL: 1, OURS: WORLD * ACCUMULATION, THEIRS: ACCUMULATION}
+    of_all = WORLD * ACCUMULATION
+    samples = {BARE: 1, CONTROL: 1, COUNTING: of_all, OURS: of_all, THEIRS: ACCUMULATION}
     losses = {name: [torch.tensor(value / samples[name]) for value in (4.0, 3.5, 3.0)] for name in LOOPS}
     return losses, {name: torch.arange(1.0, 9.0).double() for name in LOOPS}
 
@@ -87,7 +99,7 @@ def test_equal_work_passes() -> None:
     assert report["last_loss"] == 3.0
 
 
-@pytest.mark.parametrize("name", [CONTROL, OURS, THEIRS])
+@pytest.mark.parametrize("name", [CONTROL, COUNTING, OURS, THEIRS])
 @pytest.mark.parametrize("broken", ["loss", "nan", "missing", "weights"])
 def test_a_loop_that_does_other_work_is_detected(name: str, broken: str) -> None:
     losses, weights = _equal()
@@ -105,7 +117,7 @@ def test_a_loop_that_does_other_work_is_detected(name: str, broken: str) -> None
 def test_differences_are_taken_within_rounds() -> None:
     """The machine gets five times slower in the middle; who costs 0.5 ms more in every round is still found out."""
     bare = [10.0] * 20 + [50.0] * 20
-    times = {BARE: bare, CONTROL: bare, OURS: [t + 0.5 for t in bare], THEIRS: [t + 2.0 for t in bare]}
+    times = {BARE: bare, CONTROL: bare, COUNTING: bare, OURS: [t + 0.5 for t in bare], THEIRS: [t + 2.0 for t in bare]}
     overhead = summary(times)["overhead"]
     assert overhead[CONTROL]["median_ms"] == 0.0
     assert overhead[OURS]["median_ms"] == pytest.approx(0.5)
