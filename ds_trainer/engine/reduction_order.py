@@ -51,7 +51,7 @@ class FixedOrder:
 
     def restart(self) -> None:
         """Wait for the first gradient of a backward pass."""
-        self._arrived = bytearray(len(self._queue))
+        self._arrived = bytearray(len(self._queue) + 1)  # the last one, which never arrives, ends the loop over them
         self._next = 0
 
     def install(self) -> None:
@@ -65,17 +65,21 @@ class FixedOrder:
         return bool(self._optimizer.partition_gradients or self._optimizer.is_gradient_accumulation_boundary())
 
     def _arrives(self, parameter: torch.Tensor, group: int) -> None:
-        """Called when the gradient of ``parameter`` is ready."""
-        if not self._reduces_now or not getattr(parameter, "ds_grad_is_ready", True):  # a tiled gradient is incomplete
+        """Called when the gradient of ``parameter`` is ready: for each of them, so it is short."""
+        optimizer = self._optimizer
+        if not (optimizer.partition_gradients or optimizer.is_gradient_accumulation_boundary()):
+            return
+        if not getattr(parameter, "ds_grad_is_ready", True):  # a tiled gradient is incomplete
             return
         index = self._index[id(parameter)]
         if index < self._next:  # computed twice in one backward pass: DeepSpeed raises the error
             self._reduce(parameter, group)
             return
-        self._arrived[index] = 1
-        while self._next < len(self._queue) and self._arrived[self._next]:
+        arrived, queue = self._arrived, self._queue
+        arrived[index] = 1
+        while arrived[self._next]:
             self._next += 1
-            self._reduce(*self._queue[self._next - 1])
+            self._reduce(*queue[self._next - 1])
 
     def _complete(self) -> None:
         """Called after the backward pass: reduces zeros for the parameters without a gradient on this rank."""

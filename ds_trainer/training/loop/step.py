@@ -272,7 +272,7 @@ class StepRunner:
         engine, events, recovery = self._engine, self._events, self._recovery
         self._window.begin_step()
         self._micro_batches.accumulation = len(batches)
-        losses, notifies = [], bool(events.handler.listeners("on_substep_end"))
+        losses, notifies = [], len(batches) > 1 and bool(events.handler.listeners("on_substep_end"))
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             engine.begin_micro_batch(last)
