@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,16 @@ from torch.nn import functional as F
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.model.liger import apply_liger, liger_problems
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.ranks import free_port
 from tests.support.compare import assert_equal
 from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, tiny_llama
 from tests.support.pool import pool
 from tests.support.runs import train_and_report
 
 installed = importlib.util.find_spec("liger_kernel") is not None
+needs_kernels = pytest.mark.skipif(
+    not installed or importlib.util.find_spec("triton") is None, reason="liger-kernel or triton is not installed"
+)
 needs_package = pytest.mark.skipif(not installed, reason="liger-kernel is not installed")
 
 
@@ -60,6 +68,37 @@ def test_models_that_liger_would_ignore_are_rejected() -> None:
     assert re.search("no kernels for Regression, which has no config.model_type", problem)
     with pytest.raises(ConfigError, match="no kernels for Regression"):
         apply_liger(Regression(), None)
+
+
+def interpreted(*arguments: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """tests/training/model/liger_run.py in new processes: Triton reads its setting when kernels are defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    script = ["-m", "tests.training.model.liger_run", *map(str, arguments)]
+    return subprocess.run(
+        [sys.executable, *launcher, *script], capture_output=True, text=True, timeout=300, env=environment
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize(("ranks", "stage", "packing"), [(1, 1, 0), (2, 1, 1), (2, 3, 0)])
+def test_the_losses_of_the_kernel_are_ours(ranks: int, stage: int, packing: int, tmp_path: Path) -> None:
+    """The real one, interpreted on the CPU."""
+    run = interpreted(tmp_path, stage, packing, 0, ranks=ranks)
+    assert run.returncode == 0, run.stderr[-3000:]
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")]
+    assert len(results) == ranks
+    for ours, found in results:
+        assert len(ours) == 4 and found == pytest.approx(ours, rel=1e-6)
+
+
+@needs_kernels
+def test_a_kernel_that_is_wrong_is_refused_at_the_first_batch(tmp_path: Path) -> None:
+    run = interpreted(tmp_path, 1, 0, 1)
+    assert run.returncode != 0
+    assert "Liger's fused loss of a prefix" in run.stderr and "fused_linear_cross_entropy" in run.stderr
 
 
 class ReadsTheHead(PlainLanguageModel):
