@@ -140,11 +140,14 @@ def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", help="names of models; all by default")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     results = Results(options.out, options.device, options.minutes)
     for case, given in runs(options.device):
+        if options.models and case.name not in options.models:
+            continue
         if results.out_of_time:
             break
         row: dict[str, Any] = {"name": name_of(case, given)}
