@@ -9,6 +9,8 @@ both as arguments. So each kernel treats a block as if it were the full attentio
 kernel              torch operator                                        used for
 ==================  ====================================================  ==========================================
 :class:`CpuFlash`   ``_scaled_dot_product_flash_attention_for_cpu``       CPU, float16 to float64, with or without mask
+:class:`Cudnn`      ``_scaled_dot_product_cudnn_attention``               NVIDIA, 16 bits, no mask, where torch itself
+                                                                          would take it: since Hopper
 :class:`CudaFlash`  ``_scaled_dot_product_flash_attention``               NVIDIA since Ampere, 16 bits, no mask
 :class:`Efficient`  ``_scaled_dot_product_efficient_attention``           NVIDIA: with a mask, or float32
 :class:`Math`       matrix products and a softmax in float32 or float64   everything else; holds all scores of a block
@@ -26,9 +28,12 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_LARGEST_CUDNN_HEAD = 128  # for gradients
+_SHORTEST_CUDNN_BLOCK = 64  # cuDNN builds a plan for every new shape; short blocks have many, and gain nothing
 
 
 class BlockInputs(NamedTuple):
@@ -68,17 +73,29 @@ class Kernel(Protocol):
         ...
 
 
-def kernel_for(query: Tensor, value: Tensor, masked: bool) -> Kernel:
-    """The fastest kernel for a block of such tensors, with or without a mask."""
+def kernel_for(inputs: BlockInputs) -> Kernel:
+    """The fastest kernel for such a block."""
+    query, value, masked = inputs.query, inputs.value, inputs.mask is not None
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, *_SIXTEEN_BITS):
         return CpuFlash()
     if query.device.type == "cuda" and torch.version.hip is None:
         ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
         if ampere and query.dtype in _SIXTEEN_BITS and not masked and max(query.shape[-1], value.shape[-1]) <= 256:
-            return CudaFlash()
+            return Cudnn() if _torch_takes_cudnn(inputs) else CudaFlash()
         if query.dtype in (torch.float32, torch.float16) or (ampere and query.dtype == torch.bfloat16):
             return Efficient()
     return Math()
+
+
+def _torch_takes_cudnn(inputs: BlockInputs) -> bool:
+    """Whether torch would compute this block, and its gradients, with cuDNN: it knows devices, versions and settings."""
+    query, key, value, causal, _, scale = inputs
+    if max(query.shape[-1], value.shape[-1]) > _LARGEST_CUDNN_HEAD:  # torch is asked without gradients here
+        return False
+    if min(query.shape[2], key.shape[2]) < _SHORTEST_CUDNN_BLOCK:
+        return False
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=True)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -161,6 +178,48 @@ class CudaFlash:
             0.0,
             causal,
             *_unused_seeds(query, torch.uint64, (2,)),
+            scale=scale,
+        )
+        return _narrowed(grads, query, key, value)
+
+
+class Cudnn:
+    """cuDNN's kernel, up to twice as fast as FlashAttention-2 since Hopper: one head width, a multiple of 8."""
+
+    def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Attention of one block, with what the backward pass needs."""
+        query, key, value, causal, mask, scale = inputs
+        if mask is not None:
+            raise ValueError("the cuDNN kernel takes no mask; use kernel_for to get a kernel that does")
+        width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            _widened(query, width), _widened(key, width), _widened(value, width), None, True, 0.0, causal, scale=scale
+        )
+        return out[..., : value.shape[-1]], lse.view(query.shape[:3])  # which has one more dimension, of size 1
+
+    def backward(
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value of one block."""
+        query, key, value, causal, mask, scale = inputs
+        if mask is not None:
+            raise ValueError("the cuDNN kernel takes no mask; use kernel_for to get a kernel that does")
+        width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            _widened(grad_out, width),
+            _widened(query, width),
+            _widened(key, width),
+            _widened(value, width),
+            _widened(out, width),
+            lse.contiguous().unsqueeze(-1),
+            *_unused_seeds(query, torch.int64, ()),
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
             scale=scale,
         )
         return _narrowed(grads, query, key, value)

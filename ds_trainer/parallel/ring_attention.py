@@ -88,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
                     rows, columns = slice(block.q0, block.q1), slice(block.k0, block.k1)
                     causal, mask = block.kind is BlockKind.CAUSAL, blocks.mask(source, block, query.device)
                     inputs = BlockInputs(query[:, :, rows], k[:, :, columns], v[:, :, columns], causal, mask, scale)
-                    merged.add(rows, *kernel_for(query, value, mask is not None).forward(inputs))
+                    merged.add(rows, *kernel_for(inputs).forward(inputs))
         out, lse = merged.result()
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.ring, ctx.scale = blocks, ring, scale
@@ -110,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
                     rows, columns = slice(block.q0, block.q1), slice(block.k0, block.k1)
                     causal, mask = block.kind is BlockKind.CAUSAL, blocks.mask(source, block, query.device)
                     inputs = BlockInputs(query[:, :, rows], k[:, :, columns], v[:, :, columns], causal, mask, scale)
-                    part_query, part_key, part_value = kernel_for(query, value, mask is not None).backward(
+                    part_query, part_key, part_value = kernel_for(inputs).backward(
                         inputs, grad_out[:, :, rows], out[:, :, rows], lse[:, :, rows]
                     )
                     grad_query.add(rows, part_query)

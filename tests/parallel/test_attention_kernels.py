@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.parallel.attention_kernels import BlockInputs, CpuFlash, CudaFlash, Efficient, Kernel, Math, kernel_for
+from ds_trainer.parallel.attention_kernels import (
+    BlockInputs,
+    CpuFlash,
+    CudaFlash,
+    Cudnn,
+    Efficient,
+    Kernel,
+    Math,
+    kernel_for,
+)
 from tests.support.attention import dense_attention
 
 CPU = "cpu"
@@ -37,10 +46,11 @@ class Case:
         head_dim: int = 16,
         value_dim: int | None = None,
         more: int = 10,
+        queries: int = 21,
     ) -> None:
         torch.manual_seed(0)
         self.causal = kind == "causal"
-        queries, keys = (21, 21) if self.causal else (21, 35)
+        keys = queries if self.causal else queries + 14
         widths = (head_dim, head_dim, value_dim or head_dim, value_dim or head_dim)
         lengths = (queries, keys + more, keys + more, queries)
         # Parts of larger tensors, as the tokens of a block are.
@@ -142,21 +152,22 @@ def test_control_the_lse_of_one_block_gives_different_gradients() -> None:
 
 def test_the_kernel_is_chosen_by_dtype_and_mask() -> None:
     for dtype in TOLERANCE:
-        tensor = torch.zeros(1, 1, 1, 8, dtype=dtype)
-        assert isinstance(kernel_for(tensor, tensor, masked=False), CpuFlash)
-        assert isinstance(kernel_for(tensor, tensor, masked=True), CpuFlash)
+        tensor, mask = torch.zeros(1, 1, 1, 8, dtype=dtype), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        assert isinstance(kernel_for(BlockInputs(tensor, tensor, tensor, False, None, SCALE)), CpuFlash)
+        assert isinstance(kernel_for(BlockInputs(tensor, tensor, tensor, False, mask, SCALE)), CpuFlash)
         elsewhere = tensor.to("meta")
-        assert isinstance(kernel_for(elsewhere, elsewhere, masked=True), Math)
+        assert isinstance(kernel_for(BlockInputs(elsewhere, elsewhere, elsewhere, False, mask, SCALE)), Math)
 
 
-def test_the_cuda_flash_kernel_rejects_a_mask() -> None:
+@pytest.mark.parametrize("kernel", [CudaFlash(), Cudnn()], ids=lambda kernel: type(kernel).__name__)
+def test_kernels_of_cuda_without_masks_reject_one(kernel: Kernel) -> None:
     tensor = torch.zeros(1, 1, 2, 8, device="meta")
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
     inputs = BlockInputs(tensor, tensor, tensor, False, mask, SCALE)
     with pytest.raises(ValueError, match="takes no mask"):
-        CudaFlash().forward(inputs)
+        kernel.forward(inputs)
     with pytest.raises(ValueError, match="takes no mask"):
-        CudaFlash().backward(inputs, tensor, tensor, tensor[..., 0])
+        kernel.backward(inputs, tensor, tensor, tensor[..., 0])
 
 
 # -- the operators of CUDA -----------------------------------------------------------------------------------------
@@ -164,7 +175,8 @@ def test_the_cuda_flash_kernel_rejects_a_mask() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "kind"),
-    [(CudaFlash(), kind) for kind in MASKS[:2]] + [(Efficient(), kind) for kind in MASKS],
+    [(kernel, kind) for kernel in (CudaFlash(), Cudnn()) for kind in MASKS[:2]]
+    + [(Efficient(), kind) for kind in MASKS],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_calls_fit_the_signatures_of_cuda_operators(kernel: Kernel, kind: str) -> None:
@@ -341,8 +353,28 @@ def test_queries_without_any_key_on_cuda() -> None:
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (20, 12)])
 def test_cuda_kernels_match_the_definition(kind: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     case = Case(kind, dtype, "cuda", head_dim=head_dim, value_dim=value_dim)
-    unmasked = kernel_for(case.query, case.value, masked=False)
-    kernel = unmasked if case.mask is None else kernel_for(case.query, case.value, masked=True)
+    alone = BlockInputs(case.query, case.key, case.value, False, None, SCALE)
+    unmasked = kernel_for(alone)
+    kernel = unmasked if case.mask is None else kernel_for(alone._replace(mask=case.mask))
     assert isinstance(unmasked, Efficient if dtype == torch.float32 else CudaFlash)
     assert_near(case.errors(kernel, unmasked), dtype)
     assert_near(case.errors(Math()), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", MASKS[:2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (96, 64), (20, 12)])
+@pytest.mark.parametrize("tokens", [64, 333])
+def test_cudnn_matches_the_definition(
+    kind: str, dtype: torch.dtype, head_dim: int, value_dim: int, tokens: int
+) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's kernel is used since Hopper")
+    case = Case(kind, dtype, "cuda", head_dim=head_dim, value_dim=value_dim, queries=tokens, more=tokens)
+    inputs = BlockInputs(case.query, case.key[:, :, :tokens], case.value[:, :, :tokens], case.causal, None, SCALE)
+    assert isinstance(kernel_for(inputs), Cudnn)
+    assert_near(case.errors(Cudnn()), dtype)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert isinstance(kernel_for(inputs), CudaFlash)

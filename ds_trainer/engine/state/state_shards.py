@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ds_trainer.engine.state.cpu_adam import restore_bias_corrections
 from ds_trainer.engine.state.flat_partitions import (
     FlatPartition,
     flat_partitions,
@@ -280,6 +281,7 @@ def write_state_shards(engine: TrainingEngine, source: StateSource, exclude: Col
             with partition.present(True):
                 _write_partition(partition, source)
         _write_not_stepped(engine, partitions, source, exclude)
+    restore_bias_corrections(partitions)
     refresh_weights(engine.deepspeed)
     if sharded:
         wrapper.checkpoint_event_epilogue()
