@@ -86,7 +86,8 @@ def measure(case: Case, device: str, values: dict[str, Any], ragged: bool) -> di
     class Counting(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             targets.append(inputs["labels"].ne(-100).sum())
-            return super().training_step(model, inputs, num_items_in_batch)
+            clock.losses.append(super().training_step(model, inputs, num_items_in_batch).detach())
+            return clock.losses[-1]
 
     class StepEnd(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +127,10 @@ def attempt(task: dict[str, Any], seconds: float) -> dict[str, Any]:
     if lines:
         found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
         return found
-    return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:500]}
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return {
+        "error": next((line for line in reversed(said) if "Error: " in line or "OutOfMemory" in line), said[-1])[:500]
+    }
 
 
 def longest(fits: Callable[[int], bool], first: int, most: int) -> int:
@@ -154,6 +158,7 @@ def main() -> int:
     parser.add_argument("--model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--most", type=int, help="longest length that is tried")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -169,7 +174,8 @@ def main() -> int:
     results = Results(given.out, given.device, given.minutes, model=case.name)
     seconds = 60 * given.minutes
     if given.what == "variants":
-        for name, values in VARIANTS.items():
+        for name in given.variants:
+            values = VARIANTS[name]
             if results.out_of_time:
                 break
             if "fp8" in values and (cpu or find_spec("torchao") is None):

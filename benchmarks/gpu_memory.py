@@ -33,6 +33,7 @@ from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import CONTEXT, estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.step_time import step_time
+from ds_trainer.training.model.chunked_loss.chunked_loss import uses_tiles
 
 Run = tuple[Case, dict[str, Any]]  # with arguments of TrainingArguments
 
@@ -62,6 +63,7 @@ def candidate(case: Case, given: dict[str, Any]) -> Candidate:
         offload_optimizer="offload_optimizer" in given,
         offload_param="offload_param" in given,
         checkpointing=case.recompute,
+        chunked_loss=uses_tiles(None, case.micro_batch * case.sequence, case.vocabulary),
     )
 
 

@@ -1,8 +1,9 @@
 """Tokens per second, MFU and peak memory on one device: a bare DeepSpeed loop, this Trainer and transformers.Trainer.
 
 Full fine-tuning with the shapes of 0.5B, 1B and 3B models and LoRA with 8B, random weights and tokens, bf16, ZeRO 1 on
-one rank, sequences of 4,096 tokens. All three use the same model, DeepSpeed configuration, optimizer and activation
-checkpointing.
+one rank, sequences of 4,096 tokens. All use the same model, DeepSpeed configuration, optimizer and activation
+checkpointing. This Trainer runs twice: as it is by default, with the loss in chunks, and with whole logits like the
+others.
 
 The loops take turns in one process. Each turn builds the model on the device, runs a few warm-up steps, times the next
 steps, and releases everything. The order is random in each round, and ratios are computed within a round, so thermal
@@ -28,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,8 @@ from kept_results import Results
 from torch import nn
 from torch.utils.data import DataLoader
 
-BARE, OURS, THEIRS = "bare loop", "ds_trainer", "transformers"
-LOOPS = (BARE, OURS, THEIRS)
+BARE, OURS, WHOLE, THEIRS = "bare loop", "ds_trainer", "ds_trainer, whole logits", "transformers"
+LOOPS = (BARE, OURS, WHOLE, THEIRS)
 RATE, DECAY, CLIP = 1e-5, 0.1, 1.0
 TOLERANCE = 1e-2  # relative, of a loss: the same arithmetic in bf16, with kernels that add in another order
 
@@ -69,7 +71,7 @@ def arguments(case: Case, device: str, output_dir: str) -> dict[str, Any]:
 
 
 def compiled_config(case: Case, device: str, output_dir: str) -> dict[str, Any]:
-    """The DeepSpeed configuration that this package makes of the arguments; all three loops run with it."""
+    """The DeepSpeed configuration that this package makes of the arguments; all loops run with it."""
     from ds_trainer import Trainer, TrainingArguments
 
     small = replace(case, hidden=case.heads * 2, intermediate=8, layers=1, vocabulary=8)
@@ -94,10 +96,22 @@ class Clock:
         self.losses: list[torch.Tensor] = []
 
     def model(self) -> nn.Module:
-        """The model of the case; its losses are kept."""
-        model = build_model(self._case, self._device)
-        model.register_forward_hook(lambda module, inputs, output: self.losses.append(output.loss.detach()))
-        return model
+        """The model of the case."""
+        return build_model(self._case, self._device)
+
+    def keeping_losses(self, trainer_class: type[Any]) -> type[Any]:
+        """A subclass that hands in its losses. A hook of the model would do, but it could read the logits, so that this
+        package's Trainer would make them.
+        """
+        losses = self.losses
+
+        class Keeping(trainer_class):  # type: ignore[misc]
+            def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                loss: torch.Tensor = super().training_step(*args, **kwargs)
+                losses.append(loss.detach())
+                return loss
+
+        return Keeping
 
     def step_done(self) -> None:
         """A step has ended on the host. The device is waited for where the timed block begins and ends."""
@@ -138,13 +152,15 @@ def bare_loop(case: Case, device: str, config: dict[str, Any], output_dir: str, 
     engine.train()
     for batch in loader:
         batch = {key: value.to(engine.device, non_blocking=True) for key, value in batch.items()}
-        engine.backward(engine(**batch).loss)
+        loss = engine(**batch).loss
+        clock.losses.append(loss.detach())
+        engine.backward(loss)
         engine.step()
         clock.step_done()
     engine.destroy()
 
 
-def our_trainer(case: Case, device: str, config: dict[str, Any], output_dir: str, clock: Clock) -> None:
+def our_trainer(case: Case, device: str, config: dict[str, Any], output_dir: str, clock: Clock, **changes: Any) -> None:
     """This package's Trainer with its default callbacks."""
     from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 
@@ -152,8 +168,9 @@ def our_trainer(case: Case, device: str, config: dict[str, Any], output_dir: str
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             clock.step_done()
 
-    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=1)
-    trainer = Trainer(clock.model(), args, data_collator=collate, train_dataset=Tokens(case))
+    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=1, **changes)
+    keeping = clock.keeping_losses(Trainer)
+    trainer = keeping(clock.model(), args, data_collator=collate, train_dataset=Tokens(case))
     # Not by add_callback: that one makes the ranks agree on what the user's callbacks decided; this decides nothing.
     trainer.callback_handler.add_callback(StepEnd())
     trainer.train()
@@ -175,12 +192,18 @@ def their_trainer(case: Case, device: str, config: dict[str, Any], output_dir: s
     reset_deepspeed_groups()
     config = {key: value for key, value in config.items() if key != "optimizer"}
     args = TrainingArguments(**arguments(case, device, output_dir), report_to="none", deepspeed=config)
-    trainer = Trainer(clock.model(), args, data_collator=collate, train_dataset=Tokens(case), callbacks=[StepEnd()])
+    keeping = clock.keeping_losses(Trainer)
+    trainer = keeping(clock.model(), args, data_collator=collate, train_dataset=Tokens(case), callbacks=[StepEnd()])
     trainer.train()
     trainer.deepspeed.destroy()
 
 
-RUN: dict[str, Callable[..., None]] = {BARE: bare_loop, OURS: our_trainer, THEIRS: their_trainer}
+RUN: dict[str, Callable[..., None]] = {
+    BARE: bare_loop,
+    OURS: our_trainer,
+    WHOLE: partial(our_trainer, loss_chunk_tokens=0),
+    THEIRS: their_trainer,
+}
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ _ADVICE = {
     "callbacks": "Callbacks and logging take time between steps: log less often (logging_steps).",
 }
 _LARGE = 0.15  # of the step
+_IDLE = 0.1  # of the step
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,11 @@ def page_text(profile: StepProfile, trace: str) -> str:
         "ranks included.",
         "",
     ]
-    advice = [f"- **{part}**: {text}" for part, text in _ADVICE.items() if profile.parts[part] > _LARGE * whole]
+    # A GPU that is never idle hides what the host does.
+    waits = profile.device is None or profile.device.idle > _IDLE * whole
+    advice = [
+        f"- **{part}**: {text}" for part, text in _ADVICE.items() if waits and profile.parts[part] > _LARGE * whole
+    ]
     lines += [*advice, ""] if advice else []
     if profile.device is not None:
         lines += _device_lines(profile.device)

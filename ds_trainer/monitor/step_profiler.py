@@ -125,7 +125,8 @@ def step_profile(profiler: Any, steps: int) -> StepProfile:
         for row in operators
         if not row.key.startswith(PHASE_PREFIX)
     ]
-    on_device = [event for event in events if event.device_type.name != "CPU"]
+    # Ranges of record_function are on the timeline of the device too, from their first kernel to their last one.
+    on_device = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
     kernels = [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
     return StepProfile(
         steps,

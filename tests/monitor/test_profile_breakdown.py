@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from ds_trainer.monitor.health.heartbeat import COMPUTE
 from ds_trainer.monitor.profile_breakdown import PARTS, PHASE_PREFIX, Kind, Span, breakdown, kind_of
 from ds_trainer.monitor.profile_page import DeviceTimes, StepProfile, page_text
+from ds_trainer.monitor.step_profiler import step_profile
 
 
 def seconds(*spans: tuple[float, float, Kind]) -> dict[str, float]:
@@ -87,8 +91,34 @@ def test_times_of_a_gpu() -> None:
     assert times.kernels == 2
     assert times.longest[0] == ("ampere_gemm", pytest.approx(30e-6))
     parts = dict.fromkeys(PARTS, 0.0) | {"forward": 0.05, "Python": 0.05}
-    text = page_text(StepProfile(2, parts, [("aten::mm", 0.01, 4.0)], times), "trace.json.gz")
+    busy = StepProfile(2, parts, [("aten::mm", 0.01, 4.0)], times)
+    assert "- **" not in page_text(busy, "trace.json.gz")  # the GPU waits for 0.01 ms of 100
+    text = page_text(replace(busy, device=replace(times, idle=0.06)), "trace.json.gz")
     assert "| Python | 50.00 | 50.0 % |" in text
     assert "- **Python**: " in text
     assert "- **data**: " not in text
     assert "`ncclDevKernel_AllReduce`" in text
+
+
+def test_ranges_of_the_host_are_no_kernels() -> None:
+    """The profiler repeats them on the timeline of a GPU."""
+
+    def event(name: str, device: str, start: float, end: float, annotation: bool) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        kind = SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=annotation)
+
+    phase = PHASE_PREFIX + COMPUTE
+    events = [
+        event(phase, "CPU", 0.0, 100.0, True),
+        event("aten::mm", "CPU", 0.0, 50.0, False),
+        event(phase, "CUDA", 10.0, 90.0, True),
+        event("ampere_gemm", "CUDA", 10.0, 20.0, False),
+        event("ampere_gemm", "CUDA", 80.0, 90.0, False),
+    ]
+    found = step_profile(SimpleNamespace(events=lambda: events, key_averages=lambda: []), 1)
+    assert found.device is not None
+    assert found.device.compute == pytest.approx(20e-6)
+    assert found.device.idle == pytest.approx(60e-6)
+    assert [name for name, _ in found.device.longest] == ["ampere_gemm"]
+    assert found.parts["forward"] == pytest.approx(50e-6)
