@@ -88,11 +88,13 @@ def kernel_for(inputs: BlockInputs) -> Kernel:
 
 
 def _torch_takes_cudnn(inputs: BlockInputs) -> bool:
-    """Whether torch would compute this block, and its gradients, with cuDNN: it knows devices, versions and settings."""
+    """Whether torch would compute this block and its gradients with cuDNN: it knows devices, versions, settings."""
     query, key, value, causal, _, scale = inputs
     if max(query.shape[-1], value.shape[-1]) > _LARGEST_CUDNN_HEAD:  # torch is asked without gradients here
         return False
     if min(query.shape[2], key.shape[2]) < _SHORTEST_CUDNN_BLOCK:
+        return False
+    if not torch.backends.cuda.math_sdp_enabled():  # then torch raises an error if no fast kernel can do it
         return False
     choice = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=True)
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)

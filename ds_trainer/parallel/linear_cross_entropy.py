@@ -23,19 +23,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-VOCABULARY_CHUNK = 4096
-"""Rows of the vocabulary in a tile."""
+_TOKENS, _TOKENS_ON_GPU = 1024, 4096
+_ROWS = 4096
+_ELEMENTS_ON_GPU = 2**24  # of a tile: with fewer, starting the kernels takes longer than they do
 
 # Products of 16-bit matrices with a float32 result, without a copy of the operands (CUDA, torch >= 2.8).
-_HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
+_HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 ElementwiseFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 """A function of a tile of logits, element by element, and of the rows of the vocabulary that the tile has."""
+
+
+def tile_sizes(chunk_tokens: int | None, device: torch.device) -> tuple[int, int]:
+    """Tokens and rows of the vocabulary in a tile; ``chunk_tokens`` is what the user wants, None for a good choice."""
+    if device.type == "cpu":
+        return chunk_tokens or _TOKENS, _ROWS
+    tokens = chunk_tokens or _TOKENS_ON_GPU
+    return tokens, max(_ROWS, _ELEMENTS_ON_GPU // tokens)
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class TileSettings:
         group: the ranks over which the vocabulary is partitioned; None: not partitioned.
     """
 
-    chunk_tokens: int = 1024
-    vocabulary_chunk: int = VOCABULARY_CHUNK
+    chunk_tokens: int = _TOKENS
+    vocabulary_chunk: int = _ROWS
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -102,13 +112,24 @@ class _Products:
     Args:
         dtype: of the operands where the device multiplies it with a float32 result; elsewhere it is that of the values
             that come from the model, and the product is computed in float32.
+
+    Attributes:
+        sums: dtype of the results.
+        has_kernels: tiles can be given to :mod:`ds_trainer.parallel.tile_kernels`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         half = dtype in (torch.bfloat16, torch.float16)
         self.sums = torch.float64 if dtype == torch.float64 else torch.float32
-        self._wide = half and device.type == "cuda" and _HAS_WIDE_PRODUCTS
+        nvidia = device.type == "cuda" and torch.version.hip is None
+        self._wide = half and nvidia and _HAS_WIDE_PRODUCTS
+        self.has_kernels = self.sums == torch.float32 and nvidia and find_spec("triton") is not None
         self._dtype = dtype
+
+    @property
+    def factor_dtype(self) -> torch.dtype:
+        """The dtype in which a factor is multiplied."""
+        return self._dtype if self._wide else self.sums
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the model, as an operand."""
@@ -123,7 +144,7 @@ class _Products:
     def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product to ``total``, in place."""
         if self._wide:
-            total += self(a, b)
+            torch.addmm(total, a.to(self._dtype), b.to(self._dtype), out_dtype=self.sums, out=total)
         else:
             total.addmm_(a, b)
 
@@ -143,6 +164,7 @@ class _Tiles:
         self.hidden, self.weights, self.bias = hidden, weights, bias
         self.tokens, self.rows = hidden[0].shape[0], weights[0].shape[0]
         self.classes = settings.classes or self.rows
+        self.uses_kernels = products.has_kernels and not settings.functions and bias is None
 
     def vocabulary(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         """Rows of the vocabulary, and their weights as operands."""
@@ -170,9 +192,13 @@ class _Tiles:
 
     def target_columns(self, targets: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The column of each target in the tile, and whether it is in it; both ``[tokens, 1]``."""
-        columns = targets - (rows.start + self.settings.offset)
+        columns = self.columns(targets, rows)
         inside = (columns >= 0) & (columns < rows.stop - rows.start)
         return columns.clamp(0, rows.stop - rows.start - 1).unsqueeze(1), inside.unsqueeze(1)
+
+    def columns(self, targets: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The column of each target, counted from the first of the tile; it may be outside of it."""
+        return targets - (rows.start + self.settings.offset)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -232,6 +258,18 @@ def _statistics(tiles: _Tiles, targets: torch.Tensor) -> tuple[torch.Tensor, tor
     for rows, weights in tiles.vocabulary():
         for tokens, hidden in tiles.chunks():
             logits = tiles.logits(tiles.linear(hidden, weights, rows), rows)
+            if tiles.uses_kernels:
+                from ds_trainer.parallel import tile_kernels
+
+                tile_kernels.add_statistics(
+                    logits,
+                    tiles.columns(targets[tokens], rows),
+                    largest[tokens],
+                    exponentials[tokens],
+                    at_target[tokens],
+                    total[tokens] if settings.label_smoothing else None,
+                )
+                continue
             columns, inside = tiles.target_columns(targets[tokens], rows)
             at_target[tokens] += torch.where(inside, logits.gather(1, columns), 0.0).squeeze(1)
             if settings.label_smoothing:
@@ -280,19 +318,11 @@ def _gradients(
         sum_of_bias = torch.zeros(rows.stop - rows.start, dtype=sums, device=lse.device)
         for tokens, hidden in tiles.chunks():
             linear = tiles.linear(hidden, weights, rows)
-            if settings.functions:
-                with torch.enable_grad():
-                    logits = tiles.logits(linear.requires_grad_(), rows)
-                tile = (logits.detach() - lse[tokens].unsqueeze(1)).exp_()
-            else:
-                tile = linear.sub_(lse[tokens].unsqueeze(1)).exp_()
-            tile.mul_(share[tokens].unsqueeze(1))
-            columns, inside = tiles.target_columns(targets[tokens], rows)
-            tile.scatter_add_(1, columns, torch.where(inside, at_target[tokens].unsqueeze(1), 0.0))
-            if spread is not None:
-                tile.sub_(spread[tokens].unsqueeze(1))
-            if settings.functions:
-                (tile,) = torch.autograd.grad(logits, linear, tile)
+            of_tokens = [None if one is None else one[tokens] for one in (lse, share, at_target, spread)]
+            tile = _gradient_of_tile(tiles, linear, rows, targets[tokens], *of_tokens)
+            if of_bias is not None:
+                sum_of_bias += tile.sum(0)
+            tile = tile.to(products.factor_dtype)
             for index, (x, weight) in enumerate(zip(hidden, weights, strict=True)):
                 total = of_hidden[index]
                 if total is not None:
@@ -300,10 +330,41 @@ def _gradients(
                 sum_of_rows = sums_of_rows[index]
                 if sum_of_rows is not None:
                     products.add(sum_of_rows, tile.t(), x)
-            sum_of_bias += tile.sum(0)
         for whole, part in zip(of_weights, sums_of_rows, strict=True):
             if whole is not None and part is not None:
                 whole[rows] = part.to(whole.dtype)
         if of_bias is not None:
             of_bias[rows] = sum_of_bias.to(of_bias.dtype)
     return of_hidden, of_weights, of_bias
+
+
+def _gradient_of_tile(
+    tiles: _Tiles,
+    linear: torch.Tensor,
+    rows: slice,
+    targets: torch.Tensor,
+    lse: Any,
+    share: Any,
+    at_target: Any,
+    spread: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient of ``linear``, which is overwritten; all others are ``[tokens]``."""
+    if tiles.uses_kernels:
+        from ds_trainer.parallel import tile_kernels
+
+        columns = tiles.columns(targets, rows)
+        return tile_kernels.gradient(linear, columns, lse, share, at_target, spread, tiles.products.factor_dtype)
+    if tiles.settings.functions:
+        with torch.enable_grad():
+            logits = tiles.logits(linear.requires_grad_(), rows)
+        tile = (logits.detach() - lse.unsqueeze(1)).exp_()
+    else:
+        tile = linear.sub_(lse.unsqueeze(1)).exp_()
+    tile.mul_(share.unsqueeze(1))
+    columns, inside = tiles.target_columns(targets, rows)
+    tile.scatter_add_(1, columns, torch.where(inside, at_target.unsqueeze(1), 0.0))
+    if spread is not None:
+        tile.sub_(spread.unsqueeze(1))
+    if tiles.settings.functions:
+        (tile,) = torch.autograd.grad(logits, linear, tile)
+    return tile

@@ -1,8 +1,8 @@
 """The bias correction of DeepSpeed's CPUAdam after its states were replaced.
 
-Its C++ object multiplies ``beta ** step`` up from step to step, in float32, and calls ``pow`` where the step is not the
-next one (``csrc/includes/cpu_adam.h``, ``IncrementStep``). The two differ in the last bits, so a resumed run would leave
-the trajectory of the uninterrupted one. The steps are therefore repeated on tensors without elements.
+Its C++ object multiplies ``beta ** step`` up from step to step, in float32, and calls ``pow`` where the step is not
+the next one (``csrc/includes/cpu_adam.h``, ``IncrementStep``). The two differ in the last bits, so a resumed run would
+leave the trajectory of the uninterrupted one. The steps are therefore repeated on tensors without elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPUAdam's bias corrections after a resumption: its own operator where it can be compiled, else its rule in float32."""
+"""The bias corrections of DeepSpeed's CPUAdam after a resumption, by its rule in float32."""
 
 from __future__ import annotations
 

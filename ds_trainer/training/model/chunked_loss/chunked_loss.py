@@ -20,8 +20,6 @@ from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.training.model.chunked_loss.head_check import check_tiles
 from ds_trainer.training.model.chunked_loss.linear_head import LinearHead, head_problem, output_embedding
 
-CHUNK_TOKENS = 1024
-"""Tokens of a tile unless ``loss_chunk_tokens`` says otherwise."""
 PAYS_FROM = 2**26
 """Bytes of the logits of a micro-batch in float32 from which tiles are used by default."""
 
@@ -144,10 +142,9 @@ class ChunkedLoss:
         if not (self._model is core and self._module is module and self._is_known):
             self._model, self._module, self._head, self._is_known = core, module, None, True
             if module is not None and head_problem(module) is None:
-                size = self._chunk_tokens or CHUNK_TOKENS
                 self._head = LinearHead(
                     module,
-                    size,
+                    self._chunk_tokens or None,
                     lambda: self._z_loss if core.training else 0.0,
                     lambda: None if self._checked else self._check,
                 )

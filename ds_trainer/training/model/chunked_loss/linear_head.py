@@ -19,8 +19,14 @@ from torch.nn import functional as F
 
 from ds_trainer.data.columns import base_model
 from ds_trainer.engine.tensor_parallel.vocab_parallel_head import GATHERS_LOGITS, RETURNS_LOSSES, vocabulary_slice
-from ds_trainer.parallel.linear_cross_entropy import ElementwiseFunction, TileSettings, linear_cross_entropy
+from ds_trainer.parallel.linear_cross_entropy import (
+    ElementwiseFunction,
+    TileSettings,
+    linear_cross_entropy,
+    tile_sizes,
+)
 
+_CHUNK_TOKENS = 1024
 Terms = list[tuple[torch.Tensor, torch.Tensor]]
 Check = Callable[[Terms, "torch.Tensor | None", torch.Tensor, TileSettings, torch.Tensor], None]
 
@@ -67,21 +73,22 @@ class LinearHead:
 
     Args:
         head: the module.
-        chunk_tokens: tokens of a tile.
+        chunk_tokens: tokens of a tile; None for a good choice.
         z_loss: the factor of the z-loss, now.
         check: called with what is computed and the result, while the weights are whole; None: nothing to check.
 
     Attributes:
-        chunk_tokens: see above.
+        chunk_tokens: tokens whose logits may exist together for other readers than the loss.
         classes: the size of the vocabulary, over all ranks.
     """
 
     def __init__(
-        self, head: nn.Module, chunk_tokens: int, z_loss: Callable[[], float], check: Callable[[], Check | None]
+        self, head: nn.Module, chunk_tokens: int | None, z_loss: Callable[[], float], check: Callable[[], Check | None]
     ) -> None:
         self._head: Any = head
         self._slice = vocabulary_slice(head)
-        self.chunk_tokens = chunk_tokens
+        self._tile_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens or _CHUNK_TOKENS
         self._z_loss = z_loss
         self._check = check
         # Read now: in a forward pass under ZeRO-3, to look at a weight is to gather it.
@@ -150,8 +157,10 @@ class LinearHead:
         label_smoothing: float,
     ) -> torch.Tensor:
         """The loss of each token; see ``HeadReader``."""
+        tokens, rows = tile_sizes(self._tile_tokens, hidden.device)
         settings = TileSettings(
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=tokens,
+            vocabulary_chunk=rows,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=self._z_loss(),
