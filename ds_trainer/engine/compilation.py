@@ -19,7 +19,8 @@ class CompileOptions:
         backend: backend of torch.compile.
         keywords: further keywords of torch.compile.
         regional: compile the repeated blocks of the model one by one. Equal blocks share one compilation, which takes a
-            fraction of the time of the whole model; source: accelerate's ``compile_regions_deepspeed``.
+            fraction of the time of the whole model; source: accelerate's ``compile_regions_deepspeed``. The head stays
+            plain: its loss is computed in tiles.
     """
 
     backend: str
@@ -40,6 +41,9 @@ def compile_module(engine: DeepSpeedEngine, options: CompileOptions | None) -> N
         from accelerate.utils import compile_regions_deepspeed
 
         compile_regions_deepspeed(engine.module, backend=options.backend, **options.keywords)
+        head = getattr(engine.module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            remove_compilation(head)
     else:
         engine.compile(backend=options.backend, compile_kwargs=options.keywords)
 

@@ -96,7 +96,7 @@ def check_model(
         model,
         args.loss_chunk_tokens,
         args.z_loss_factor,
-        compiles(args, compiled),
+        compiles_head(args, compiled),
     )
     if problems:
         raise ConfigError(problems)
@@ -104,7 +104,7 @@ def check_model(
 
 def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> ChunkedLoss:
     """What computes the loss without whole logits, as the arguments say."""
-    if compiles(args, compiled):
+    if compiles_head(args, compiled):
         return ChunkedLoss(0)
     return ChunkedLoss(args.loss_chunk_tokens, args.z_loss_factor)
 
@@ -112,7 +112,7 @@ def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> Chunke
 def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, tokens: int) -> bool:
     """Whether the loss of a micro-batch of ``tokens`` on a rank will be computed without its whole logits."""
     head = output_embedding(model)
-    if compiles(args, compiled) or head_problem(head) is not None:
+    if compiles_head(args, compiled) or head_problem(head) is not None:
         return False
     classes = getattr(head, "out_features", None)
     return classes is not None and uses_tiles(args.loss_chunk_tokens, tokens, classes)
@@ -146,8 +146,13 @@ def prepared_for_training(model: nn.Module, args: TrainingArguments, layout: Par
 
 
 def compiles(args: TrainingArguments, compiled: CompiledConfig) -> bool:
-    """Whether torch or DeepSpeed compiles the model."""
+    """Whether torch or DeepSpeed compiles the model, whole or its blocks."""
     return bool(args.torch_compile or compiled.uses_deepspeed_compiler)
+
+
+def compiles_head(args: TrainingArguments, compiled: CompiledConfig) -> bool:
+    """Whether torch or DeepSpeed compiles the head of the model, which then computes its logits whole."""
+    return compiled.uses_deepspeed_compiler or (bool(args.torch_compile) and not args.torch_compile_regional)
 
 
 def _watches(args: TrainingArguments) -> bool:

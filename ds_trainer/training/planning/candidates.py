@@ -15,7 +15,7 @@ from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
 from ds_trainer.training.model.activation_offload import offloads_activations
 from ds_trainer.training.model.chunked_loss.chunked_loss import uses_tiles
-from ds_trainer.training.model.preparation import chunks_loss, compiles
+from ds_trainer.training.model.preparation import chunks_loss, compiles_head
 from ds_trainer.training.planning.sequence_length import SequenceLength
 from ds_trainer.training.startup.configuration import TrainerInputs
 
@@ -67,7 +67,7 @@ def candidate_of_arguments(
         tiled_mlp=bool(args.tiled_mlp),
         offload_activations=offloads_activations(args),
         chunked_loss=bool(rows)
-        and not compiles(args, config)
+        and not compiles_head(args, config)
         and uses_tiles(args.loss_chunk_tokens, _tokens(args, layout, length), rows),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors import safe_open
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine.compilation import CompileOptions
+from ds_trainer.training.model.chunked_loss import linear_head
 from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
@@ -88,6 +90,26 @@ def test_equal_blocks_are_compiled_once(stage: int, tmp_path: Path) -> None:
         assert compiled_names == names and not hooks
     if stage < 3:
         assert 0 < graphs[2] == graphs[4]
+
+
+def counting_tiles(job: Any) -> tuple[Any, int]:
+    """What ``job`` returns, and how many losses were computed in tiles."""
+    with mock.patch.object(linear_head, "linear_cross_entropy", wraps=linear_head.linear_cross_entropy) as losses:
+        return job(), losses.call_count
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_loss_stays_in_tiles_beside_compiled_blocks(stage: int, tmp_path: Path) -> None:
+    """The head is not compiled; where all of the model is, the argument is refused."""
+    llama = partial(train, partial(tiny_llama, num_hidden_layers=2), partial(RaggedTokens, 24))
+    changes = {"zero_stage": stage, "loss_chunk_tokens": 16, "torch_compile_backend": "eager"}
+    ((wanted, *_),) = pool(1).run(partial(llama, tmp_path, zero_stage=stage))
+    job = partial(counting_tiles, partial(llama, tmp_path, torch_compile_regional=True, **changes))
+    (((found, graphs, _, hooks), tiles),) = pool(1).run(job)
+    assert_equal(found, wanted)
+    assert graphs > 0 and not hooks and tiles > 3
+    with pytest.raises(ConfigError, match="a compiled model computes its logits whole"):
+        Trainer(tiny_llama(), arguments(tmp_path, **changes), train_dataset=RaggedTokens(4))
 
 
 def test_inductor_is_the_default(tmp_path: Path) -> None:
