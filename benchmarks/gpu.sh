@@ -6,8 +6,9 @@
 #   benchmarks/gpu.sh --collect-wheels [VERSION]
 #
 #   oracle      tests with the gpu marker; losses, gradients and weights against plain PyTorch on one GPU (ZeRO 0-3, bf16,
-#               fp16, fused and offloaded Adam, resume, background save, rollback); with two GPUs every two-rank layout
-#   kernels     ring attention's kernels against torch's attention
+#               fp16, fused and offloaded Adam, resume, background save, rollback); with two GPUs every two-rank layout;
+#               packing, chunked loss, tiled MLPs, offloaded activations, compiled blocks, Liger, fp8: with and without
+#   kernels     ring attention's kernels against torch's attention; the loss in tiles against whole logits
 #   throughput  tokens/s, MFU and peak memory of full fine-tuning and LoRA, compared with a bare loop and transformers.Trainer
 #   memory      memory and time of a step of twelve runs, compared with what the planner predicts
 #   features    tokens/s and memory with one feature changed: chunked loss, compiled blocks, offloaded activations, tiled
@@ -38,15 +39,16 @@ die() {
 
 collect_wheels() {
     local version="$1" pip=("$PYTHON" -m pip --quiet --disable-pip-version-check) platforms=() platform
-    for platform in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux_2_12 manylinux2010 manylinux1; do
+    for platform in manylinux_2_28 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux_2_12 manylinux2010 manylinux1; do
         platforms+=(--platform "${platform}_x86_64")
     done
     mkdir -p "$HERE/wheels"
-    # What this package and its tests import, beyond torch, transformers and accelerate with what those bring.
+    # What this package and its tests import, beyond torch, transformers and accelerate with what those bring; Liger and
+    # torchao are compared, too.
     "${pip[@]}" download --no-deps --only-binary=:all: -d "$HERE/wheels" -c "$ROOT/constraints.txt" \
         --python-version "$version" --implementation cp "${platforms[@]}" hjson msgpack pydantic pydantic-core \
         annotated-types typing-inspection typing-extensions py-cpuinfo einops ninja psutil peft pytest pluggy iniconfig \
-        pygments hypothesis sortedcontainers
+        pygments hypothesis sortedcontainers liger-kernel torchao
     # Its operators are compiled where they are used.
     DS_BUILD_OPS=0 "${pip[@]}" wheel --no-deps --no-build-isolation -w "$HERE/wheels" \
         "$(grep '^deepspeed==' "$ROOT/constraints.txt")"
@@ -127,15 +129,19 @@ step() {
 }
 
 run_stage() {
-    local small=() stages=(0 1 2 3) within=(--minutes "$minutes" --device "$device") tests
-    [ "$device" = cuda ] || small=(--quick) stages=(1)
+    local small=() pairs=() stages=(0 1 2 3) within=(--minutes "$minutes" --device "$device") tests
+    [ "$device" = cuda ] || small=(--quick) pairs=(--cases "packed fp32, zero3" "tiled MLPs fp32") stages=(1)
     case "$stage" in
     oracle)
         mapfile -t tests < <(grep -rlE 'mark\.gpu\b' "$ROOT/tests" --include='test_*.py')
         step "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "${tests[@]}"
         step "$PYTHON" "$HERE/gpu_oracle.py" "${within[@]}" "${small[@]}" --out "$out/oracle.json"
+        step "$PYTHON" "$HERE/gpu_pairs.py" "${within[@]}" "${pairs[@]}" --out "$out/pairs.json"
         ;;
-    kernels) step "$PYTHON" "$HERE/ring_kernels.py" "${within[@]}" "${small[@]}" --out "$out/kernels.json" ;;
+    kernels)
+        step "$PYTHON" "$HERE/ring_kernels.py" "${within[@]}" "${small[@]}" --out "$out/kernels.json"
+        step "$PYTHON" "$HERE/gpu_loss.py" "${within[@]}" --out "$out/loss.json"
+        ;;
     throughput) step "$PYTHON" "$HERE/gpu_throughput.py" "${within[@]}" --out "$out/throughput.json" ;;
     features) step "$PYTHON" "$HERE/gpu_features.py" variants "${within[@]}" --out "$out/features.json" ;;
     longest) step "$PYTHON" "$HERE/gpu_features.py" longest "${within[@]}" --out "$out/longest.json" ;;

@@ -90,10 +90,9 @@ def origin(files: Sequence[str]) -> str:
 
 
 def short(file: str) -> str:
-    """A path without what depends on the machine."""
-    if "/site-packages/" in file:
-        return file.split("/site-packages/")[1]
-    return file.removeprefix(f"{_ROOT}/")
+    """A path without what depends on the machine: relative to where Python found it."""
+    folders = [f"{folder}/" for folder in (str(_ROOT), *sys.path) if folder and file.startswith(f"{folder}/")]
+    return file.removeprefix(max(folders, key=len, default=""))
 
 
 class OnGpu:

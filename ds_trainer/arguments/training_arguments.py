@@ -148,7 +148,8 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
         False,
     )
     loss_chunk_tokens: int | None = _memory(
-        "(own) Tokens whose logits exist together in the loss of a language model; 0: all, default: 1024 where it pays."
+        "(own) Tokens whose logits exist together in the loss of a language model; 0: all, "
+        "default: 1024 (GPUs: 4096) where it pays."
     )
     use_liger_kernel: bool = _memory("Replace modules with Liger kernels.", False)
     liger_kernel_config: dict[str, bool] | None = _memory("Liger kernels to use, by name.")

@@ -36,7 +36,9 @@ TILED_MLP_AGAIN = 1
 """Forward passes of the MLPs that tiling repeats: that of a tile in its backward pass, also if the layer has been
 recomputed before."""
 
-_LAUNCH_SECONDS = 4e-4  # kernels of a layer's forward pass in eager mode
+_LAUNCH_SECONDS = 4e-4  # the host starts the kernels of a layer's forward pass in eager mode
+_LAUNCH_OTHERS = 3e-3  # ... and of everything else in a micro-batch
+_HOST_SECONDS = (2e-3, 5e-3, 1e-2)  # of a step, in which the device waits: gradient norm, optimizer, data, callbacks
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
         "attention": share * attention * (3 + again) / (peak * reached["attention"]),
         "element-wise": _element_wise(model, run) / (cluster.board.bandwidth * 1e9 * reached["memory"]),
     }
-    launches = model.stack.layers * (3 + again) * _LAUNCH_SECONDS * (1.5 if run.stage == 3 else 1.0)
+    launches = model.stack.layers * (3 + again) * _LAUNCH_SECONDS * (1.5 if run.stage == 3 else 1.0) + _LAUNCH_OTHERS
     compute["kernel launches"] = max(0.0, launches - sum(compute.values()))
     inside = _inside_layers(model, run, cluster) / reached["links"]
     weights, gradients = (seconds / reached["links"] for seconds in _zero(model, run, cluster))
@@ -126,6 +128,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
         found["optimizer on the host"] = elements * cluster.devices_per_node / HOST_ADAM
     else:
         found["optimizer"] = elements * 30 / (cluster.board.bandwidth * 1e9 * reached["memory"])
+    found["host work between steps"] = _HOST_SECONDS[level]
     return found
 
 

@@ -58,11 +58,16 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
         assert (tmp_path / f"{stage}.log").stat().st_size > 0
     found: dict[str, list[dict[str, Any]]] = {
         name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["cases"]
-        for name in ("oracle", "kernels", "throughput", "memory", "features", "longest", "syncs", "saves")
+        for name in (
+            *("oracle", "pairs", "kernels", "loss", "throughput"),
+            *("memory", "features", "longest", "syncs", "saves"),
+        )
     }
     quick = [case.name for case in gpu_oracle.cases() if case.quick]
     assert [case["name"] for case in found["oracle"]] == quick
     assert all(case["passed"] for case in found["oracle"])
+    assert len(found["pairs"]) == 2 and all(case["passed"] for case in found["pairs"])
+    assert len(found["loss"]) > 5 and all(case["same"] for case in found["loss"])
     assert {"dp2 zero3 fp32", "tp2 zero1 fp32", "cp2 zero2 fp32", "sp2 zero3 fp32"} <= set(quick)
     for case in found["throughput"]:
         assert all(loop["tokens_per_second"] > 0 for loop in case["loops"].values())
