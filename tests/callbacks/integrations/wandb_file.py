@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,9 +36,17 @@ class OfflineRun:
 
 
 def offline_runs(directory: Path) -> list[OfflineRun]:
-    """The runs below ``directory``, oldest first."""
+    """The runs below ``directory``, oldest first. A process of wandb's writes them, which may take its time."""
     files = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    deadline = time.monotonic() + 30
+    while not all(_is_complete(path) for path in files) and time.monotonic() < deadline:
+        time.sleep(0.2)
     return [_read(path) for path in files]
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether the end of the run is in its file."""
+    return any(record.WhichOneof("record_type") == "exit" for record in _records(path.read_bytes()))
 
 
 def _read(path: Path) -> OfflineRun:
@@ -68,7 +77,7 @@ def _items(items: Any) -> dict[str, Any]:
 def _records(raw: bytes) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    assert raw[:4] == b":W&B"
+    assert raw[:4] in (b":W&B", b"")
     position, data = _HEADER, b""
     while position + _HEADER <= len(raw):
         remaining = _BLOCK - position % _BLOCK
@@ -76,6 +85,8 @@ def _records(raw: bytes) -> Iterator[Any]:
             position += remaining
             continue
         _, length, kind = struct.unpack("<IHB", raw[position : position + _HEADER])
+        if position + _HEADER + length > len(raw):  # it is being written
+            return
         data += raw[position + _HEADER : position + _HEADER + length]
         position += _HEADER + length
         if kind in (1, 4):  # a whole record, or the last part of one
