@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
 import shutil
 from dataclasses import dataclass
 
@@ -49,3 +51,9 @@ def missing_tools(device_type: str) -> dict[str, str]:
         found = CUDA_HOME is not None and torch.version.cuda is not None
         required["the CUDA toolkit (nvcc)"] = (found, f"Install CUDA {torch.version.cuda}, or set CUDA_HOME.")
     return {name: remedy for name, (found, remedy) in required.items() if not found}
+
+
+def unreadable_architectures() -> list[str]:
+    """Entries of the variable ``TORCH_CUDA_ARCH_LIST`` that torch reads and DeepSpeed's builders do not (``9.0a``)."""
+    entries = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    return [entry for entry in entries if not re.fullmatch(r"\d+\.\d+(\+PTX)?", entry)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_trainer.engine.deepspeed_operators import missing_tools, operators
+from ds_trainer.engine.deepspeed_operators import missing_tools, operators, unreadable_architectures
 from ds_trainer.monitor.doctor.findings import Finding, Level
 
 _OPTIONAL = ("libaio.h",)
@@ -20,4 +20,8 @@ def operator_findings(device_type: str) -> list[Finding]:
     for tool, remedy in missing_tools(device_type).items():
         level = Level.OK if tool in _OPTIONAL else Level.WARN
         found.append(Finding(level, "compiling operators", f"{tool} is missing", remedy))
+    unreadable = unreadable_architectures() if device_type == "cuda" else []
+    if unreadable:
+        message = f"TORCH_CUDA_ARCH_LIST has {' '.join(unreadable)}, which DeepSpeed cannot read: no operator compiles"
+        found.append(Finding(Level.WARN, "compiling operators", message, "Write numbers only (9.0), or unset it."))
     return found
