@@ -70,12 +70,12 @@ def arguments(case: Case, device: str, output_dir: str) -> dict[str, Any]:
     return values
 
 
-def compiled_config(case: Case, device: str, output_dir: str) -> dict[str, Any]:
+def compiled_config(case: Case, device: str, output_dir: str, stage: int) -> dict[str, Any]:
     """The DeepSpeed configuration that this package makes of the arguments; all loops run with it."""
     from ds_trainer import Trainer, TrainingArguments
 
     small = replace(case, hidden=case.heads * 2, intermediate=8, layers=1, vocabulary=8)
-    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=1)
+    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=stage)
     config: dict[str, Any] = Trainer(build_model(small, "cpu"), args).compiled.to_dict()
     return config
 
@@ -168,7 +168,8 @@ def our_trainer(case: Case, device: str, config: dict[str, Any], output_dir: str
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             clock.step_done()
 
-    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=1, **changes)
+    stage = config["zero_optimization"]["stage"]
+    args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=stage, **changes)
     keeping = clock.keeping_losses(Trainer)
     trainer = keeping(clock.model(), args, data_collator=collate, train_dataset=Tokens(case))
     # Not by add_callback: that one makes the ranks agree on what the user's callbacks decided; this decides nothing.
@@ -243,10 +244,10 @@ def flops_of_step(case: Case) -> float:
     return rule.flops(case.micro_batch, case.sequence)
 
 
-def measure(case: Case, device: str, rounds: int, results: Results) -> dict[str, Any]:
+def measure(case: Case, device: str, rounds: int, stage: int, results: Results) -> dict[str, Any]:
     """All turns of one case."""
     with tempfile.TemporaryDirectory() as directory:
-        config = compiled_config(case, device, directory)
+        config = compiled_config(case, device, directory, stage)
     draw, turns = random.Random(SEED), []
     for number in range(rounds):
         for name in draw.sample(LOOPS, len(LOOPS)):
@@ -321,18 +322,20 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", help="names of models; all by default")
     parser.add_argument("--rounds", type=int, help="turns of each loop")
+    parser.add_argument("--zero-stage", type=int, choices=[1, 2, 3], default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no turn after this time")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     chosen = CASES[options.device]
     if unknown := set(options.models or []) - {case.name for case in chosen}:
         parser.error(f"unknown models {sorted(unknown)}; there are {[case.name for case in chosen]}")
-    results = Results(options.out, options.device, options.minutes)
+    results = Results(options.out, options.device, options.minutes, zero_stage=options.zero_stage)
     try:
         for case in chosen:
             if results.out_of_time or (options.models and case.name not in options.models):
                 continue
-            results.add(measure(case, options.device, options.rounds or case.rounds, results))
+            rounds = options.rounds or case.rounds
+            results.add(measure(case, options.device, rounds, options.zero_stage, results))
             print(table(results.cases[-1:]), flush=True)
     finally:
         print("\n" + table(results.cases))
