@@ -164,7 +164,7 @@ def test_a_loss_that_differs_from_the_bare_loop_invalidates_the_measurement() ->
     case = gpu_throughput.CASES["cpu"][0]
     turns = [
         {"round": 0, "loop": name, "seconds": 0.5, "peak_gb": None, "losses": [5.0, losses]}
-        for name, losses in zip(gpu_throughput.LOOPS, (4.0, 4.0, 4.2), strict=True)
+        for name, losses in zip(gpu_throughput.LOOPS, (4.0, 4.0, 4.0, 4.2), strict=True)
     ]
     loops = dict(gpu_throughput.summary(case, turns, "cpu"))
     assert loops["ds_trainer"]["of_bare_loop"] == [1.0, 1.0, 1.0]
