@@ -19,8 +19,9 @@ def holders(path: Path) -> list[int]:
 
 
 def _open_files(pid: int) -> Iterator[os.stat_result]:
-    with suppress(OSError):  # another user's process, or one that has ended
-        for descriptor in os.scandir(f"/proc/{pid}/fd"):
+    # Another user's process, or one that has ended, raises an error.
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+        for descriptor in descriptors:
             with suppress(OSError):  # closed meanwhile
                 yield descriptor.stat()
 
