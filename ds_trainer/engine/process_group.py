@@ -72,7 +72,7 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     warnings.filterwarnings(
         "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated", category=FutureWarning
     )
-    # Its barriers, in a world of one, which has no device of its own (utils/torch_group.py): prepare_process selects it.
+    # Its barriers, in a world of one, whose group has no device (utils/torch_group.py): prepare_process selects it.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     deepspeed.ops.__compatible_ops__[_SHM_OP] = False
     allow_scalar_parameters()
