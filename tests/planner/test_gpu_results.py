@@ -51,6 +51,21 @@ def test_a_step_of_one_billion_parameters(loop: str, chunked: bool) -> None:
     assert time.low < wanted < time.high
 
 
+@pytest.mark.parametrize(
+    ("variant", "saving"),
+    [
+        ("tiled MLPs", {"tiled_mlp": True}),
+        ("offloaded activations", {"checkpointing": True, "offload_activations": True}),
+    ],
+)
+def test_features_that_save_activations(variant: str, saving: dict[str, Any]) -> None:
+    """Their largest moment is the optimizer step."""
+    (found,) = (one for one in RESULTS["features"] if one["variant"] == variant)
+    case = CASE["1b"]
+    run = Candidate(1, case.sequence, stage=1, micro_batch=case.micro_batch, chunked_loss=True, **saving)
+    assert estimate_memory(planned(case), run).tensors == pytest.approx(1e9 * found["peak_gb"], rel=0.01)
+
+
 def test_a_sequence_of_64k_tokens_with_adapters() -> None:
     pytest.importorskip("peft")
     (found,) = RESULTS["longest"]
