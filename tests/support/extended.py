@@ -4,9 +4,8 @@ Both runs together are what CI runs. A function takes its share of the default r
 ``BUDGET``, evenly spaced, from the times of an earlier run (``seconds.json``, written by tools/seconds_of_tests.py). A
 function of which one case takes longer than ``LONGEST`` is left out, and so is whatever starts whole jobs: launchers,
 SLURM, compiled operators. A function without a time runs whole, and so do the cases by which a mistake of
-tools/mutants is noticed. The extended run takes, of the other cases of a function, as many as fit into
-``EXTENDED_BUDGET``; at least one of a function that the default run left out, and all that are quick. What remains of
-long grids is run with ``-m matrix``.
+tools/mutants is noticed. The extended run takes, of a function that the default run left out, as many cases as fit into
+``EXTENDED_BUDGET``, at least one; and all cases that are quick. What remains of long grids is run with ``-m matrix``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 BUDGET = 2.5
 """Seconds of a function in the default run, on one core that does nothing else."""
 EXTENDED_BUDGET = 2.5
-"""Seconds of a function in the extended run."""
+"""Seconds in the extended run of a function that the default run left out."""
 LONGEST_JOB = 40.0
 """Seconds of a case of ``JOBS``, above which the extended run has one case of the function."""
 QUICK = 0.25
@@ -68,6 +67,5 @@ def is_beyond(nodeid: str, case: int, number: int) -> bool:
     seconds = SECONDS.get(function)
     if seconds is None or seconds < (LONGEST_JOB if function.startswith(JOBS) else QUICK):
         return False
-    by_default = cases_by_default(function, number)
-    chosen = by_default + max(0 if by_default else 1, int(EXTENDED_BUDGET / seconds))
+    chosen = cases_by_default(function, number) or max(1, int(EXTENDED_BUDGET / seconds))
     return case * chosen % number >= chosen

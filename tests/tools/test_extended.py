@@ -9,7 +9,7 @@ import pytest
 import seconds_of_tests
 
 from tests.support import extended
-from tests.support.extended import JOBS, NOTICING, SECONDS, cases_by_default, is_extended
+from tests.support.extended import JOBS, NOTICING, SECONDS, cases_by_default, is_beyond, is_extended
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +33,24 @@ def test_a_function_keeps_as_many_cases_as_fit(
     monkeypatch.setattr(extended, "BUDGET", 4.0)
     monkeypatch.setattr(extended, "LONGEST", 10.0)
     assert [case for case in range(number) if not is_extended("tests/a.py::test_b", case, number)] == kept
+
+
+@pytest.mark.parametrize(
+    ("function", "seconds", "kept"),
+    [
+        ("tests/a.py::test_b", 0.1, [0, 1, 2, 3]),  # quick
+        ("tests/a.py::test_b", 2.0, []),  # the default run has some
+        ("tests/a.py::test_b", 30.0, [0]),
+        ("tests/cluster/a.py::test_b", 30.0, [0, 1, 2, 3]),
+        ("tests/cluster/a.py::test_b", 50.0, [0]),
+    ],
+)
+def test_what_the_extended_run_keeps(
+    function: str, seconds: float, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extended, "SECONDS", {function: seconds})
+    left_out = [case for case in range(4) if is_extended(function, case, 4) or seconds < extended.QUICK]
+    assert [case for case in left_out if not is_beyond(function, case, 4)] == kept
 
 
 def test_jobs_are_left_to_the_extended_run() -> None:
