@@ -112,6 +112,33 @@ def test_the_loss_stays_in_tiles_beside_compiled_blocks(stage: int, tmp_path: Pa
         Trainer(tiny_llama(), arguments(tmp_path, **changes), train_dataset=RaggedTokens(4))
 
 
+class WithoutBlocks(torch.nn.Module):
+    """Regional compilation compiles all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(128, 16), torch.nn.Linear(16, 128)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_model_without_repeated_blocks_is_compiled_whole_and_has_whole_logits(tmp_path: Path) -> None:
+    job = partial(train, WithoutBlocks, partial(RaggedTokens, 24), tmp_path, per_device_train_batch_size=1)
+    (((wanted, *_), tiles),) = pool(1).run(partial(counting_tiles, partial(job, loss_chunk_tokens=16)))
+    assert tiles > 3
+    job = partial(job, loss_chunk_tokens=16, torch_compile_regional=True, torch_compile_backend="eager")
+    (((found, graphs, *_), tiles),) = pool(1).run(partial(counting_tiles, job))
+    assert_equal(found, wanted)
+    assert graphs > 0 and tiles == 0
+
+
 def test_inductor_is_the_default(tmp_path: Path) -> None:
     """The real compiler: C++ on the CPU."""
     ((wanted, _, _, _),) = pool(1).run(partial(regression, tmp_path))
