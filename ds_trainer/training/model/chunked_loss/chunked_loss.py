@@ -112,7 +112,7 @@ class ChunkedLoss:
             self.tokens_from = math.inf
             yield
             return
-        if _has_other_hooks(core) or _is_compiled(core) or _is_compiled(getattr(model, "module", None)):
+        if _has_other_hooks(core):
             yield
             return
         if self._chunk_tokens is None and not self._z_loss:
@@ -165,11 +165,6 @@ class ChunkedLoss:
             return DeferredLogits.of(head, hidden, head.classes, dtype)
 
         return call
-
-
-def _is_compiled(model: Any) -> bool:
-    """Whether all of ``model`` is compiled: regional compilation does that to a model without repeated blocks."""
-    return isinstance(model, nn.Module) and model._compiled_call_impl is not None
 
 
 def _has_other_hooks(core: nn.Module) -> bool:
