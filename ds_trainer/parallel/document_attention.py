@@ -28,21 +28,38 @@ class Documents:
     """The samples in the rows of one batch.
 
     Args:
-        position_ids: ``[rows, tokens]`` on the host; a position that is not the previous one plus 1 begins a sample.
+        shape: rows and tokens.
+        starts: where the samples begin in the concatenated rows, of which each begins one, and the end of the last.
 
     Attributes:
-        shape: rows and tokens.
+        shape: see above.
         lengths: tokens of each sample, row after row.
         longest: the largest of them.
     """
 
-    def __init__(self, position_ids: torch.Tensor) -> None:
-        self.shape = tuple(position_ids.shape)
-        begins = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).flatten()
-        self._starts = [*begins.nonzero().flatten().tolist(), begins.numel()]
-        self.lengths = [end - start for start, end in pairwise(self._starts)]
+    def __init__(self, shape: tuple[int, int], starts: list[int]) -> None:
+        self.shape = shape
+        self._starts = starts
+        self.lengths = [end - start for start, end in pairwise(starts)]
         self.longest = max(self.lengths)
         self._borders: dict[torch.device, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, position_ids: torch.Tensor) -> Documents:
+        """From positions ``[rows, tokens]`` on the host: one that is not the previous one plus 1 begins a sample."""
+        rows, tokens = position_ids.shape
+        begins = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).flatten()
+        return cls((rows, tokens), [*begins.nonzero().flatten().tolist(), begins.numel()])
+
+    def __reduce__(self) -> Any:
+        return Documents, (self.shape, self._starts)  # without what is on a device
+
+    def rows(self, rows: slice) -> Documents:
+        """The samples of some of the rows, which are neighbors."""
+        tokens = self.shape[1]
+        first, last, _ = rows.indices(self.shape[0])
+        inside = [start - first * tokens for start in self._starts if first * tokens <= start <= last * tokens]
+        return Documents((last - first, tokens), inside)
 
     def borders(self, device: torch.device) -> torch.Tensor:
         """Where the samples begin in the concatenated rows, and where the last one ends: int32 on ``device``."""

@@ -56,7 +56,7 @@ def assert_equal(compute: Any, tensors: list[torch.Tensor], *options: Any) -> No
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4, 8, 30])
 def test_samples_one_by_one(heads: tuple[int, int], causal: bool, window: int | None) -> None:
-    tensors, documents = inputs(*heads), Documents(positions())
+    tensors, documents = inputs(*heads), Documents.of(positions())
     assert documents.lengths == [5, 1, 1, 9, 8, 24, 13, 11]
     assert can_attend(documents, *tensors)
     assert_equal(
@@ -65,7 +65,7 @@ def test_samples_one_by_one(heads: tuple[int, int], causal: bool, window: int | 
 
 
 def test_values_of_another_width_and_the_default_scale() -> None:
-    tensors, documents = inputs(4, 2, value_dim=6), Documents(positions())
+    tensors, documents = inputs(4, 2, value_dim=6), Documents.of(positions())
     assert_equal(lambda q, k, v: document_attention(q, k, v, documents, True, None, None), tensors, True, None, None)
 
 
@@ -78,7 +78,7 @@ def test_our_attention_for_custom_models_uses_the_samples(monkeypatch: pytest.Mo
         return original(*args, attn_mask=attn_mask, **rest)
 
     monkeypatch.setattr(module, "scaled_dot_product_attention", recorded)
-    with use_documents(Documents(positions())):
+    with use_documents(Documents.of(positions())):
         assert_equal(lambda q, k, v: attention(q, k, v, position_ids=positions()), tensors, True, None, None)
     assert masks == [None] * 8
     assert_equal(lambda q, k, v: attention(q, k, v, position_ids=positions()), tensors, True, None, None)
@@ -89,13 +89,13 @@ def test_compiled_code_does_not_depend_on_the_samples() -> None:
     def knows(x: torch.Tensor) -> torch.Tensor:
         return x if module.active_documents() is None else x + 1
 
-    with use_documents(Documents(positions())):
+    with use_documents(Documents.of(positions())):
         assert knows(torch.zeros(1)) == 1
         assert torch.compile(knows, backend="eager", fullgraph=True)(torch.zeros(1)) == 0
 
 
 def test_other_shapes_are_left_to_a_mask() -> None:
-    documents = Documents(positions())
+    documents = Documents.of(positions())
     q, k, v = inputs(4, 2)
     assert not can_attend(documents, q[:2], k[:2], v[:2])
     assert not can_attend(documents, q, k[:, :, :12], v[:, :, :12])
@@ -142,7 +142,7 @@ def test_what_the_gpu_kernel_is_given(
 
     monkeypatch.setattr(library, "varlen_attn", varlen if accepts_groups else older)
     module._varlen_arguments.cache_clear()
-    documents = Documents(positions())
+    documents = Documents.of(positions())
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs(4, 2)]
     try:
         out = module._varlen(*flat, documents, causal, window, 0.3)

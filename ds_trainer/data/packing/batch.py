@@ -21,6 +21,8 @@ from ds_trainer.data.packing.datasets import Piece, Row
 from ds_trainer.data.packing.document_order import balanced_order
 from ds_trainer.data.packing.token_counts import MASK, TOKENS
 from ds_trainer.data.sequence_sharding import IGNORED
+from ds_trainer.parallel.deferred_mask import DocumentMask, pairs_of
+from ds_trainer.parallel.document_attention import Documents
 from ds_trainer.utils.errors import ConfigError
 
 POSITIONS = "position_ids"
@@ -31,7 +33,8 @@ class PairMask(Enum):
     """A mask ``[rows, 1, tokens, tokens]`` for models that do not find samples in ``position_ids``."""
 
     NONE = "none"
-    BOOLEAN = "boolean"  # True: may attend (sdpa)
+    DEFERRED = "deferred"  # the boolean one, made when something reads it (sdpa)
+    BOOLEAN = "boolean"  # True: may attend (sdpa in compiled code)
     ADDITIVE = "additive"  # 0: may attend; else the lowest float32 number (eager)
 
 
@@ -75,19 +78,19 @@ class PackedFormat:
             for name in self.label_names:
                 if name in batch:
                     batch[name][batch[POSITIONS] == 0] = IGNORED
-        if self.numbers or self.pair_mask is not PairMask.NONE:
-            numbers = (batch[POSITIONS] == 0).cumsum(1)
-            if self.numbers:
-                batch["seq_idx"] = (numbers - 1).to(torch.int32)
-            if self.pair_mask is not PairMask.NONE:
-                batch[MASK] = self._pairs(numbers)
+        if self.numbers:
+            batch["seq_idx"] = ((batch[POSITIONS] == 0).cumsum(1) - 1).to(torch.int32)
+        if self.pair_mask is not PairMask.NONE:
+            batch[MASK] = self._pairs(Documents.of(batch[POSITIONS]))
         if self.flash or self.numbers:
             batch.update(_borders([n for row in lengths for n in row]))
         batch[POSITIONS] += self.first_position
         return batch
 
-    def _pairs(self, numbers: torch.Tensor) -> torch.Tensor:
-        same = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+    def _pairs(self, documents: Documents) -> torch.Tensor:
+        if self.pair_mask is PairMask.DEFERRED:
+            return DocumentMask(documents)
+        same = pairs_of(documents, torch.device("cpu"))
         if self.pair_mask is PairMask.BOOLEAN:
             return same
         return torch.zeros(same.shape).masked_fill(~same, torch.finfo(torch.float32).min)

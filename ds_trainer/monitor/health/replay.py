@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.parallel.deferred_mask import DeferredMask
+
 
 @dataclass
 class Finding:
@@ -52,7 +54,7 @@ def save_batches(path: Path, facts: Mapping[str, Any], batches: list[Any]) -> No
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = [
-        {name: value.detach().cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        {name: _plain(value).detach().cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
         for batch in batches
         if isinstance(batch, Mapping)
     ]
@@ -75,6 +77,10 @@ def replay(path: str | Path, model: nn.Module) -> list[Finding]:
     device = next(model.parameters()).device
     model.train()
     return [_run(model, {name: value.to(device) for name, value in batch.items()}) for batch in saved["batches"]]
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.made() if isinstance(value, DeferredMask) else value
 
 
 def _run(model: nn.Module, batch: dict[str, torch.Tensor]) -> Finding:

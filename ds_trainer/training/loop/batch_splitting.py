@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_trainer.data.loader import DummyBatch
+from ds_trainer.parallel.deferred_mask import DocumentMask
 from ds_trainer.training.loop.batches import number_of_samples
 
 
@@ -51,4 +52,4 @@ def _rows(value: Any, rows: slice, samples: int, name: str) -> Any:
         return value  # the same for all samples
     if length != samples:
         raise NotSplittable(f"batch{name} has {length} entries for {samples} samples")
-    return value[rows]
+    return value.rows(rows) if isinstance(value, DocumentMask) else value[rows]

@@ -16,6 +16,7 @@ from ds_trainer.data.loader import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.parallel.deferred_mask import DocumentMask
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.flops import FlopRule, Weights
 from ds_trainer.planner.hardware import peak_flops
@@ -45,8 +46,11 @@ def sequence_lengths(batch: Mapping[str, Any], rows: int, length: int) -> Counte
     """The number of sequences of each length in a batch of ``rows`` times ``length`` positions.
 
     Normally a row is one sequence. If ``position_ids`` restart in a row and there is no ``attention_mask``, several
-    samples are packed into the row, and they do not attend to each other.
+    samples are packed into the row, and they do not attend to each other. The mask of such rows says it too.
     """
+    mask = batch.get("attention_mask")
+    if isinstance(mask, DocumentMask) and mask.documents.shape == (rows, length):
+        return Counter(mask.documents.lengths)
     places = batch.get("position_ids")
     if not isinstance(places, torch.Tensor) or places.numel() != rows * length or "attention_mask" in batch:
         return Counter({length: rows})
@@ -268,8 +272,9 @@ class TokenCounter:
             return 0, None
         used: torch.Tensor | None = None
         if self._mode == TokenCount.NON_PADDING:
-            if isinstance(batch.get("attention_mask"), torch.Tensor):
-                used = batch["attention_mask"].sum()
+            mask = batch.get("attention_mask")
+            if isinstance(mask, torch.Tensor) and mask.dim() < 4:  # not of pairs of tokens
+                used = mask.sum()
             elif self._padding is not None:
                 used = (tokens != self._padding).sum()
             else:

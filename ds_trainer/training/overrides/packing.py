@@ -21,6 +21,7 @@ from ds_trainer.training.loop.token_counter import number_format
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.training.model.packing.equality import PackedPass, check_packed_model
 from ds_trainer.training.model.packing.support import has_experts, packed_format, row_length, strategy_of
+from ds_trainer.training.model.preparation import compiles
 from ds_trainer.training.overrides.private_methods import PrivateMethods
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
@@ -68,7 +69,8 @@ class Packing(PrivateMethods):
         return rows, PackingCollator(collate, length, self._packed_format(), copies, self.layout.cp)
 
     def _packed_format(self) -> PackedFormat:
-        return packed_format(self.model, self.layout, self.label_names, self.processing_class)
+        in_compiled_code = compiles(self.args, self.compiled)
+        return packed_format(self.model, self.layout, self.label_names, self.processing_class, in_compiled_code)
 
     def check_packing(self, model: nn.Module, batch: Any) -> None:
         """Compare packed samples of the first batch with the same samples alone, once. Collective.

@@ -1,9 +1,9 @@
 """Packed rows in transformers' ``sdpa`` attention: each sample is computed alone, instead of all pairs with a mask.
 
 Two functions replace transformers' own under the name ``sdpa``, and call these outside of packed batches. The mask of a
-packed batch is made when something reads it (:mod:`ds_trainer.training.model.packing.deferred_mask`). A layer that gets
-this very mask does not need it. A model that changes the mask, or adds something to the scores, reads it, and gets what
-it would get without us.
+packed batch is made when something reads it (:mod:`ds_trainer.parallel.deferred_mask`); that of a bidirectional model
+comes with the batch. A layer that gets this very mask does not need it. A model that changes the mask, or adds
+something to the scores, reads it, and gets what it would get without us.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 
 from ds_trainer.data.packing.batch import POSITIONS
 from ds_trainer.data.packing.token_counts import MASK
+from ds_trainer.parallel.deferred_mask import DeferredMask, DocumentMask
 from ds_trainer.parallel.document_attention import Documents, active_documents, can_attend, document_attention
-from ds_trainer.training.model.packing.deferred_mask import DeferredMask
 from ds_trainer.training.model.sequence_sharding.attention_modules import UNSUPPORTED, requested_mask
 from ds_trainer.utils.errors import ConfigError
 
@@ -30,13 +30,18 @@ _SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 def documents_of(batch: Any) -> Documents | None:
     """The samples of a packed batch, for :func:`~ds_trainer.parallel.document_attention.use_documents`.
 
-    None if ``batch`` has no positions, or a mask of its own.
+    None if ``batch`` has no positions, or a mask that says more than the borders of samples.
     """
-    positions = batch.get(POSITIONS) if isinstance(batch, Mapping) else None
+    if not isinstance(batch, Mapping):
+        return None
+    mask, positions = batch.get(MASK), batch.get(POSITIONS)
+    if isinstance(mask, DocumentMask):
+        _register()
+        return mask.documents
     if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.is_meta or MASK in batch:
         return None
     _register()
-    return Documents(positions.cpu())
+    return Documents.of(positions.cpu())
 
 
 @lru_cache(maxsize=1)
@@ -63,7 +68,7 @@ def _mask_function(original: Callable[..., Any]) -> Callable[..., Any]:
             request = requested_mask(function)
         except ConfigError:  # a mask that we do not know
             return make()
-        return DeferredMask(make, request, (rows, 1, tokens, tokens), torch.device(rest["device"]))
+        return DeferredMask(make, documents, request, torch.device(rest["device"]))
 
     return packed_mask
 
@@ -80,20 +85,20 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **rest: Any,
     ) -> Any:
-        documents = active_documents()
         if (
-            documents is None
+            active_documents() is None
             or not isinstance(attention_mask, DeferredMask)
+            or attention_mask.changed
             or dropout
             or any(rest.get(name) is not None for name in UNSUPPORTED)
-            or not can_attend(documents, query, key, value)
+            or not can_attend(attention_mask.documents, query, key, value)
         ):
             if isinstance(attention_mask, DeferredMask):
                 attention_mask = attention_mask.made()
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **rest
             )
-        request = attention_mask.request
+        documents, request = attention_mask.documents, attention_mask.request
         out = document_attention(query, key, value, documents, request.causal, request.window, scaling)
         return out.transpose(1, 2).contiguous(), None
 

@@ -94,9 +94,13 @@ def packing_problems(
 
 
 def packed_format(
-    model: nn.Module, layout: ParallelLayout, label_names: Sequence[str], processing_class: Any = None
+    model: nn.Module,
+    layout: ParallelLayout,
+    label_names: Sequence[str],
+    processing_class: Any = None,
+    compiles: bool = False,
 ) -> PackedFormat:
-    """What the batches of packed rows need for ``model``."""
+    """What the batches of packed rows need for ``model``. Code that is compiled does not see deferred masks."""
     core = base_model(model)
     library = library_models(core)
     attention = _attention_of(model)
@@ -104,7 +108,8 @@ def packed_format(
     flash = bool(library) and "flash" in attention and not sharded
     pair_mask = PairMask.NONE
     if library and not flash and not sharded and any(map(_is_bidirectional, library)):
-        pair_mask = PairMask.ADDITIVE if attention == "eager" else PairMask.BOOLEAN
+        of_sdpa = PairMask.BOOLEAN if compiles else PairMask.DEFERRED
+        pair_mask = PairMask.ADDITIVE if attention == "eager" else of_sdpa
     return PackedFormat(
         tuple(label_names),
         shifts_labels(core),

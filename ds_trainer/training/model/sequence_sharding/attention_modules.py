@@ -11,13 +11,13 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_trainer.parallel.attention import ActiveSharding, active_sharding, attention
+from ds_trainer.parallel.deferred_mask import RequestedMask
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.sequence_sharding.support import library_configs, library_models, sharding_problems
 from ds_trainer.utils.errors import ConfigError
@@ -34,20 +34,6 @@ UNSUPPORTED = {  # arguments of attention functions that change the result and t
     "block_indices": "a choice of keys (block_indices)",
     "cache": "a paged KV cache",
 }
-
-
-@dataclass(frozen=True)
-class RequestedMask:
-    """The kind of mask that a model requested, apart from documents and padding. With sequence sharding it takes the
-    place of the mask.
-
-    Attributes:
-        causal: tokens do not attend to later tokens.
-        window: the sliding window, or None.
-    """
-
-    causal: bool
-    window: int | None
 
 
 class ShardedAttention:
