@@ -7,11 +7,13 @@ samples of the row one by one needs to know which mask it would be, and none of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import _lru_cache_wrapper, cache, partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from ds_trainer.parallel.document_attention import Documents
@@ -34,27 +36,6 @@ class RequestedMask:
     window: int | None
 
 
-class _Once:
-    """Makes a mask at the first call."""
-
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        self._make = make
-        self.mask: torch.Tensor | None = None
-        self._version = 0
-
-    def __call__(self) -> torch.Tensor:
-        if self.mask is None:
-            with torch.inference_mode(False):  # a tensor of inference mode does not count its changes
-                self.mask = self._make()
-            self._version = self.mask._version
-        return self.mask
-
-    @property
-    def changed(self) -> bool:
-        """Whether something wrote to the mask, or to a view of it."""
-        return self.mask is not None and self.mask._version != self._version
-
-
 class DeferredMask(torch.Tensor):
     """A mask ``[rows, 1, tokens, tokens]`` without memory. Operations on it make the mask, once, and run on that.
 
@@ -70,7 +51,7 @@ class DeferredMask(torch.Tensor):
 
     documents: Documents
     request: RequestedMask
-    _once: _Once
+    _make: _lru_cache_wrapper[torch.Tensor]
 
     # A result is a tensor of its own, not another deferred mask.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -82,9 +63,10 @@ class DeferredMask(torch.Tensor):
         """See the class."""
         rows, tokens = documents.shape
         shape = (rows, 1, tokens, tokens)
-        mask: DeferredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # a tensor of inference mode does not count its changes
+            mask: DeferredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.documents, mask.request = documents, request
-        mask._once = make if isinstance(make, _Once) else _Once(make)
+        mask._make = make if isinstance(make, _lru_cache_wrapper) else cache(make)
         return mask
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -92,12 +74,21 @@ class DeferredMask(torch.Tensor):
 
     def made(self) -> torch.Tensor:
         """The mask."""
-        return self._once()
+        with torch.inference_mode(False):  # where it was made does not matter for where it is used
+            return self._make()
 
     @property
     def changed(self) -> bool:
         """Whether something wrote to the mask, so that :attr:`documents` and :attr:`request` do not describe it."""
-        return self._once.changed
+        return self._version != 0  # counts what is written to the mask, its views and its aliases
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The mask; what is written to that of a tensor is not counted."""
+        return self.detach()
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
 
     def numpy(self, *, force: bool = False) -> Any:
         """As that of a tensor, which refuses subclasses."""
@@ -113,17 +104,21 @@ class DeferredMask(torch.Tensor):
     ) -> Any:
         """Run ``function`` on the mask; for what does not read it, see :meth:`unread`."""
         keywords = keywords or {}
+        inference = torch.is_inference_mode_enabled()
+        if inference:  # changes are not counted there, so each operation may be one
+            increment_version([arg for arg in args if isinstance(arg, DeferredMask)])
         if args and isinstance(args[0], DeferredMask) and not args[0].changed:
             result = args[0].unread(function, keywords)
             if result is not NotImplemented:
                 return result
         args, keywords = tree_map_only(DeferredMask, DeferredMask.made, (args, keywords))
-        return function(*args, **keywords)
+        with torch.inference_mode(False) if inference and function.is_view else nullcontext():  # torch wants it so
+            return function(*args, **keywords)
 
     def unread(self, function: Any, keywords: dict[str, Any]) -> Any:
         """The result of ``function`` on this mask if that takes none of its elements, else ``NotImplemented``."""
         if function in (_aten.detach.default, _aten.alias.default):  # activation checkpointing
-            return DeferredMask.__new__(type(self), self._once, self.documents, self.request, self.device)
+            return DeferredMask.__new__(type(self), self._make, self.documents, self.request, self.device)
         return NotImplemented
 
 
@@ -156,7 +151,7 @@ class DocumentMask(DeferredMask):
         """See the base class. There is nothing that page-locked memory or a wait could be for."""
         if function is _aten.is_pinned.default:
             return False
-        if function is _aten.record_stream.default and self._once.mask is None:
+        if function is _aten.record_stream.default and not self._make.cache_info().currsize:
             return None
         copies = (_aten.clone.default, _aten._pin_memory.default, _aten._to_copy.default)
         same = (
