@@ -168,7 +168,9 @@ class DocumentMask(DeferredMask):
 def pairs_of(documents: Documents, device: torch.device) -> torch.Tensor:
     """Which tokens belong to the same sample: bool ``[rows, 1, tokens, tokens]``."""
     lengths = torch.tensor(documents.lengths)
-    numbers = torch.arange(len(lengths)).repeat_interleave(lengths).view(documents.shape).to(device)
+    host = torch.arange(len(lengths)).repeat_interleave(lengths).view(documents.shape)
+    pinned = host.pin_memory() if device.type == "cuda" else host  # so that the host does not wait
+    numbers = pinned.to(device, non_blocking=True)
     return (numbers[:, :, None] == numbers[:, None, :])[:, None]
 
 

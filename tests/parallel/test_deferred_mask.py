@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from ds_trainer.data.batch_transfer import receive, send
 from ds_trainer.monitor.health.replay import save_batches
 from ds_trainer.parallel.deferred_mask import DeferredMask, DocumentMask
 from ds_trainer.parallel.document_attention import Documents
 from ds_trainer.training.loop.batch_splitting import split_batch
 from ds_trainer.training.loop.device_copies import on_device
+from tests.support.pool import pool
 
 LENGTHS = ((3, 1, 4), (8,), (2, 6))
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -186,6 +189,39 @@ def test_workers_send_it_without_making_it(start: str, made: list[DeferredMask])
     masks = [batch["attention_mask"] for batch in loader]
     assert [type(mask) for mask in masks] == [DocumentMask] * 2 and not made
     assert torch.equal(torch.cat(masks), wanted())
+
+
+def between_ranks() -> tuple[list[str], list[int]]:
+    """What happens on a rank, and the samples in the mask that it has in the end."""
+    events: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = DeferredMask.made
+        patch.setattr(DeferredMask, "made", lambda mask: events.append("made") or original(mask))
+        patch.setattr(dist, "broadcast", lambda *args, **more: events.append("message") or broadcast(*args, **more))
+        group = dist.group.WORLD
+        assert group is not None
+        batch: dict[str, Any] = {"attention_mask": new(((16,) * 1024,))}
+        if dist.get_rank() == 0:
+            send(batch, group)
+        else:
+            batch = receive(group)
+        events.append(type(batch["attention_mask"]).__name__)
+        return events, batch["attention_mask"].documents.lengths
+
+
+broadcast = dist.broadcast
+
+
+def test_ranks_of_a_replica_send_it_in_one_small_message() -> None:
+    for events, lengths in pool(2).run(between_ranks):
+        assert events == ["message", "DocumentMask"] and lengths == [16] * 1024
+
+
+def test_accelerate_moves_it(made: list[DeferredMask]) -> None:
+    from accelerate.utils import send_to_device
+
+    moved = send_to_device({"attention_mask": new()}, META, non_blocking=True)["attention_mask"]
+    assert type(moved) is DocumentMask and moved.device == META and not made
 
 
 def test_its_size_does_not_grow_with_pairs() -> None:

@@ -278,7 +278,9 @@ class TokenCounter:
             elif self._padding is not None:
                 used = (tokens != self._padding).sum()
             else:
-                self._warn("there is neither an attention_mask of tokens nor a pad_token_id, so padding is counted too.")
+                self._warn(
+                    "there is neither an attention_mask of tokens nor a pad_token_id, so padding is counted too."
+                )
         if used is None:
             return tokens.numel(), None
         return (int(used), None) if used.device.type == "cpu" else (0, used)

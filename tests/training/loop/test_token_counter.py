@@ -286,6 +286,9 @@ def test_flops_of_packed_samples_exclude_attention_between_them(tmp_path: Path) 
         trainer.floating_point_ops({"input_ids": tokens, "position_ids": positions, "attention_mask": mask}) == unpacked
     )
     assert trainer.floating_point_ops({"input_ids": tokens, "position_ids": positions.to("meta")}) == unpacked
+    mask = DocumentMask(Documents.of(positions))  # of a bidirectional model, whose positions may begin at 2
+    batch = {"input_ids": tokens, "position_ids": positions + 2, "attention_mask": mask}
+    assert trainer.floating_point_ops(batch) == pytest.approx(wanted)
 
 
 def test_encoder_and_decoder_lengths_are_counted_separately(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_trainer.data.packing.batch import PackedFormat, PairMask
 from ds_trainer.parallel import document_attention as documents_module
 from ds_trainer.parallel.deferred_mask import DeferredMask, RequestedMask
 from ds_trainer.parallel.document_attention import Documents, use_documents
@@ -148,6 +149,18 @@ def test_no_tensor_of_all_pairs(packed: bool) -> None:
     with Sizes() as sizes, use_documents(documents_of(row) if packed else None):
         model(**row, labels=row["input_ids"], use_cache=False).loss.backward()
     assert (sizes.largest < positions.numel() ** 2 // 4) == packed
+
+
+@pytest.mark.parametrize("pair_mask", [PairMask.DEFERRED, PairMask.BOOLEAN])
+def test_no_tensor_of_all_pairs_in_a_bidirectional_model(pair_mask: PairMask) -> None:
+    """From the collator to the gradients."""
+    samples = [{name: torch.randint(3, 60, (16,)) for name in ("input_ids", "labels")} for _ in range(32)]
+    model = library("BertForMaskedLM", max_position_embeddings=512, attention_probs_dropout_prob=0.0)()
+    with Sizes() as sizes:
+        row = PackedFormat(shifts_labels=False, pair_mask=pair_mask).assemble([samples], 512)
+        with use_documents(documents_of(row)):
+            model(**row).loss.backward()
+    assert (sizes.largest < 512**2 // 4) == (pair_mask is PairMask.DEFERRED)
 
 
 @pytest.mark.parametrize("attention", ["eager"])
