@@ -1,4 +1,4 @@
-"""Packed bidirectional models train like plain PyTorch on the samples alone, without the mask of all pairs of tokens."""
+"""Packed bidirectional models train like plain PyTorch on the samples alone, without the mask of all pairs."""
 
 from __future__ import annotations
 

@@ -278,9 +278,7 @@ class TokenCounter:
             elif self._padding is not None:
                 used = (tokens != self._padding).sum()
             else:
-                self._warn(
-                    "there is neither an attention_mask of tokens nor a pad_token_id, so padding is counted too."
-                )
+                self._warn("there is neither an attention_mask per token nor a pad_token_id, so padding counts too.")
         if used is None:
             return tokens.numel(), None
         return (int(used), None) if used.device.type == "cpu" else (0, used)

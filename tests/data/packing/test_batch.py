@@ -15,6 +15,7 @@ from ds_trainer.data.packing.batch import PackedFormat, PackingCollator, PairMas
 from ds_trainer.data.packing.datasets import PackedDataset, PackedStream, Piece, StatefulPackedStream, packed_stream
 from ds_trainer.data.packing.rows import packed_rows
 from ds_trainer.data.packing.token_counts import token_counts
+from ds_trainer.parallel.deferred_mask import DocumentMask
 
 FORMAT = PackedFormat(pad_token_id=0)
 
@@ -56,6 +57,10 @@ def test_masks_borders_and_offsets_for_models_that_need_them() -> None:
     assert made["cu_seq_lens_q"].dtype == torch.int32
     wanted = torch.block_diag(torch.ones(2, 2), torch.ones(1, 1), torch.ones(1, 1)).bool()
     assert made["attention_mask"].shape == (2, 1, 4, 4) and made["attention_mask"][0, 0].equal(wanted)
+    deferred = batch(
+        [sample(10, 2), sample(20, 1)], [sample(30, 3)], length=4, form=replace(form, pair_mask=PairMask.DEFERRED)
+    )["attention_mask"]
+    assert type(deferred) is DocumentMask and deferred.made().equal(made["attention_mask"])
     added = batch([sample(10, 2)], length=4, form=replace(form, pair_mask=PairMask.ADDITIVE))["attention_mask"]
     assert added[0, 0, 0].tolist() == [0, 0, torch.finfo(torch.float32).min, torch.finfo(torch.float32).min]
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.parallel.deferred_mask import DocumentMask
+from ds_trainer.parallel.document_attention import Documents
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import LENGTH, PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.pool import pool
