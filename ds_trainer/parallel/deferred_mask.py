@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class DeferredMask(torch.Tensor):
 
     documents: Documents
     request: RequestedMask
-    _make: _lru_cache_wrapper[torch.Tensor]
+    _make: Callable[[], torch.Tensor]
+    _made: list[torch.Tensor]  # empty at first; aliases share it
 
     # A result is a tensor of its own, not another deferred mask.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -66,7 +67,7 @@ class DeferredMask(torch.Tensor):
         with torch.inference_mode(False):  # a tensor of inference mode does not count its changes
             mask: DeferredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.documents, mask.request = documents, request
-        mask._make = make if isinstance(make, _lru_cache_wrapper) else cache(make)
+        mask._make, mask._made = make, []
         return mask
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -74,8 +75,10 @@ class DeferredMask(torch.Tensor):
 
     def made(self) -> torch.Tensor:
         """The mask."""
-        with torch.inference_mode(False):  # where it was made does not matter for where it is used
-            return self._make()
+        if not self._made:
+            with torch.inference_mode(False):  # where it was made does not matter for where it is used
+                self._made.append(self._make())
+        return self._made[0]
 
     @property
     def changed(self) -> bool:
@@ -92,6 +95,7 @@ class DeferredMask(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """As that of a tensor, which refuses subclasses."""
+        increment_version(self)  # what is written to an array is not counted
         return self.made().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -118,7 +122,9 @@ class DeferredMask(torch.Tensor):
     def unread(self, function: Any, keywords: dict[str, Any]) -> Any:
         """The result of ``function`` on this mask if that takes none of its elements, else ``NotImplemented``."""
         if function in (_aten.detach.default, _aten.alias.default):  # activation checkpointing
-            return DeferredMask.__new__(type(self), self._make, self.documents, self.request, self.device)
+            alias = DeferredMask.__new__(type(self), self._make, self.documents, self.request, self.device)
+            alias._made = self._made
+            return alias
         return NotImplemented
 
 
@@ -151,7 +157,7 @@ class DocumentMask(DeferredMask):
         """See the base class. There is nothing that page-locked memory or a wait could be for."""
         if function is _aten.is_pinned.default:
             return False
-        if function is _aten.record_stream.default and not self._make.cache_info().currsize:
+        if function is _aten.record_stream.default and not self._made:
             return None
         copies = (_aten.clone.default, _aten._pin_memory.default, _aten._to_copy.default)
         same = (

@@ -131,11 +131,20 @@ def test_each_way_to_change_it_is_seen(inference: bool) -> None:
     def through_a_view(mask: torch.Tensor) -> None:
         mask[1].logical_not_()
 
+    def through_an_array(mask: torch.Tensor) -> None:
+        mask.numpy()[1] = False
+
     def in_place(mask: torch.Tensor) -> None:
         mask &= torch.zeros(8, dtype=torch.bool)
 
     with torch.inference_mode(inference):
-        for change in (through_a_view, in_place, lambda mask: mask.zero_(), lambda mask: mask[:1].fill_(True)):
+        for change in (
+            through_a_view,
+            in_place,
+            through_an_array,
+            lambda mask: mask.zero_(),
+            lambda mask: mask[:1].fill_(True),
+        ):
             mask, plain = new(), wanted()
             mask.any()
             assert mask.changed == inference
