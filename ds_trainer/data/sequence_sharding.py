@@ -157,6 +157,40 @@ class SequenceSharder:
             for key, value in values.items()
         }
 
+    def beginning(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+        """A batch with ``tokens`` of each sequence of ``batch``, in memory of its own: the first ones, or if none of
+        them has a target, those from the first target on.
+
+        It has the keys of ``batch``. Shorter sequences stay whole.
+
+        Raises:
+            ConfigError: the batch is no mapping, or has no sequence to shard.
+        """
+        rows, length = self._size(batch)
+        values = dict(batch)
+        if length <= tokens:
+            return values
+        start = min(self._first_target(batch, rows, length, tokens), length - tokens)
+        for key, value in batch.items():
+            if value is not None and key not in _FLASH_ONLY and self._is_sequence(key, value, rows, length):
+                values[key] = value[:, start : start + tokens].clone(memory_format=torch.contiguous_format)
+        for side in ("q", "k"):
+            bounds, longest = batch.get(f"cu_seq_lens_{side}"), f"max_length_{side}"
+            if isinstance(bounds, torch.Tensor):
+                bounds = values[f"cu_seq_lens_{side}"] = (bounds - start).clamp(0, tokens).unique()
+                if longest in batch:
+                    values[longest] = int(bounds.diff().max())
+        return values
+
+    def _first_target(self, batch: Mapping[str, Any], rows: int, length: int, tokens: int) -> int:
+        """Before the first target of any row; 0 if there is one in the first ``tokens``, or none at all."""
+        for name in (*self.label_names, "shift_labels"):
+            labels = batch.get(name)
+            if isinstance(labels, torch.Tensor) and list(labels.shape) == [rows, length]:
+                targets = labels.ne(IGNORED).any(0)
+                return 0 if bool(targets[:tokens].any()) else max(0, int(targets.int().argmax()) - 1)
+        return 0
+
     # -- which values are sequences -------------------------------------------------------------------------------
 
     def _size(self, batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from ds_trainer.data.loader import PlannedLoader
+from ds_trainer.data.packing.batch import PackingCollator
+from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import BatchFacts, BatchSharder
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.loop.token_counter import TokenCounter
+
+_BEGINNING = 4096  # tokens of a row
 
 
 def cut_for_ranks(
@@ -32,4 +37,13 @@ def cut_for_ranks(
     def describe(batch: Any) -> BatchFacts:
         return BatchFacts(losses.rule.count(batch), counter.size(batch))
 
-    loader.cut_with(BatchSharder(losses.sharder, describe))
+    loader.cut_with(BatchSharder(losses.sharder, describe, beginning_of(loader, losses.sharder)))
+
+
+def beginning_of(loader: Any, sharder: SequenceSharder) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Makes a short batch of one of ``loader``, for the checks that compare results for a few tokens."""
+    tokens = max(_BEGINNING, 4 * sharder.layout.cp * sharder.layout.sp)
+    collate = loader.collate_fn
+    if isinstance(collate, PackingCollator):  # several samples of a row, and not only the first
+        return partial(collate.format.beginning, tokens=tokens)
+    return partial(sharder.beginning, tokens=tokens)
