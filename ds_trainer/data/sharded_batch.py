@@ -84,9 +84,10 @@ class BatchSharder:
         beginning = None if self._beginning is None else self._beginning(batch)
         self._beginning = None
         shifted = self._sharder.shifted_labels(batch)
+        plan = None
         for rank in dist.get_process_group_ranks(groups.replica_host):
             at = layout.coordinates(rank)
-            local, plan = self._sharder.shard(batch, at.cp, at.sp, needs_labels=True)
+            local, plan = self._sharder.shard(batch, at.cp, at.sp, needs_labels=True, plan=plan)
             yield ShardedBatch(local, plan, facts, self._sharder.length(batch), shifted, beginning)
 
 
