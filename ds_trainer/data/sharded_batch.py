@@ -8,12 +8,13 @@ determined before: the number of items, the sizes, which documents there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ds_trainer.data.loader import DummyBatch
 from ds_trainer.data.sequence_sharding import IGNORED, SequenceSharder, unshard
 from ds_trainer.parallel.sequence_plan import SequencePlan
 
@@ -26,11 +27,13 @@ class BatchFacts(NamedTuple):
 
     Attributes:
         items: the number of its items, an int64 scalar.
-        size: its size, as the counter of tokens measures it.
+        size: its size, as the counter of tokens measures it; in an evaluation, its samples.
+        has_loss: whether it has a loss, which a batch may lack in an evaluation only.
     """
 
     items: torch.Tensor
     size: Any
+    has_loss: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,11 @@ class ShardedBatch:
     length: int
     shifted: tuple[str, ...] = ()
     beginning: Mapping[str, Any] | None = None
+
+    def as_dummy(self) -> ShardedBatch:
+        """This shard as a batch without effect."""
+        facts = self.facts._replace(items=torch.zeros_like(self.facts.items))
+        return replace(self, local=DummyBatch(self.local), facts=facts)
 
 
 class BatchSharder:
@@ -87,7 +95,7 @@ class BatchSharder:
         plan = None
         for rank in dist.get_process_group_ranks(groups.replica_host):
             at = layout.coordinates(rank)
-            local, plan = self._sharder.shard(batch, at.cp, at.sp, needs_labels=True, plan=plan)
+            local, plan = self._sharder.shard(batch, at.cp, at.sp, needs_labels=facts.has_loss, plan=plan)
             yield ShardedBatch(local, plan, facts, self._sharder.length(batch), shifted, beginning)
 
 

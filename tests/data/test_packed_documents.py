@@ -55,7 +55,7 @@ def test_a_position_that_does_not_continue_starts_a_document(positions: list[int
 def test_with_an_attention_mask_positions_describe_padding() -> None:
     positions = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    assert documents(batch(8, position_ids=positions, attention_mask=mask)) is None
+    assert documents(batch(8, position_ids=positions, attention_mask=mask)) == [0] * 8
 
 
 def test_boundaries_of_a_flash_kernel_become_documents() -> None:
