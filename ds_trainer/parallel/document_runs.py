@@ -107,9 +107,9 @@ class DocumentRuns:
         False where :meth:`compare` of them, or of any parts of them, would be None.
         """
         first = np.arange(0, self.length, chunk)
-        lowest, highest = self._range(self._queries, first, first + chunk)
-        _, highest_key = self._range(self._keys, first, first + chunk)
-        lowest_valid, _ = self._range(self._valid_keys, first, first + chunk)
+        runs = self._runs_in(first, first + chunk)
+        lowest, highest = _least(self._queries, runs), _greatest(self._queries, runs)
+        lowest_valid, highest_key = _least(self._valid_keys, runs), _greatest(self._keys, runs)
         apart = (highest[:, :, None] < lowest_valid[:, None]) | (highest_key[:, None] < lowest[:, :, None])
         return torch.from_numpy(~apart.all(0))
 
@@ -119,25 +119,23 @@ class DocumentRuns:
         Args:
             queries, keys: ranges ``[first, last)`` of positions, none of them empty.
         """
-        lowest, highest = self._range_of_all(self._queries, queries)
-        lowest_key, highest_key = self._range_of_all(self._keys, keys)
-        lowest_valid, _ = self._range_of_all(self._valid_keys, keys)
-        if ((highest < lowest_valid) | (highest_key < lowest)).all():
+        of_queries, of_keys = (self._runs_in(*np.array(tokens).T) for tokens in (queries, keys))
+        lowest, highest = _least(self._queries, of_queries).min(1), _greatest(self._queries, of_queries).max(1)
+        highest_key = _greatest(self._keys, of_keys).max(1)
+        if ((highest < _least(self._valid_keys, of_keys).min(1)) | (highest_key < lowest)).all():
             return None
-        return bool(((lowest == highest) & (lowest == lowest_key) & (highest == highest_key)).all())
+        if (lowest != highest).any() or (highest != highest_key).any():
+            return False
+        return bool((lowest == _least(self._keys, of_keys).min(1)).all())
 
-    def _range_of_all(self, numbers: np.ndarray, tokens: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Least and greatest number of each sequence in some ranges of tokens: ``[rows]`` each."""
-        lowest, highest = self._range(numbers, *np.asarray(tokens).T)
-        return lowest.min(1), highest.max(1)
+    def _runs_in(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """First run, and the one after the last, of each sequence in each range of tokens: ``[rows, ranges, 2]``."""
+        row, starts = np.arange(self.rows)[:, None] * self.length, self._starts
+        return np.stack([starts.searchsorted(row + first, "right") - 1, starts.searchsorted(row + last)], -1)
 
-    def _range(self, numbers: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Least and greatest number of each sequence in each range of tokens: ``[rows, ranges]`` each."""
-        row, starts = np.arange(self.rows)[:, None] * self.length, self.starts.numpy()
-        runs = np.stack([np.searchsorted(starts, row + first, "right") - 1, np.searchsorted(starts, row + last)], -1)
-        # Every second result is that of a range: the others are of what lies between two.
-        least, greatest = (ufunc.reduceat(numbers, runs.ravel())[::2] for ufunc in (np.minimum, np.maximum))
-        return least.reshape(runs.shape[:2]), greatest.reshape(runs.shape[:2])
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return self.starts.numpy()
 
     # Numbers of the runs, with one more at the end, since a range may end there.
 
@@ -157,3 +155,12 @@ class DocumentRuns:
         if self.valid is None:
             return self._queries
         return np.append(self.numbers.masked_fill(~self.valid, number).numpy(), 0)
+
+
+def _least(numbers: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    # Every second result is that of a range: the others are of what lies between two.
+    return np.minimum.reduceat(numbers, runs.ravel())[::2].reshape(runs.shape[:2])
+
+
+def _greatest(numbers: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    return np.maximum.reduceat(numbers, runs.ravel())[::2].reshape(runs.shape[:2])

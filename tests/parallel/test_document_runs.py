@@ -76,7 +76,7 @@ def drawn(kind: str, padding: str, seed: int) -> tuple[torch.Tensor | None, torc
 def differences(runs: DocumentRuns, dense: Dense) -> list[str]:
     """What is not as in the definition, for many ranges of tokens."""
     length, found = dense.queries.shape[1], []
-    step = max(1, length // 8)
+    step = max(1, length // 5)
     ranges = [(a, b) for a, b in product(range(0, length, step), range(1, length + 1, step)) if a < b]
     for chunk in (1, 2, 4, length // 4, length):
         if not torch.equal(runs.share(chunk), dense.share(chunk)):
