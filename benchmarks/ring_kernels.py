@@ -32,6 +32,7 @@ from kept_results import Results
 from torch import Tensor
 
 from ds_trainer.parallel.attention_blocks import attention_blocks
+from ds_trainer.parallel.document_runs import DocumentRuns
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.ring_attention import ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
@@ -88,12 +89,16 @@ def inputs(case: Case, device: str) -> tuple[list[Tensor], Tensor]:
     return [leaf.requires_grad_() for leaf in leaves], grad_out
 
 
+def documents_of(case: Case) -> Tensor | None:
+    """The document of each token: ``[batch, tokens]``."""
+    if case.documents == 1:
+        return None
+    return (torch.arange(case.tokens) * case.documents // case.tokens).expand(case.batch, -1)
+
+
 def plan_of(case: Case) -> SequencePlan:
     """The plan of one context-parallel rank."""
-    documents = None
-    if case.documents > 1:
-        documents = (torch.arange(case.tokens) * case.documents // case.tokens).expand(case.batch, -1).contiguous()
-    return SequencePlan(ParallelLayout(1), case.tokens, documents)
+    return SequencePlan(ParallelLayout(1), case.tokens, DocumentRuns.of(documents_of(case)))
 
 
 def of_torch(case: Case, device: str) -> Callable[..., Tensor]:
@@ -104,7 +109,7 @@ def of_torch(case: Case, device: str) -> Callable[..., Tensor]:
         mask = key <= query if case.causal else torch.ones(case.tokens, case.tokens, dtype=torch.bool)
         if case.window is not None:
             mask = mask & ((query - key < case.window) if case.causal else ((query - key).abs() <= case.window))
-        documents = plan_of(case).documents
+        documents = documents_of(case)
         if documents is not None:
             mask = mask & (documents[0][:, None] == documents[0][None, :])
         mask = mask[None, None].to(device)

@@ -106,10 +106,10 @@ class PlannedLoader(DataLoader[Any]):
         """Samples of the dataset; as accelerate's loaders, whose attributes these two are."""
         return self.samples
 
-    def cut_with(self, sharder: BatchSharder) -> None:
-        """Cut the batches of the next iterations for the ranks of a replica."""
+    def cut_with(self, sharder: BatchSharder | None) -> None:
+        """Cut the batches of the next iterations for the ranks of a replica; None: give each rank whole ones again."""
         self.sharder = sharder
-        cut_before_pinning(self, self._reader)
+        pin_what_is_used(self, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iteration has; the loop of the Trainer does it itself."""
@@ -174,11 +174,12 @@ class PlannedLoader(DataLoader[Any]):
                 yield marked[0]
 
 
-def cut_before_pinning(loader: Any, reader: DataLoader[Any] | None) -> None:
-    """Put the shards of ``loader`` in page-locked memory, and not the whole batches that ``reader`` reads."""
-    loader.pins_shards, loader.pin_memory = loader.pin_memory, False
+def pin_what_is_used(loader: Any, reader: DataLoader[Any] | None) -> None:
+    """If ``loader`` cuts, put its shards in page-locked memory, and not the whole batches that ``reader`` reads."""
+    pins, cuts = loader.pins_shards or loader.pin_memory, loader.sharder is not None
+    loader.pins_shards, loader.pin_memory = pins and cuts, pins and not cuts
     if reader is not None:
-        reader.pin_memory = False
+        reader.pin_memory = loader.pin_memory
 
 
 def show_as(loader: DataLoader[Any], plan: BatchPlan, **attributes: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +19,16 @@ import torch
 from ds_trainer.data.batch_transfer import receive, send
 from ds_trainer.data.skipping import skip, with_random_state
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import PeerFailure
+from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
-    from ds_trainer.data.sharded_batch import BatchSharder
+    from ds_trainer.data.sharded_batch import BatchSharder, ShardedBatch
     from ds_trainer.parallel.groups import ParallelGroups
     from ds_trainer.parallel.layout import ParallelLayout
+
+logger = get_logger(__name__)
 
 _SEEDS = 2**31  # numpy allows no larger ones
 
@@ -137,17 +141,18 @@ def _read(
                 value = next(items)
             rest = value[1:] if isinstance(value, tuple) else None
             batch = value if rest is None else value[0]
-            if sharder is None or not sharder.cuts(batch):
+            own = None if sharder is None else _send_shards(sharder, batch, rest, groups, pin_memory)
+            if own is None:
                 send(_Batch(value), groups.replica_host)
             else:
-                value = _with(_send_shards(sharder, batch, rest, groups, pin_memory), rest)
+                value = _with(own, rest)
         except StopIteration:
             send(_End(), groups.replica_host)
             return
         except (Exception, SystemExit) as error:
             send(_End(f"{type(error).__name__}: {error}"), groups.replica_host)
             raise
-        batch = None  # the whole batch, of which this rank keeps its shard
+        batch = own = None  # the whole batch, of which this rank keeps its shard
         yield value
 
 
@@ -157,10 +162,20 @@ def _with(batch: Any, rest: tuple[Any, ...] | None) -> Any:
 
 def _send_shards(
     sharder: BatchSharder, batch: Any, rest: tuple[Any, ...] | None, groups: ParallelGroups, pin_memory: bool
-) -> Any:
-    """Send the other ranks their shards; returns this rank's. One shard of another rank exists at a time."""
+) -> ShardedBatch | None:
+    """Send the other ranks their shards; returns this rank's. One shard of another rank exists at a time.
+
+    None for a batch that cannot be cut, and nothing is sent. Every rank is then to get it whole: each cuts it by itself
+    before it is used, and raises what is wrong with it. That says more than the failure of another rank.
+    """
+    if not isinstance(batch, Mapping):
+        return None
     shards = sharder.shards(batch, groups)
-    own = next(shards)  # raises what is wrong with the batch, before anything is sent
+    try:
+        own = next(shards)
+    except ConfigError as error:
+        logger.debug("a batch goes whole to every rank, which is to say this of it: %s", error)
+        return None
     send(_Cut(rest), groups.replica_host)
     for rank, shard in enumerate(shards, start=1):
         send(shard, groups.replica_host, to=rank)

@@ -2,8 +2,8 @@
 
 Everything that depends on neighboring tokens comes from the full sequence: labels are shifted, positions numbered,
 documents and padding identified. Afterwards no rank needs another rank's tokens outside of attention. What a rank makes
-is as long as its shard: shifted labels, positions and masks never exist for the full sequence. (Documents and padding
-do, for the plan of the batch; a plan of rows without either holds no tensor.)
+is as long as its shard: shifted labels, positions and masks never exist for the full sequence. (The numbers of
+documents do while the plan of the batch is made, which holds where they begin.)
 
 Pure arithmetic on the host; no process group.
 """
@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_trainer.data.loader import DummyBatch
+from ds_trainer.parallel.document_runs import DocumentRuns
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.utils.errors import ConfigError
@@ -85,7 +86,12 @@ class SequenceSharder:
     # -- sharding -------------------------------------------------------------------------------------------------
 
     def shard(
-        self, batch: Mapping[str, Any], cp_rank: int, sp_rank: int, needs_labels: bool = False
+        self,
+        batch: Mapping[str, Any],
+        cp_rank: int,
+        sp_rank: int,
+        needs_labels: bool = False,
+        plan: SequencePlan | None = None,
     ) -> tuple[dict[str, Any], SequencePlan]:
         """Returns the shard of one rank, and the plan that says which rank holds which tokens.
 
@@ -97,25 +103,24 @@ class SequenceSharder:
             batch: full sequences, tensors in host memory.
             cp_rank, sp_rank: the rank's coordinates.
             needs_labels: raise an error for a batch without labels, from which the inputs of the loss are unknown.
+            plan: that of another shard of this batch; None: it is made.
 
         Raises:
             ConfigError: the batch cannot be sharded.
         """
         rows, length = self._size(batch)
         values = {key: value for key, value in batch.items() if value is not None}
-        documents = self._documents(values, rows, length)
+        documents = self._documents(values, rows, length) if plan is None else None
         self._drop_flash_keys(values)
         shifted = self._shift(values, rows, length, needs_labels)
         self._check_positions(values, rows, length)
         sequences = [key for key, value in values.items() if self._is_sequence(key, value, rows, length)]
         padding = -length % self.layout.length_multiple
         mask = values.get("attention_mask")
-        plan = SequencePlan(
-            self.layout,
-            length + padding,
-            None if documents is None else _repeat_last(documents, padding),
-            _valid_tokens(mask, rows, length, padding),
-        )
+        if plan is None:
+            numbers = None if documents is None else _repeat_last(documents, padding)
+            runs = DocumentRuns.of(numbers, _valid_tokens(mask, rows, length, padding))
+            plan = SequencePlan(self.layout, length + padding, runs)
         positions = plan.positions(cp_rank, sp_rank)
         later = None
         for key in sequences:
@@ -156,6 +161,40 @@ class SequenceSharder:
             key: value[:, :tokens].contiguous() if self._is_sequence(key, value, rows, length) else value
             for key, value in values.items()
         }
+
+    def beginning(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+        """A batch with ``tokens`` of each sequence of ``batch``, in memory of its own: the first ones, or if none of
+        them has a target, those from the first target on.
+
+        It has the keys of ``batch``. Shorter sequences stay whole.
+
+        Raises:
+            ConfigError: the batch is no mapping, or has no sequence to shard.
+        """
+        rows, length = self._size(batch)
+        values = dict(batch)
+        if length <= tokens:
+            return values
+        start = min(self._first_target(batch, rows, length, tokens), length - tokens)
+        for key, value in batch.items():
+            if value is not None and key not in _FLASH_ONLY and self._is_sequence(key, value, rows, length):
+                values[key] = value[:, start : start + tokens].clone(memory_format=torch.contiguous_format)
+        for side in ("q", "k"):
+            bounds, longest = batch.get(f"cu_seq_lens_{side}"), f"max_length_{side}"
+            if isinstance(bounds, torch.Tensor):
+                bounds = values[f"cu_seq_lens_{side}"] = (bounds - start).clamp(0, tokens).unique()
+                if longest in batch:
+                    values[longest] = int(bounds.diff().max())
+        return values
+
+    def _first_target(self, batch: Mapping[str, Any], rows: int, length: int, tokens: int) -> int:
+        """Before the first target of any row; 0 if there is one in the first ``tokens``, or none at all."""
+        for name in (*self.label_names, "shift_labels"):
+            labels = batch.get(name)
+            if isinstance(labels, torch.Tensor) and list(labels.shape) == [rows, length]:
+                targets = labels.ne(IGNORED).any(0)
+                return 0 if bool(targets[:tokens].any()) else max(0, int(targets.int().argmax()) - 1)
+        return 0
 
     # -- which values are sequences -------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ determined before: the number of items, the sizes, which documents there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ds_trainer.data.loader import DummyBatch
 from ds_trainer.data.sequence_sharding import IGNORED, SequenceSharder, unshard
 from ds_trainer.parallel.sequence_plan import SequencePlan
 
@@ -26,11 +27,13 @@ class BatchFacts(NamedTuple):
 
     Attributes:
         items: the number of its items, an int64 scalar.
-        size: its size, as the counter of tokens measures it.
+        size: its size, as the counter of tokens measures it; in an evaluation, its samples.
+        has_loss: whether it has a loss, which a batch may lack in an evaluation only.
     """
 
     items: torch.Tensor
     size: Any
+    has_loss: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,8 @@ class ShardedBatch:
         facts: about the whole batch.
         length: tokens of each sequence before padding.
         shifted: the names in ``local`` whose value at ``t`` is that of ``t + 1`` in the whole batch.
+        beginning: a short whole batch with tokens of this one, the same on all ranks, for the checks before the first
+            step; only in the first batch that is cut.
     """
 
     local: dict[str, Any]
@@ -50,37 +55,48 @@ class ShardedBatch:
     facts: BatchFacts
     length: int
     shifted: tuple[str, ...] = ()
+    beginning: Mapping[str, Any] | None = None
+
+    def as_dummy(self) -> ShardedBatch:
+        """This shard as a batch without effect."""
+        facts = self.facts._replace(items=torch.zeros_like(self.facts.items))
+        return replace(self, local=DummyBatch(self.local), facts=facts)
 
 
 class BatchSharder:
-    """Cuts the micro-batches of a run, except the first, on which the checks before the first step need whole samples.
+    """Cuts the micro-batches of a run.
 
     Args:
         sharder: cuts a batch.
         describe: the facts about a whole batch.
-
-    Attributes:
-        begins: whether the next micro-batch is the first.
+        beginning: makes the short batch that goes to every rank with its shard of the first one.
     """
 
-    def __init__(self, sharder: SequenceSharder, describe: Callable[[Any], BatchFacts]) -> None:
+    def __init__(
+        self,
+        sharder: SequenceSharder,
+        describe: Callable[[Any], BatchFacts],
+        beginning: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
         self._sharder = sharder
         self._describe = describe
-        self.begins = True
-
-    def cuts(self, batch: Any) -> bool:
-        """Whether ``batch`` is cut."""
-        begins, self.begins = self.begins, False
-        return not begins and isinstance(batch, Mapping)
+        self._beginning: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = beginning
 
     def shards(self, batch: Mapping[str, Any], groups: ParallelGroups) -> Iterator[ShardedBatch]:
-        """The shard of each rank of this replica, one after the other, in the order of ``groups.replica_host``."""
+        """The shard of each rank of this replica, one after the other, in the order of ``groups.replica_host``.
+
+        Raises:
+            ConfigError: the batch cannot be cut; before the first shard.
+        """
         facts, layout = self._describe(batch), groups.layout
+        beginning = None if self._beginning is None else self._beginning(batch)
+        self._beginning = None
         shifted = self._sharder.shifted_labels(batch)
+        plan = None
         for rank in dist.get_process_group_ranks(groups.replica_host):
             at = layout.coordinates(rank)
-            local, plan = self._sharder.shard(batch, at.cp, at.sp, needs_labels=True)
-            yield ShardedBatch(local, plan, facts, self._sharder.length(batch), shifted)
+            local, plan = self._sharder.shard(batch, at.cp, at.sp, needs_labels=facts.has_loss, plan=plan)
+            yield ShardedBatch(local, plan, facts, self._sharder.length(batch), shifted, beginning)
 
 
 def whole_batch(batch: ShardedBatch, groups: ParallelGroups) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ds_trainer.data.loader import as_dummy, as_set, cut_before_pinning, show_as
+from ds_trainer.data.loader import as_dummy, as_set, pin_what_is_used, show_as
 from ds_trainer.data.lockstep import Lockstep
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.skipping import skip, with_random_state
@@ -115,7 +115,11 @@ class StreamShard(IterableDataset[Any]):
                 # so the state after an incomplete micro-step is not used.
                 ends_step = whole and (index + 1) % self.plan.accumulation == 0
                 state = copy.deepcopy(self.stream.state_dict()) if stateful and ends_step else None
-                yield self.collate(rows[own.start : own.stop] or rows[:1]), not own, fingerprint(rows[0]), state
+                mark, chosen = fingerprint(rows[0]), rows[own.start : own.stop] or rows[:1]
+                rows.clear()
+                made = [(self.collate(chosen), not own, mark, state)]
+                chosen.clear()
+                yield made.pop()  # nothing here holds the samples while their batch is in use
             if not whole:
                 return
 
@@ -202,10 +206,10 @@ class StreamLoader(DataLoader[Any]):
         """Samples of a whole micro-step over all replicas: the micro-batch x data-parallel ranks."""
         return self._shard.plan.samples_per_micro_step
 
-    def cut_with(self, sharder: BatchSharder) -> None:
-        """Cut the batches of the next iterations for the ranks of a replica."""
+    def cut_with(self, sharder: BatchSharder | None) -> None:
+        """Cut the batches of the next iterations for the ranks of a replica; None: give each rank whole ones again."""
         self.sharder = sharder
-        cut_before_pinning(self, self._reader)
+        pin_what_is_used(self, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration reads; the loop of the Trainer does it itself."""
@@ -253,7 +257,9 @@ class StreamLoader(DataLoader[Any]):
         self._shard.collate = self.collate_fn  # a script may have set another one
         for batch, is_dummy, mark, state in as_set(self._reader, self):
             self.state = state
-            yield (as_dummy(batch) if is_dummy and isinstance(batch, (Mapping, list)) else batch), mark
+            item = [(as_dummy(batch) if is_dummy and isinstance(batch, (Mapping, list)) else batch, mark)]
+            del batch
+            yield item.pop()  # nothing here holds the whole batch while its shards are in use
 
 
 class StreamResume(NamedTuple):

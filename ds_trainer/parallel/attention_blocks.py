@@ -87,7 +87,7 @@ class AttentionBlocks:
         furthest = plan.length if window is None else window - 1 if causal else window
         self._distances = (0 if causal else -furthest, furthest)  # smallest and largest visible q - k
         self._mask_elements = mask_elements
-        self._documents = _Documents.of(plan)
+        self._documents = plan.documents
         self.steps = self._needed_steps()
         self.of: tuple[tuple[Block, ...], ...] = tuple(
             tuple(_merged(self._divide(source, 0, self.tokens, 0, self.tokens))) for source in range(self._ranks)
@@ -116,9 +116,8 @@ class AttentionBlocks:
         nearest, furthest = self._distances
         mask = ((key <= query - nearest) & (key >= query - furthest))[None, None]
         if self._documents is not None:
-            queries, keys = self._documents.on(device)
-            queries, keys = queries[:, q0 : q0 + block.q1 - block.q0], keys[:, k0 : k0 + block.k1 - block.k0]
-            mask = mask & (queries[:, None, :, None] == keys[:, None, None, :])
+            tokens = (q0, q0 + block.q1 - block.q0), (k0, k0 + block.k1 - block.k0)
+            mask = mask & self._documents.same(*tokens, device).unsqueeze(1)
         return mask
 
     def _needed_steps(self) -> tuple[int, ...]:
@@ -148,7 +147,7 @@ class AttentionBlocks:
         kind = self._kind(source, q0, q1, k0, k1)
         if kind is None:
             return
-        sequences = 1 if self._documents is None else self._documents.sequences
+        sequences = 1 if self._documents is None else self._documents.rows
         large = sequences * (q1 - q0) * (k1 - k0) > self._mask_elements
         gap = self._has_gap(self._rank, q0, q1) or self._has_gap(source, k0, k1)
         if kind is not BlockKind.MASKED or not (gap or (large and (q1 - q0) * (k1 - k0) > 1)):
@@ -174,84 +173,16 @@ class AttentionBlocks:
         # Gaps do not matter: a rank's tokens are in sequence order.
         triangle = self._causal and source == self._rank and (q0, q1) == (k0, k1) and largest <= furthest
         if self._documents is not None:
-            same = self._documents.compare(self._runs(self._rank, q0, q1), self._runs(source, k0, k1))
+            same = self._documents.compare(self._ranges(self._rank, q0, q1), self._ranges(source, k0, k1))
             if same is None:
                 return None
             full, triangle = full and same, triangle and same
         return BlockKind.FULL if full else BlockKind.CAUSAL if triangle else BlockKind.MASKED
 
-    def _runs(self, rank: int, start: int, stop: int) -> list[slice]:
-        """Sequence positions of a rank's tokens ``[start, stop)``, as one run or as two with a gap between them."""
+    def _ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Sequence positions of a rank's tokens ``[start, stop)``, as one range or as two with a gap between them."""
         bounds = [start, self._chunk, stop] if self._has_gap(rank, start, stop) else [start, stop]
-        return [
-            slice(self._position(rank, begin), self._position(rank, end - 1) + 1) for begin, end in pairwise(bounds)
-        ]
-
-
-class _Documents:
-    """Documents and padding of all sequences of a batch, in the order of the sequence; ``[batch, length]`` each.
-
-    Padding that nobody may attend to is, as a key, of a document that no query has.
-    """
-
-    def __init__(self, documents: torch.Tensor, valid: torch.Tensor | None) -> None:
-        nobody = int(documents.min()) - 1
-        self._queries = documents
-        self._keys = documents if valid is None else documents.masked_fill(~valid, nobody)
-        self._valid_keys = documents if valid is None else documents.masked_fill(~valid, int(documents.max()) + 1)
-        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @classmethod
-    def of(cls, plan: SequencePlan) -> _Documents | None:
-        """The documents of ``plan``; None if every key is valid and every sequence is one document."""
-        if plan.documents is None and plan.valid is None:
-            return None
-        documents = plan.documents
-        if documents is None:
-            assert plan.valid is not None
-            documents = torch.zeros(plan.valid.shape, dtype=torch.int64)
-        return cls(documents, plan.valid)
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences in the batch."""
-        return self._queries.shape[0]
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Documents of the queries and of the keys on ``device``; copied once, asynchronously."""
-        if device not in self._on:
-            tensors = (self._queries, self._keys)
-            if device.type == "cuda":
-                tensors = (self._queries.pin_memory(), self._keys.pin_memory())
-            queries, keys = (tensor.to(device, non_blocking=True) for tensor in tensors)
-            self._on[device] = queries, keys
-        return self._on[device]
-
-    def share(self, chunk: int) -> torch.Tensor:
-        """Whether a chunk of ``chunk`` queries and one of keys may share a document: bool ``[chunks, chunks]``.
-
-        False where :meth:`compare` of them, or of any parts of them, would be None.
-        """
-        lowest, highest = torch.aminmax(self._queries.unflatten(1, (-1, chunk)), dim=2)
-        highest_key = self._keys.unflatten(1, (-1, chunk)).amax(2)
-        lowest_valid = self._valid_keys.unflatten(1, (-1, chunk)).amin(2)
-        apart = (highest[:, :, None] < lowest_valid[:, None]) | (highest_key[:, None] < lowest[:, :, None])
-        return ~apart.all(0)
-
-    def compare(self, queries: list[slice], keys: list[slice]) -> bool | None:
-        """Whether all of these queries and keys share one document in each sequence; None if no pair does."""
-        lowest, highest = _range(self._queries, queries)
-        lowest_key, highest_key = _range(self._keys, keys)
-        lowest_valid, _ = _range(self._valid_keys, keys)
-        if bool(((highest < lowest_valid) | (highest_key < lowest)).all()):
-            return None
-        return bool(((lowest == highest) & (lowest == lowest_key) & (highest == highest_key)).all())
-
-
-def _range(tensor: torch.Tensor, runs: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimum and maximum of each row over some of its columns."""
-    minima, maxima = zip(*(torch.aminmax(tensor[:, run], dim=1) for run in runs), strict=True)
-    return torch.stack(minima).amin(0), torch.stack(maxima).amax(0)
+        return [(self._position(rank, begin), self._position(rank, end - 1) + 1) for begin, end in pairwise(bounds)]
 
 
 def _merged(blocks: Iterable[Block]) -> list[Block]:

@@ -318,9 +318,10 @@ def _check(
         raise ValueError(f"{heads} query heads are not a multiple of {key.shape[1]} key heads")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
-    for name, tensor in (("documents", plan.documents), ("valid", plan.valid)):
-        if tensor is not None and tuple(tensor.shape) != (batch, plan.length):
-            raise ValueError(f"plan.{name} is {list(tensor.shape)}, but the batch is [{batch}, {plan.length}]")
+    documents = plan.documents
+    if documents is not None and (documents.rows, documents.length) != (batch, plan.length):
+        found = [documents.rows, documents.length]
+        raise ValueError(f"plan.documents is {found}, but the batch is [{batch}, {plan.length}]")
     if not 0 <= cp_rank < cp:
         raise ValueError(f"cp_rank={cp_rank} is not in 0..{cp - 1}")
     ranks = 1 if group is None else group.size()

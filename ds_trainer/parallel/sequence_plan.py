@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_trainer.parallel.document_runs import DocumentRuns
 from ds_trainer.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan:
-    """How the sequences of one batch are sharded. All tensors are on the host and in sequence order.
+    """How the sequences of one batch are sharded. It is small, unless there are many documents.
 
     Args:
         layout: owner of ``cp`` and ``sp``.
         length: tokens of each sequence, padding included; a multiple of :attr:`ParallelLayout.length_multiple`.
-        documents: ``[batch, length]`` int64, the number of each token's packed document; attention stays within a
-            document. None if every sequence is one document.
-        valid: ``[batch, length]`` bool, false for padding, which no token may attend to. None without padding.
+        documents: the packed documents, within which attention stays, and the padding, which no token may attend to.
+            None if every sequence is one document without padding.
 
     Raises:
         ValueError: ``length`` is not a multiple of :attr:`ParallelLayout.length_multiple`.
@@ -35,8 +35,7 @@ class SequencePlan:
 
     layout: ParallelLayout
     length: int
-    documents: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
+    documents: DocumentRuns | None = None
 
     def __post_init__(self) -> None:
         if self.length % self.layout.length_multiple:

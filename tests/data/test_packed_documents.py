@@ -12,6 +12,7 @@ from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from tests.data.test_sequence_sharding import PAD, sharder_for
+from tests.support.attention import tokens_of
 
 LAYOUT = ParallelLayout(2, cp=2)
 
@@ -23,7 +24,7 @@ def batch(length: int, **more: Any) -> dict[str, Any]:
 
 def documents(values: dict[str, Any]) -> list[int] | None:
     _, plan = sharder_for(LAYOUT).shard(values, 0, 0)
-    return None if plan.documents is None else plan.documents[0].tolist()
+    return None if plan.documents is None else tokens_of(plan, 1)[0][0].tolist()
 
 
 def documents_of_shards(values: Any, length: int) -> dict[str, list[int]]:
@@ -54,7 +55,7 @@ def test_a_position_that_does_not_continue_starts_a_document(positions: list[int
 def test_with_an_attention_mask_positions_describe_padding() -> None:
     positions = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    assert documents(batch(8, position_ids=positions, attention_mask=mask)) is None
+    assert documents(batch(8, position_ids=positions, attention_mask=mask)) == [0] * 8
 
 
 def test_boundaries_of_a_flash_kernel_become_documents() -> None:
@@ -70,14 +71,14 @@ def test_padding_is_a_document_of_its_own() -> None:
     assert found["attention_mask"] == [1, 1, 1, 1, 1, 1, 0, 0]
     assert found["position_ids"] == [0, 1, 2, 3, 4, 5, 5, 5]
     _, plan = sharder_for(LAYOUT).shard(batch(6), 0, 0)
-    assert plan.valid is not None and plan.valid[0].tolist() == [True] * 6 + [False] * 2
+    assert tokens_of(plan, 1)[1][0].tolist() == [True] * 6 + [False] * 2
 
 
 def test_a_sequence_that_fits_gets_no_mask() -> None:
     shard, plan = sharder_for(LAYOUT).shard(batch(8), 0, 0)
-    assert "attention_mask" not in shard and plan.valid is None
+    assert "attention_mask" not in shard and plan.documents is None
     full = torch.ones(1, 8, dtype=torch.int64)
-    assert sharder_for(LAYOUT).shard(batch(8, attention_mask=full), 0, 0)[1].valid is None
+    assert sharder_for(LAYOUT).shard(batch(8, attention_mask=full), 0, 0)[1].documents is None
 
 
 def test_a_dummy_batch_stays_one_when_it_is_sharded() -> None:

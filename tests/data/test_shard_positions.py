@@ -22,9 +22,9 @@ def test_what_a_rank_makes_is_as_long_as_its_shard(length: int) -> None:
     with LiveTensors() as live:
         shard, plan = sharder.shard(batch, 1, 2)
     assert set(shard) >= {"input_ids", "labels", "shift_labels", "position_ids"}
-    assert plan.documents is None and (plan.valid is None) is (length == 65536)
+    assert (plan.documents is None) is (length == 65536)
     of_shard = 8 * plan.length // (layout.cp * layout.sp)
-    assert live.peak < 12 * of_shard + (0 if plan.valid is None else 2.1 * plan.length), live.peak / of_shard
+    assert live.peak < 12 * of_shard + (0 if plan.documents is None else 2.1 * plan.length), live.peak / of_shard
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 5))

@@ -14,6 +14,7 @@ from ds_trainer.parallel.attention import active_sharding, attention, use_shardi
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
+from tests.support.attention import plan_of
 from tests.support.full_attention import full_attention, packed, padded
 from tests.support.pool import pool
 
@@ -37,7 +38,7 @@ def case(cp: int, sp: int, queries: int, keys: int, rule: str, rows: str, double
     groups = parallel_groups(layout)
     documents = packed(BATCH, LENGTH)[0] if rows == "packed" else None
     valid = padded(BATCH, LENGTH) if rows == "padded" else None
-    plan = SequencePlan(layout, LENGTH, documents, valid)
+    plan = plan_of(layout, LENGTH, documents, valid)
     generator = torch.Generator().manual_seed(3)
     dtype = torch.float64 if double else torch.float32
     full = [torch.randn(BATCH, n, LENGTH, DIM, generator=generator).to(dtype) for n in (queries, keys, keys, queries)]

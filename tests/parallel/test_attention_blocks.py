@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_trainer.parallel.attention_blocks import AttentionBlocks, BlockKind, attention_blocks
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
-from tests.support.attention import allowed_pairs
+from tests.support.attention import allowed_pairs, plan_of
 
 LARGE = 1 << 30
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 8)) -> tuple[Se
         valid = torch.arange(length) < lengths[:, None]
         if draw(st.booleans()):  # padding on the left
             valid = valid.flip(1)
-    return SequencePlan(ParallelLayout(cp, cp=cp), length, documents, valid), batch
+    return plan_of(ParallelLayout(cp, cp=cp), length, documents, valid), batch
 
 
 def covered(plan: SequencePlan, batch: int, blocks: AttentionBlocks, cp_rank: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def covered(plan: SequencePlan, batch: int, blocks: AttentionBlocks, cp_rank: in
             elif mask is not None:
                 seen = mask[:, 0]
             # (Position and document may exclude all pairs only together: such a block is masked.)
-            assert seen.any() or plan.documents is not None or plan.valid is not None, "an empty block is computed"
+            assert seen.any() or plan.documents is not None, "an empty block is computed"
             count[:, rows[:, None], columns[None, :]] += seen.long()
     return count
 
@@ -123,7 +123,7 @@ def test_steps_are_those_with_blocks_on_any_rank(
     (steps,) = {blocks.steps for blocks in ranks}
     needed = {0} | {(rank - source) % cp for rank, own in enumerate(ranks) for source in range(cp) if own.of[source]}
     assert list(steps) == sorted(steps) and needed <= set(steps)
-    if plan.documents is None and plan.valid is None:
+    if plan.documents is None:
         assert needed == set(steps)
 
 
@@ -133,7 +133,7 @@ def packed(cp: int, mean: int, seed: int, chunk: int = 1024) -> SequencePlan:
     lengths = torch.empty(4 * length // mean + 8)
     lengths = lengths.exponential_(1 / mean, generator=torch.Generator().manual_seed(seed)).clamp(8, length).long()
     documents = torch.searchsorted(lengths.cumsum(0), torch.arange(length), right=True)[None]
-    return SequencePlan(ParallelLayout(cp, cp=cp), length, documents)
+    return plan_of(ParallelLayout(cp, cp=cp), length, documents)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_balance_of_packed_rows(mean: int, bound: float) -> None:
 
 def test_documents_are_divided_until_blocks_are_uniform_or_small() -> None:
     documents = torch.arange(4).repeat_interleave(16)[None]
-    plan = SequencePlan(ParallelLayout(1), 64, documents)
+    plan = plan_of(ParallelLayout(1), 64, documents)
     coarse, fine = (AttentionBlocks(plan, 0, True, None, limit) for limit in (LARGE, 32 * 32))
     assert [block.kind for block in coarse.of[0]] == [BlockKind.MASKED]
     assert coarse.scores == 64 * 64
@@ -182,7 +182,7 @@ def test_windows_are_those_of_transformers(window: int) -> None:
 
 
 def test_layers_share_the_blocks_of_a_plan_and_they_are_freed_with_it() -> None:
-    plan = SequencePlan(ParallelLayout(2, cp=2), 8, valid=torch.ones(1, 8, dtype=torch.bool))
+    plan = plan_of(ParallelLayout(2, cp=2), 8, valid=torch.ones(1, 8, dtype=torch.bool))
     blocks = attention_blocks(plan, 1, True, 3)
     assert attention_blocks(plan, 1, True, 3) is blocks
     assert attention_blocks(plan, 1, True, None) is not blocks

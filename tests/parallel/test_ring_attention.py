@@ -18,7 +18,7 @@ from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.ring_attention import ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
-from tests.support.attention import dense_attention
+from tests.support.attention import dense_attention, plan_of
 from tests.support.pool import pool
 from tests.support.ring_cases import RESULTS, TOLERANCE, Case, errors, failing_cases, run_case, run_cases
 
@@ -190,7 +190,7 @@ def test_a_wrong_rank_in_the_ring_is_rejected() -> None:
 def refusals() -> list[str]:
     """On a rank alone: what ring attention says to wrong inputs."""
     plan = SequencePlan(ParallelLayout(2, cp=2), 8)
-    alone = SequencePlan(ParallelLayout(1), 4, torch.zeros(2, 4, dtype=torch.int64))
+    alone = plan_of(ParallelLayout(1), 4, torch.zeros(2, 4, dtype=torch.int64))
     good: dict[str, Any] = dict(plan=alone, group=None, cp_rank=0, causal=True)
     x = torch.zeros(2, 4, 4, 8)
     wrong: list[tuple[list[Tensor], dict[str, Any]]] = [
@@ -250,7 +250,7 @@ def test_queries_that_attend_to_nothing_give_zero_and_no_gradient() -> None:
     valid = torch.zeros(2, 6, dtype=torch.bool)
     valid[1, 2:] = True  # the first sequence is padding all over; in the second, the first two queries see nothing
     tensors = [torch.randn(2, 2, 6, 8).requires_grad_() for _ in range(3)]
-    plan = SequencePlan(ParallelLayout(1), 6, valid=valid)
+    plan = plan_of(ParallelLayout(1), 6, valid=valid)
     out = ring_attention(*tensors, plan=plan, group=None, cp_rank=0, causal=True)
     assert not out[0].any() and not out[1, :, :2].any() and out[1, :, 2:].all()
     grads = torch.autograd.grad(out.square().sum() + out.sum(), tensors)
@@ -294,7 +294,7 @@ def test_there_is_no_second_derivative() -> None:
 
 def test_only_inputs_output_and_lse_are_saved() -> None:
     """No scores, no mask: memory for backward grows with the tokens, not with their square."""
-    plan = SequencePlan(ParallelLayout(1), 64, torch.arange(4).repeat_interleave(16)[None])
+    plan = plan_of(ParallelLayout(1), 64, torch.arange(4).repeat_interleave(16)[None])
     tensors = [torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3)]
     saved: list[tuple[int, ...]] = []
 

@@ -18,7 +18,7 @@ from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.ring_attention import ring_attention
 from ds_trainer.parallel.sequence_plan import SequencePlan
-from tests.support.attention import allowed_pairs, dense_attention
+from tests.support.attention import allowed_pairs, dense_attention, plan_of
 from tests.support.pool import pool
 
 RESULTS = ("out", "query", "key", "value")  # the output and the gradients
@@ -60,7 +60,7 @@ class Case:
             valid = torch.arange(length) < lengths
             if self.seed % 2:
                 valid = valid.flip(1)
-        return SequencePlan(self.layout, length, documents, valid)
+        return plan_of(self.layout, length, documents, valid)
 
     def tensors(self, replica: int) -> list[Tensor]:
         """Query, key, value and gradient of the output of the whole sequences, in the order of the sequence."""

@@ -8,7 +8,7 @@ of a row is one more sample, of padding tokens without targets. What some models
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -99,16 +99,36 @@ class PackedFormat:
 
     def documents(self, batch: Mapping[str, Any]) -> list[Document]:
         """The samples in the rows of ``batch``, in order, without padding."""
-        found: list[Document] = []
+        return [document for index in range(len(batch[POSITIONS])) for document in self._in_row(batch, index)]
+
+    def _in_row(self, batch: Mapping[str, Any], index: int) -> Iterator[Document]:
         positions = batch[POSITIONS]
         keys = [key for key, value in batch.items() if self._per_token(key, value, positions)]
-        for index, row in enumerate(positions):
-            starts = (row == self.first_position).nonzero().flatten().tolist()
-            for start, end in pairwise([*starts, len(row)]):
-                document = {key: batch[key][index, start:end] for key in keys}
-                if not self._is_padding(document, end == len(row)):
-                    found.append(document)
-        return found
+        row = positions[index]
+        starts = (row == self.first_position).nonzero().flatten().tolist()
+        for start, end in pairwise([*starts, len(row)]):
+            document = {key: batch[key][index, start:end] for key in keys}
+            if not self._is_padding(document, end == len(row)):
+                yield document
+
+    def beginning(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+        """A batch of rows of ``tokens`` with the first samples of each row of ``batch``: of each at most a quarter of a
+        row, so that there are four of them if ``batch`` has four. Shorter rows stay as they are.
+        """
+        if batch[TOKENS].shape[1] <= tokens:
+            return dict(batch)
+        rows: list[list[Document]] = []
+        for index in range(len(batch[TOKENS])):
+            kept: list[Document] = []
+            room = tokens
+            for document in self._in_row(batch, index):
+                size = min(len(document[TOKENS]), tokens // 4, room)
+                kept.append({key: value[:size] for key, value in document.items()})
+                room -= size
+                if not room:
+                    break
+            rows.append(kept)
+        return self.assemble([row for row in rows if row], tokens)
 
     def _per_token(self, key: str, value: Any, positions: torch.Tensor) -> bool:
         own = (POSITIONS, "seq_idx", MASK)

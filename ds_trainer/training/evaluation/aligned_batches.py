@@ -9,6 +9,7 @@ import torch
 
 from ds_trainer.data.loader import PlannedLoader, as_dummy
 from ds_trainer.data.replica import batches_of
+from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.batches import checked_batch
@@ -19,7 +20,7 @@ from ds_trainer.utils.errors import ConfigError
 def aligned_batches(
     loader: Iterable[Any], layout: ParallelLayout, check: Callable[[Any], Any] = checked_batch
 ) -> Iterator[Any]:
-    """The batches of ``loader``: equally many on every rank, and equal on all ranks of a replica.
+    """The batches of ``loader``: equally many on every rank, and on all ranks of a replica equal, or its shards.
 
     Loaders of this package have a batch plan. A user's loader may return more batches on one rank than on another: a
     rank without further batches repeats its last one as a dummy until all ranks are done. This costs one small
@@ -34,7 +35,8 @@ def aligned_batches(
         ConfigError: on all ranks, if a rank has no batch at all while others do.
     """
     if isinstance(loader, PlannedLoader) or distributed.world_size() == 1:
-        yield from map(check, loader)
+        for batch in loader:
+            yield batch if isinstance(batch, ShardedBatch) else check(batch)
         return
     iterator = iter(loader) if isinstance(loader, StreamLoader) else batches_of(loader, layout)
     last: Any = None
@@ -51,11 +53,11 @@ def aligned_batches(
                 "batch on every rank, or use the Trainer's get_eval_dataloader, which divides the samples evenly."
             )
         if batch is not None:
-            last = check(batch)
+            last = batch if isinstance(batch, ShardedBatch) else check(batch)
             yield last
         else:
             assert last is not None  # agreed above
-            yield as_dummy(last)
+            yield last.as_dummy() if isinstance(last, ShardedBatch) else as_dummy(last)
 
 
 def mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ds_trainer.data.loader import Dummy, PlannedLoader
+from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.evaluation.aligned_batches import aligned_batches, mark_last
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
@@ -91,7 +92,7 @@ class EvalLoop:
         batches = aligned_batches(self.loader, trainer.layout, trainer.losses.check)
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
             if index == 1 and summary_of(self.loader) is not None:
-                trainer.check_packing(model, inputs)
+                trainer.check_packing(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
             found = self._micro_step(model, inputs, ignore_keys)
             trainer.events.notify("on_prediction_step")
             trainer.telemetry.beat()
@@ -111,9 +112,16 @@ class EvalLoop:
                     accumulator.to_host()
         return self._output(prefix)
 
-    def _micro_step(self, model: nn.Module, inputs: Mapping[str, Any], ignore_keys: list[str] | None) -> Any:
+    def _micro_step(self, model: nn.Module, inputs: Any, ignore_keys: list[str] | None) -> Any:
         """One micro-step: the results of all ranks by kind, or None if only the loss is needed."""
         trainer = self.trainer
+        if isinstance(inputs, ShardedBatch):
+            dummy = isinstance(inputs.local, Dummy)
+            with trainer.accelerator.batch(inputs.local):
+                loss = trainer.loss_of_shard(model, inputs)
+            self._samples += 0 if dummy else inputs.facts.size
+            self._add_loss(loss, inputs.facts.items, dummy)
+            return None
         dummy = isinstance(inputs, Dummy)
         items = trainer.loss_rule.count(inputs)
         samples = number_of_samples(inputs)
@@ -123,17 +131,11 @@ class EvalLoop:
         with trainer.accelerator.batch(inputs):
             loss, logits, labels = trainer.prediction_step(
                 model,
-                inputs,  # type: ignore[arg-type]
+                inputs,
                 self.loss_only,
                 ignore_keys=ignore_keys,
             )
-        if loss is not None:
-            loss = torch.as_tensor(loss).detach().mean()
-            if not dummy:
-                self._loss.add(loss, items)
-                if self._by_source is not None:
-                    self._by_source.add(trainer.losses.sources.take())
-                    self._by_source.end_step()
+        loss = self._add_loss(loss, items, dummy)
         whole = logits.value if isinstance(logits, OnHost) else None
         if whole is not None:
             logits = None  # gathered already
@@ -148,6 +150,18 @@ class EvalLoop:
             tree["losses"] = loss.to(trainer.device).repeat(samples)
         found = gather_micro_steps(tree, dummy, trainer.layout, self._as_objects)
         return found if whole is None else {**found, "predictions": whole}
+
+    def _add_loss(self, loss: Any, items: torch.Tensor, dummy: bool) -> torch.Tensor | None:
+        """Let the loss of a batch with ``items`` count, unless it is a dummy; returns the loss as a scalar."""
+        if loss is None:
+            return None
+        loss = torch.as_tensor(loss).detach().mean()
+        if not dummy:
+            self._loss.add(loss, items)
+            if self._by_source is not None:
+                self._by_source.add(self.trainer.losses.sources.take())
+                self._by_source.end_step()
+        return loss
 
     def _includes(self, what: str) -> bool:
         return self.trainer.compute_metrics is not None and what in self.trainer.args.include_for_metrics

@@ -170,7 +170,8 @@ class StepRunner:
         window: losses since the last log.
         optimizer, lr_scheduler: those of the run.
         device: the device of this rank.
-        check_first: called with the first micro-batch, before anything is computed.
+        check_first: called with the first micro-batch, or the beginning of one that was cut, before anything is
+            computed.
         recovery: runs a step again if memory runs out; None without ``auto_find_batch_size``.
 
     Attributes:
@@ -298,5 +299,6 @@ class StepRunner:
         self._micro_batches.several_micro_batches = micro_steps * self._engine.layout.seq_data_parallel_size > 1
         if self._check_first is not None:
             with self._health.clock.inside(CHECKS):
-                self._check_first(batches[0])
+                first = batches[0]
+                self._check_first(first.beginning if isinstance(first, ShardedBatch) else first)
             self._check_first = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_trainer.data.columns import find_label_names
 from ds_trainer.data.loader import Dummy
+from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.training.evaluation.evaluation_loop import EvalLoop
@@ -32,6 +33,7 @@ from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_computation import LossMethod
 from ds_trainer.training.loop.run_plan import evaluation_plan_of
+from ds_trainer.training.loop.sharded_loading import cut_while_evaluating
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.half_precision import half_precision_of, weights_cast_to
 from ds_trainer.training.out_of_memory import evaluation_remedies, explained_out_of_memory
@@ -160,7 +162,13 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             None,
         )
         cast = weights_cast_to(half, self.model, self.device)
-        with explained, without_cache(self.model, unless=self.args.use_cache), cast, self._in_pieces(loss_only):
+        with (
+            explained,
+            without_cache(self.model, unless=self.args.use_cache),
+            cast,
+            self._in_pieces(loss_only),
+            self._shards_of(dataloader, loss_only),
+        ):
             output = loop.run(model, ignore_keys, metric_key_prefix)
         if self.engines.preparation_seconds is not None and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_model_preparation_time"] = self.engines.preparation_seconds
@@ -195,31 +203,14 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             inputs = self._prepare_inputs(inputs)
         # Read the labels first: the loss computation may remove them from the batch, and sequence sharding shifts them.
         labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
-        returns_loss = inputs.get("return_loss")
-        returns_loss = self.can_return_loss if returns_loss is None else returns_loss
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
-        has_loss = labels is not None or returns_loss or self._loss_needs_no_labels()
+        has_loss = self._has_loss(inputs)
         items = count_for(self.device, self.loss_rule.count(inputs)).clamp(min=1).to(torch.float32)
         with torch.no_grad(), self.losses.sharded(inputs, has_loss) as own, self.compute_loss_context_manager():
             sharding = active_sharding()
-            own_items = items
-            if sharding is not None:
-                own = self._prepare_inputs(own)
-                own_items = self.loss_rule.count(own)
-                if has_loss:
-                    self._verify_loss_rule(model, own, items)
-            loss: torch.Tensor | None
-            if has_loss:
-                loss, outputs = self._loss_and_outputs(model, own, items, wanted=not prediction_loss_only)
-            else:
-                with self.losses.chunked.deferring(model) if self._pieces is not None else nullcontext():
-                    outputs = model(**own)
-                loss = loss_of_outputs(outputs)
-            loss = None if loss is None else loss.detach().mean()
-            if sharding is not None and loss is not None:
-                loss = self._loss_of_all_shards(loss, own_items, items)
+            loss, outputs = self._forward(model, own, items, has_loss, wanted=not prediction_loss_only)
             if prediction_loss_only:
                 return loss, None, None
             logits = detached(predictions_of(outputs, ignore_keys))
@@ -240,6 +231,17 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             elif isinstance(logits, DeferredLogits):
                 logits = logits.read()
         return loss, logits if pieces is None else Preprocessed(logits), labels
+
+    def loss_of_shard(self, model: nn.Module, batch: ShardedBatch) -> torch.Tensor | None:
+        """What :meth:`prediction_step` returns as the loss of a whole batch, from this rank's shard. Collective.
+
+        Args:
+            model: the model or its engine.
+            batch: the shard of this rank, which all ranks of the replica compute together.
+        """
+        items = count_for(self.device, batch.facts.items).clamp(min=1).to(torch.float32)
+        with torch.no_grad(), self.losses.sharded(batch) as own, self.compute_loss_context_manager():
+            return self._forward(model, own, items, batch.facts.has_loss, wanted=False)[0]
 
     @property
     def overrides_prediction_step(self) -> bool:
@@ -286,7 +288,41 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
         finally:
             self._pieces, self.losses.defers_outputs = None, False
 
+    def _shards_of(self, loader: Any, loss_only: bool) -> AbstractContextManager[None]:
+        """A context in which ``loader`` gives each rank its shard, if only the loss is needed and nobody else reads."""
+        if not loss_only or self.overrides_prediction_step or "prediction_step" in vars(self):
+            return nullcontext()
+        return cut_while_evaluating(loader, self.losses, self._has_loss)
+
     # -- details -------------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, model: nn.Module, own: dict[str, Any], items: torch.Tensor, has_loss: bool, wanted: bool
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Mean loss of a whole batch with ``items``, and the outputs for this rank's part, ``own``, if ``wanted``."""
+        sharding, own_items = active_sharding(), items
+        if sharding is not None:
+            own = self._prepare_inputs(own)
+            own_items = self.loss_rule.count(own)
+            if has_loss:
+                self._verify_loss_rule(model, own, items)
+        loss: torch.Tensor | None
+        if has_loss:
+            loss, outputs = self._loss_and_outputs(model, own, items, wanted)
+        else:
+            with self.losses.chunked.deferring(model) if self._pieces is not None else nullcontext():
+                outputs = model(**own)
+            loss = loss_of_outputs(outputs)
+        loss = None if loss is None else loss.detach().mean()
+        if sharding is not None and loss is not None:
+            loss = self._loss_of_all_shards(loss, own_items, items)
+        return loss, outputs
+
+    def _has_loss(self, inputs: Mapping[str, Any]) -> bool:
+        returns_loss = inputs.get("return_loss")
+        returns_loss = self.can_return_loss if returns_loss is None else returns_loss
+        has_labels = labels_of(inputs, self.label_names) is not None
+        return has_labels or bool(returns_loss) or self._loss_needs_no_labels()
 
     def _loss_and_outputs(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor, wanted: bool

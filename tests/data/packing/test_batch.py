@@ -186,3 +186,25 @@ def test_a_stateful_stream_continues_inside_of_a_window(monkeypatch: pytest.Monk
         again.load_state_dict(state)
         assert begin + contents(again) == whole
     assert not isinstance(packed_stream(Stream(3), 50, PackingStrategy.CUT), StatefulPackedStream)
+
+
+def test_a_beginning_has_the_same_samples() -> None:
+    rows = [[sample(10, 3), sample(20, 9)], [sample(30, 12)], [sample(40, 2), sample(50, 1), sample(60, 2)]]
+    made = batch(*rows, length=14)
+    assert {key: value.tolist() for key, value in FORMAT.beginning(made, 14).items()} == {
+        key: value.tolist() for key, value in made.items()
+    }
+    few = FORMAT.beginning(made, 8)
+    assert {key: list(value.shape) for key, value in few.items()} == {key: [3, 8] for key in made}
+    wanted = [document["input_ids"][:2].tolist() for document in FORMAT.documents(made)]
+    assert [document["input_ids"].tolist() for document in FORMAT.documents(few)] == wanted
+    assert few["position_ids"][0].tolist() == [0, 1, 0, 1, 0, 1, 2, 3]  # two samples and padding
+    assert few["labels"].eq(-100).sum() == 6 + (8 - 4) + (8 - 2) + (8 - 5)
+
+
+def test_a_beginning_ends_inside_of_a_sample() -> None:
+    made = batch([sample(10 * n, 3) for n in range(1, 7)], length=20)
+    few = replace(FORMAT, numbers=True).beginning(made, 12)
+    assert [len(document["input_ids"]) for document in FORMAT.documents(few)] == [3, 3, 3, 3]
+    assert few["seq_idx"].tolist() == [[0] * 3 + [1] * 3 + [2] * 3 + [3] * 3]
+    assert few["cu_seq_lens_q"].tolist() == [0, 3, 6, 9, 12]

@@ -12,6 +12,7 @@ from ds_trainer.data.packing.document_order import balanced_order, busiest_rank
 from ds_trainer.parallel.attention_blocks import AttentionBlocks
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
+from tests.support.attention import plan_of
 
 
 def documents(row: int, mean: float, seed: int) -> list[int]:
@@ -26,7 +27,7 @@ def scores(lengths: list[int], row: int, cp: int) -> list[int]:
     """Pairs of tokens that each rank computes, in blocks that are divided until little is masked."""
     room = row - sum(lengths)
     numbers = torch.arange(len(lengths) + 1).repeat_interleave(torch.tensor([*lengths, room]))[None]
-    plan = SequencePlan(ParallelLayout(cp, cp=cp), row, numbers)
+    plan = plan_of(ParallelLayout(cp, cp=cp), row, numbers)
     return [AttentionBlocks(plan, rank, True, None, 32 * 32).scores for rank in range(cp)]
 
 

@@ -99,8 +99,8 @@ def check_sharded_model(
 
 def _difference(expected: torch.Tensor, result: torch.Tensor, plan: SequencePlan, part: torch.Tensor) -> float:
     valid = torch.ones(expected.shape[0], len(part), dtype=torch.bool)
-    if plan.valid is not None:  # results for padding do not matter
-        valid = plan.valid[:, part]
+    if plan.documents is not None:  # results for padding do not matter
+        valid = plan.documents.valid_at(part)
     full = expected[:, part.to(expected.device)][valid.to(expected.device)].double().cpu()
     sharded = result[valid.to(result.device)].double().cpu()
     size = expected.double().square().mean().sqrt().item()

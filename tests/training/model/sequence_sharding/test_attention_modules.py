@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
+from tests.support.attention import plan_of
 from tests.support.full_attention import packed, padded
 from tests.support.models import VOCABULARY, PlainLanguageModel
 from tests.support.pool import pool
@@ -70,7 +70,7 @@ def case(
         if checkpointing:
             model.enable_input_require_grads()
     split = use_sharded_attention(model, layout if switch else ParallelLayout(layout.world_size))
-    plan = SequencePlan(layout, LENGTH, given["documents"], given["valid"])
+    plan = plan_of(layout, LENGTH, given["documents"], given["valid"])
     positions = plan.positions(groups.coordinates.cp, groups.coordinates.sp)
     with use_sharding(plan, groups) as sharding:
         ours = model(given["tokens"][:, positions], position_ids=given["positions"][:, positions]).logits

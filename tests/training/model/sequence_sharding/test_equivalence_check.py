@@ -11,10 +11,10 @@ from torch import nn
 from ds_trainer import attention
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.training.model.sequence_sharding.equivalence_check import check_sharded_model
 from ds_trainer.utils.errors import ConfigError
+from tests.support.attention import plan_of
 from tests.support.full_attention import packed, padded
 from tests.support.models import VOCABULARY, PlainLanguageModel
 from tests.support.pool import pool
@@ -69,7 +69,7 @@ def case(kind: str, rows: str, cp: int, sp: int) -> float | str:
         documents, positions = packed(2, length)
     if rows == "padded":
         valid = padded(2, length)
-    plan = SequencePlan(layout, length, documents, valid)
+    plan = plan_of(layout, length, documents, valid)
     indices = plan.positions(groups.coordinates.cp, groups.coordinates.sp)
     mask = None if valid is None else valid.long()
     model: Any
