@@ -2,9 +2,9 @@
 
 Source: DeepSpeed 0.19: each engine stays in the global stack of modules in a forward pass
 (``runtime/zero/parameter_offload.py``), and the cache of a method refers to its coordinator
-(``runtime/zero/partitioned_param_coordinator.py``). The functions that gather and release the weights of a module in the
-backward pass stay at the module, so the next engine would gather with the coordinator of the closed one: weights that
-it never saw are missing when a layer with frozen weights is computed again.
+(``runtime/zero/partitioned_param_coordinator.py``). The functions that gather and release the weights of a module in
+the backward pass stay at the module, so the next engine would gather with the coordinator of the closed one, and frozen
+weights are missing when their layer is computed again.
 """
 
 from __future__ import annotations
