@@ -29,8 +29,8 @@ from ds_trainer.training.model.sequence_sharding.support import (
 
 _BIDIRECTIONAL_WINDOW = "create_bidirectional_sliding_window_mask"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOADERS = ("get_train_dataloader", "_get_train_sampler")
-_WITHOUT = "Or set packing=False."
 
 
 def row_length(args: TrainingArguments, model: nn.Module) -> int | None:
@@ -71,7 +71,10 @@ def packing_problems(
     if not packs(args):
         return []
     name = type(base_model(model)).__name__
-    problems = [f"{name}: packing=True, but {why} {_WITHOUT}" for why in _reasons(model, layout)]
+    problems = [
+        f"{name}: packing=True, but {why} {'Or set' if 'Load' in why else 'Set'} packing=False."
+        for why in _reasons(model, layout)
+    ]
     if row_length(args, model) is None:
         problems.append("packing=True needs max_length, the tokens of a row: the model does not say its positions.")
     own = [method for method in _LOADERS if method in overridden]
@@ -135,6 +138,12 @@ def _reasons(model: nn.Module, layout: ParallelLayout) -> list[str]:
             "its forward takes no position_ids [batch, tokens], which restart at every sample of a row, so it cannot "
             "know where a sample begins."
         )
+    for where, module in core.named_modules():
+        if isinstance(module, _BATCH_NORMS):
+            reasons.append(
+                f"{where} ({type(module).__name__}) normalizes with statistics of all tokens of a batch, which mixes "
+                "samples."
+            )
     bidirectional = [inner for inner in library if is_bidirectional(inner)]
     if bidirectional and layout.cp * layout.sp == 1:
         attention = _attention_of(model)
