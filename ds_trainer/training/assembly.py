@@ -361,7 +361,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             liger = bool(self.args.use_liger_kernel) and "forward" in vars(base_model(self.model))
             check_first_loss(self.losses, self.model_wrapped, batch, self._prepare_inputs, liger)
         if self.sequence_sharder is not None:
-            check_sequence_sharding(self.model_wrapped, self.sequence_sharder, batch, self.groups, self._prepare_inputs)
+            about = self.groups, self._prepare_inputs, packs(self.args)
+            check_sequence_sharding(self.model_wrapped, self.sequence_sharder, batch, *about)
         if packs(self.args):
             self.packed_data.proven = False  # the engine is new
             self.check_packing(self.model_wrapped, batch)
@@ -379,12 +380,8 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         self.build_engine(1)
         try:
             return rehearse_first_step(
-                loader,
-                self.args.gradient_accumulation_steps,
-                self.engine,
-                self.micro_batch_runner,
-                self.losses,
-                self.device,
+                *(loader, self.args.gradient_accumulation_steps, self.engine, self.micro_batch_runner),
+                *(self.losses, self.device),
             )
         finally:
             self.start_fresh()

@@ -149,6 +149,24 @@ def test_packed_encoders_train_like_the_samples_alone(layout: str, tmp_path: Pat
         assert not made and calls >= 2 * 4  # layers, steps
 
 
+class Short(Masked):
+    """Samples of at most five tokens, so that the beginning of a row has several."""
+
+    def __getitem__(self, index: int) -> Row:
+        return {key: value[: 2 + index % 4] for key, value in super().__getitem__(index).items()}
+
+
+def train_short(output_dir: str, **values: Any) -> Trajectory:
+    return train_and_report(bert, partial(Short, SAMPLES), output_dir, **arguments(**values))
+
+
+@pytest.mark.parametrize("axis", ["context_parallel_size", "sequence_parallel_size"])
+def test_packed_encoders_train_with_sharded_sequences(axis: str, tmp_path: Path) -> None:
+    (whole,) = pool(1).run(partial(train_short, str(tmp_path / "whole")))
+    for found in pool(2).run(partial(train_short, str(tmp_path / axis), **{axis: 2})):
+        assert_equal(found, whole, tolerance=3e-5)
+
+
 def test_data_loader_workers(tmp_path: Path) -> None:
     """In this process: those of the pool may not start others."""
     found, made, calls = train(bert, str(tmp_path), **arguments(dataloader_num_workers=1))

@@ -2,7 +2,7 @@
 
 The convention is that of transformers: ``position_ids`` restart at every sample, and there is no ``attention_mask``.
 Causal models of transformers, flash attention and :func:`ds_trainer.attention` keep such samples apart. Room at the end
-of a row is one more sample, of padding tokens without targets. What some models need in addition is in
+of a row is another sample, or several, of padding tokens without targets. What some models need in addition is in
 :class:`PackedFormat`.
 """
 
@@ -26,6 +26,7 @@ from ds_trainer.parallel.document_attention import Documents
 from ds_trainer.utils.errors import ConfigError
 
 POSITIONS = "position_ids"
+_PART = 32  # tokens of a part of the room, if no sample of the row is longer
 Document = dict[str, torch.Tensor]  # the tokens of a sample in a row: a tensor [tokens, ...] for each key
 
 
@@ -106,10 +107,10 @@ class PackedFormat:
         keys = [key for key, value in batch.items() if self._per_token(key, value, positions)]
         row = positions[index]
         starts = (row == self.first_position).nonzero().flatten().tolist()
+        text = self._end_of_text(batch, index)
         for start, end in pairwise([*starts, len(row)]):
-            document = {key: batch[key][index, start:end] for key in keys}
-            if not self._is_padding(document, end == len(row)):
-                yield document
+            if start == 0 or start < text:
+                yield {key: batch[key][index, start:end] for key in keys}
 
     def beginning(self, batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """A batch of rows of ``tokens`` with the first samples of each row of ``batch``: of each at most a quarter of a
@@ -134,10 +135,13 @@ class PackedFormat:
         own = (POSITIONS, "seq_idx", MASK)
         return key not in own and isinstance(value, torch.Tensor) and value.shape[:2] == positions.shape
 
-    def _is_padding(self, document: Document, last: bool) -> bool:
-        labels = [document[name] for name in self.label_names if name in document]
-        without = all(bool((label == IGNORED).all()) for label in labels) and bool(labels)
-        return last and without and bool((document[TOKENS] == self.pad_token_id).all())
+    def _end_of_text(self, batch: Mapping[str, Any], index: int) -> int:
+        """Where the room at the end of a row begins: padding tokens without targets."""
+        labels = [batch[name][index] for name in self.label_names if name in batch]
+        filled = batch[TOKENS][index] != self.pad_token_id
+        for label in labels:
+            filled = filled | (label != IGNORED)
+        return int(filled.nonzero().max()) + 1 if labels and bool(filled.any()) else len(filled)
 
     def alone(self, document: Document) -> dict[str, Any]:
         """The batch of one sample as it is trained on without packing."""
@@ -152,8 +156,11 @@ def _filled(parts: list[torch.Tensor], length: int, fill: int) -> torch.Tensor:
 
 
 def _with_room(lengths: list[int], length: int) -> list[int]:
-    room = length - sum(lengths)
-    return [*lengths, room] if room else lengths
+    """The lengths of the samples and of the parts of the room, whose positions do not exceed those of the samples: a
+    row may be longer than the table of positions of the model.
+    """
+    room, part = length - sum(lengths), max([*lengths, _PART])
+    return [*lengths, *[part] * (room // part), *([room % part] if room % part else [])]
 
 
 def _borders(lengths: list[int]) -> dict[str, Any]:

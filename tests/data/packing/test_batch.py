@@ -73,6 +73,15 @@ def test_samples_are_found_again_in_a_batch() -> None:
     assert alone["input_ids"].tolist() == [[10, 11, 12]] and alone["attention_mask"].tolist() == [[1, 1, 1]]
 
 
+def test_positions_of_the_room_do_not_exceed_those_of_the_samples() -> None:
+    samples = [sample(10, 40), sample(60, 3)]
+    made = batch(samples, length=130, form=replace(FORMAT, flash=True))
+    assert made["position_ids"].tolist() == [[*range(40), *range(3), *range(40), *range(40), *range(7)]]
+    assert made["cu_seq_lens_q"].tolist() == [0, 40, 43, 83, 123, 130]
+    assert [d["input_ids"].tolist() for d in FORMAT.documents(made)] == [s["input_ids"] for s in samples]
+    assert batch([sample(10, 2)], length=70)["position_ids"].max() == 31  # not a part for every two tokens
+
+
 def test_padding_of_the_tokenizer_is_removed() -> None:
     padded = sample(10, 6, attention_mask=[0, 1, 1, 1, 0, 0], token_type_ids=[0, 0, 1, 1, 0, 0])
     rows = packed_rows(token_counts([padded]), 4, PackingStrategy.BEST_FIT)

@@ -2,7 +2,7 @@
 
 Compared are the loss of each token of the sample, as it was computed with all other tokens, and the gradients of the
 sample's inputs, weights and bias, computed with several tiles. The sample has the tokens on both sides of the borders
-between chunks. Its logits take at most 64 MiB.
+between chunks. It is at most a quarter of them, and its logits take at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def check_tiles(
     """
     tokens, rows = terms[0][0].shape[0], terms[0][1].shape[0]
     classes = settings.classes or rows
-    sample = sampled_tokens(tokens, settings.chunk_tokens, max(8, _LOGITS // classes)).to(targets.device)
+    limit = max(8, min(_LOGITS // classes, tokens // 4))
+    sample = sampled_tokens(tokens, settings.chunk_tokens, limit).to(targets.device)
     inputs = [(x.detach()[sample], weight.detach()) for x, weight in terms]
     own_bias = None if bias is None else bias.detach()
     chosen = targets[sample]

@@ -5,7 +5,6 @@ What cannot be seen from outside is compared at the start (:mod:`~ds_trainer.tra
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,16 +20,17 @@ from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.training.model.sequence_sharding.setup import padding_token
 from ds_trainer.training.model.sequence_sharding.support import (
     OF_WHOLE_SEQUENCES,
+    is_bidirectional,
     library_configs,
     library_models,
+    module_of,
     takes_positions,
 )
 
-_BIDIRECTIONAL = "create_bidirectional_mask"
 _BIDIRECTIONAL_WINDOW = "create_bidirectional_sliding_window_mask"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOADERS = ("get_train_dataloader", "_get_train_sampler")
-_WITHOUT = "Or set packing=False."
 
 
 def row_length(args: TrainingArguments, model: nn.Module) -> int | None:
@@ -71,7 +71,10 @@ def packing_problems(
     if not packs(args):
         return []
     name = type(base_model(model)).__name__
-    problems = [f"{name}: packing=True, but {why} {_WITHOUT}" for why in _reasons(model, layout)]
+    problems = [
+        f"{name}: packing=True, but {why} {'Or set' if 'Load' in why else 'Set'} packing=False."
+        for why in _reasons(model, layout)
+    ]
     if row_length(args, model) is None:
         problems.append("packing=True needs max_length, the tokens of a row: the model does not say its positions.")
     own = [method for method in _LOADERS if method in overridden]
@@ -107,7 +110,7 @@ def packed_format(
     sharded = layout.cp * layout.sp > 1
     flash = bool(library) and "flash" in attention and not sharded
     pair_mask = PairMask.NONE
-    if library and not flash and not sharded and any(map(_is_bidirectional, library)):
+    if library and not flash and not sharded and any(map(is_bidirectional, library)):
         of_sdpa = PairMask.BOOLEAN if compiles else PairMask.DEFERRED
         pair_mask = PairMask.ADDITIVE if attention == "eager" else of_sdpa
     return PackedFormat(
@@ -135,11 +138,17 @@ def _reasons(model: nn.Module, layout: ParallelLayout) -> list[str]:
             "its forward takes no position_ids [batch, tokens], which restart at every sample of a row, so it cannot "
             "know where a sample begins."
         )
-    bidirectional = [inner for inner in library if _is_bidirectional(inner)]
+    for where, module in core.named_modules():
+        if isinstance(module, _BATCH_NORMS):
+            reasons.append(
+                f"{where} ({type(module).__name__}) normalizes with statistics of all tokens of a batch, which mixes "
+                "samples."
+            )
+    bidirectional = [inner for inner in library if is_bidirectional(inner)]
     if bidirectional and layout.cp * layout.sp == 1:
         attention = _attention_of(model)
         if (
-            any(hasattr(_module_of(inner), _BIDIRECTIONAL_WINDOW) for inner in bidirectional)
+            any(hasattr(module_of(inner), _BIDIRECTIONAL_WINDOW) for inner in bidirectional)
             and "flash" not in attention
         ):
             reasons.append(
@@ -156,19 +165,6 @@ def _reasons(model: nn.Module, layout: ParallelLayout) -> list[str]:
 
 def _takes_positions(core: nn.Module, library: Sequence[Any]) -> bool:
     return "position_ids" in forward_names(core) or (bool(library) and all(map(takes_positions, library)))
-
-
-def _is_bidirectional(model: Any) -> bool:
-    """Whether transformers builds a bidirectional mask for ``model``; those do not look at position_ids."""
-    if not getattr(model.config, "is_causal", True):
-        return True
-    own = [module for module in model.modules() if not getattr(module, "is_cross_attention", False)]
-    causal = {module.is_causal for module in own if isinstance(getattr(module, "is_causal", None), bool)}
-    return hasattr(_module_of(model), _BIDIRECTIONAL) and True not in causal
-
-
-def _module_of(model: Any) -> Any:
-    return sys.modules.get(type(model).__module__)
 
 
 def _configs(model: nn.Module) -> list[Any]:

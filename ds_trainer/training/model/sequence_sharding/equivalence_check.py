@@ -92,8 +92,8 @@ def check_sharded_model(
         return difference
     layout = plan.layout
     raise ConfigError(
-        f"{type(model).__name__}: context_parallel_size={layout.cp} and sequence_parallel_size={layout.sp} shard every "
-        f"sequence, but {why}"
+        f"{type(getattr(model, 'module', model)).__name__}: context_parallel_size={layout.cp} and "
+        f"sequence_parallel_size={layout.sp} shard every sequence, but {why}"
     )
 
 

@@ -11,11 +11,13 @@ from torch import nn
 
 from ds_trainer.data.columns import accepts_any_keyword, base_model, forward_names
 from ds_trainer.data.sequence_sharding import SequenceSharder
+from ds_trainer.parallel.deferred_mask import pairs_of
+from ds_trainer.parallel.document_attention import Documents
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.training.model.sequence_sharding.equivalence_check import check_sharded_model
-from ds_trainer.training.model.sequence_sharding.support import library_models, sharding_problems
+from ds_trainer.training.model.sequence_sharding.support import is_bidirectional, library_models, sharding_problems
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
@@ -97,6 +99,7 @@ def check_sequence_sharding(
     batch: Mapping[str, Any],
     groups: ParallelGroups,
     prepare: Callable[[Mapping[str, Any]], dict[str, Any]],
+    packed: bool = False,
 ) -> None:
     """Compares ``model`` on a prefix of a batch, full and sharded (:func:`check_sharded_model`). Collective.
 
@@ -108,6 +111,8 @@ def check_sequence_sharding(
         batch: full sequences, the same on all ranks of a replica.
         groups: the process groups of the layout.
         prepare: moves a batch to the device.
+        packed: the sequences are packed samples, and the full ones must keep them apart too: models with bidirectional
+            attention need a mask for that.
 
     Raises:
         ConfigError: the results differ by more than rounding errors.
@@ -116,6 +121,8 @@ def check_sequence_sharding(
     prefix = sharder.prefix(batch, 4 * groups.layout.cp * groups.layout.sp)
     shard, plan = sharder.shard(prefix, groups.coordinates.cp, groups.coordinates.sp)
     length = sharder.length(prefix)
+    if packed and any(map(is_bidirectional, library_models(core))):
+        prefix["attention_mask"] = pairs_of(Documents.of(prefix["position_ids"]), torch.device("cpu"))
     # With a KV cache, transformers does not look for documents in position_ids.
     without_cache = {"use_cache": False} if library_models(core) and "use_cache" in forward_names(core) else {}
     with torch.no_grad():

@@ -29,6 +29,7 @@ OF_WHOLE_SEQUENCES = (
     "ForNextSentencePrediction",
     "DoubleHeadsModel",
 )
+_BIDIRECTIONAL = "create_bidirectional_mask"
 _OTHER_SEQUENCES = ("vision_config", "audio_config")
 _DYNAMIC_ROPE = ("dynamic", "longrope")  # frequencies depend on the largest position, which differs on each rank
 
@@ -165,3 +166,17 @@ def _rope_types(parameters: Any) -> list[str]:
     return [
         str(inner["rope_type"]) for inner in parameters.values() if isinstance(inner, dict) and "rope_type" in inner
     ]
+
+
+def is_bidirectional(model: PreTrainedModel) -> bool:
+    """Whether transformers builds a bidirectional mask for ``model``; those do not look at position_ids."""
+    if not getattr(model.config, "is_causal", True):
+        return True
+    own = [module for module in model.modules() if not getattr(module, "is_cross_attention", False)]
+    causal = {module.is_causal for module in own if isinstance(getattr(module, "is_causal", None), bool)}
+    return hasattr(module_of(model), _BIDIRECTIONAL) and True not in causal
+
+
+def module_of(model: PreTrainedModel) -> Any:
+    """The Python module of the class of ``model``."""
+    return sys.modules.get(type(model).__module__)

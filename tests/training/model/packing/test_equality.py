@@ -86,6 +86,10 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "own attention": (PlainAttention, {}),
     "sliding window": (library("MistralForCausalLM", num_key_value_heads=2, sliding_window=4), {}),
     "learned positions": (library("GPT2LMHeadModel", n_positions=64, n_embd=32, n_layer=2, n_head=4), {}),
+    "rows longer than the positions": (
+        library("GPT2LMHeadModel", n_positions=32, n_embd=32, n_layer=2, n_head=4),
+        {"max_length": 900},
+    ),
     "experts": (library("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4), {}),
     "BERT": (library("BertForMaskedLM"), {}),
     "BERT, eager": (library("BertForMaskedLM", "eager"), {"per_device_train_batch_size": 2}),
@@ -224,6 +228,12 @@ def test_a_module_that_refuses_packed_samples_is_quoted(tmp_path: Path) -> None:
     assert "refuses packed samples: `causal_conv1d_fn` can't keep packed sequences apart" in check(lfm2(), tmp_path)
 
 
+class Normalized(Custom):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no positions": (PlainLanguageModel, {}, "takes no position_ids"),
     "encoder-decoder": (
@@ -231,7 +241,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         "two sequences for each sample",
     ),
-    "one prediction a row": (library("BertForSequenceClassification"), {}, "one prediction for each row"),
+    "one prediction a row": (
+        library("BertForSequenceClassification"),
+        {},
+        "one prediction for each row, not for each token. Set packing=False",
+    ),
+    "batch statistics": (Normalized, {}, r"norm \(BatchNorm1d\) normalizes with statistics of all tokens of a batch"),
     "bidirectional windows": (library("ModernBertForMaskedLM", cls_token_id=1), {}, "sliding windows"),
     "bidirectional flex": (
         library("BertForMaskedLM", "flex_attention"),
