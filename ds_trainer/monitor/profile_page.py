@@ -15,7 +15,8 @@ _ADVICE = {
     "runs on the host.",
     "Python": "The operators are too small to hide the time of the interpreter. Increase the micro-batch, turn "
     "activation_checkpointing off if memory allows, or set torch_compile.",
-    "callbacks": "Callbacks and logging take time between steps: log less often (logging_steps).",
+    "callbacks": "Callbacks, logging, or an evaluation or save among these steps: log less often (logging_steps), or "
+    "set eval_steps and save_steps so that none falls between the profiled steps.",
 }
 _LARGE = 0.15  # of the step
 _IDLE = 0.1  # of the step
