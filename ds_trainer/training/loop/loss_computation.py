@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_trainer.data.loader import Dummy
 from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.parallel.attention import use_sharding
@@ -141,6 +142,8 @@ class LossComputation:
             if self.items is None or not isinstance(batch, Mapping):  # the first batches of this Trainer
                 self.check(batch)
         counts = [batch.facts.items if isinstance(batch, ShardedBatch) else self.rule.count(batch) for batch in batches]
+        if self.items is None and not any(isinstance(getattr(batch, "local", batch), Dummy) for batch in batches):
+            _warn_without_targets(counts)
         self._counted = {}
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
@@ -283,3 +286,13 @@ class LossComputation:
         local, plan = self.sharder.shard(inputs, groups.coordinates.cp, groups.coordinates.sp, needs_labels)
         with use_sharding(plan, groups):
             yield local
+
+
+def _warn_without_targets(counts: Sequence[torch.Tensor]) -> None:
+    """Log a warning if the first step of this rank has no target: its loss is then 0, and nothing fails."""
+    if counts and not any(int(count) for count in counts):
+        logger.warning(
+            "Rank %d has no target in the first step: all labels are -100, or all samples have a single token. The "
+            "loss of such a step is 0. Check the labels that the dataset and the data_collator make, and max_length.",
+            distributed.rank(),
+        )
