@@ -289,10 +289,10 @@ class LossComputation:
 
 
 def _warn_without_targets(counts: Sequence[torch.Tensor]) -> None:
-    """Log a warning if the first step of this rank has no target: its loss is then 0, and nothing fails."""
-    if counts and not any(int(count) for count in counts):
+    """Log a warning if the first step has no target on rank 0: a step without any has a loss of 0, and nothing fails."""
+    if counts and distributed.rank() == 0 and not any(int(count) for count in counts):
         logger.warning(
-            "Rank %d has no target in the first step: all labels are -100, or all samples have a single token. The "
-            "loss of such a step is 0. Check the labels that the dataset and the data_collator make, and max_length.",
-            distributed.rank(),
+            "Rank 0 has no target in the first step: all labels are -100, or all samples have a single token. The loss "
+            "of a step without targets on any rank is 0. Check the labels that the dataset and the data_collator make, "
+            "and max_length."
         )
