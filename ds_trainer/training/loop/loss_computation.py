@@ -289,7 +289,7 @@ class LossComputation:
 
 
 def _warn_without_targets(counts: Sequence[torch.Tensor]) -> None:
-    """Log a warning if the first step has no target on rank 0: a step without any has a loss of 0, and nothing fails."""
+    """Log a warning if the first step has no target on rank 0: its loss may be 0, and nothing else shows it."""
     if counts and distributed.rank() == 0 and not any(int(count) for count in counts):
         logger.warning(
             "Rank 0 has no target in the first step: all labels are -100, or all samples have a single token. The loss "
