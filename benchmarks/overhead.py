@@ -260,7 +260,7 @@ def measure(case: Case) -> dict[str, Any]:
     data = Tokens(case)
     models = {name: build_model(MODELS[case.model]) for name in LOOPS}
     parameters = sum(p.numel() for p in models[BARE].parameters())
-    losses = {name: _keep_losses(model) for name, model in models.items()}
+    losses = {name: _keep_losses(model, case.steps * case.accumulation) for name, model in models.items()}
     turns = Turns(schedule(case), distributed.barrier)
 
     def step_done(name: str) -> Callable[[], None]:
@@ -302,9 +302,19 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def _keep_losses(model: nn.Module) -> list[torch.Tensor]:
-    kept: list[torch.Tensor] = []
-    model.register_forward_hook(lambda module, inputs, output: kept.append(output.loss.detach()))
+def _keep_losses(model: nn.Module, micro_batches: int) -> list[torch.Tensor]:
+    """Make ``model`` write the losses of its first ``micro_batches`` micro-batches.
+
+    Into memory that exists: a tensor kept from each step would fragment the heap of a loop, which then is slower by a
+    millisecond a step.
+    """
+    kept = list(torch.zeros(micro_batches))
+    free = iter(kept)
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        next(free).copy_(output.loss.detach())
+
+    model.register_forward_hook(keep)
     return kept
 
 

@@ -21,11 +21,10 @@ def same_work(
 ) -> dict[str, Any]:
     """Largest relative differences of the losses of all micro-batches, and of the final weights, to the bare loop's.
 
-    The bare loop divides the summed loss by the tokens of its micro-batch, the others by those of the global batch
-    (transformers multiplies by the number of ranks afterwards, in place).
+    The bare loop divides the summed loss by the tokens of its micro-batch, the others by those of the global batch.
     """
     of_all = world * accumulation
-    share = {BARE: 1, CONTROL: 1, COUNTING: of_all, OURS: of_all, THEIRS: accumulation}
+    share = {BARE: 1, CONTROL: 1, COUNTING: of_all, OURS: of_all, THEIRS: of_all}
     wanted = torch.stack(losses[BARE]).double()
     report: dict[str, Any] = {
         "micro_batches": len(wanted),

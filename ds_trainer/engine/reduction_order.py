@@ -46,7 +46,7 @@ class FixedOrder:
         self._queue = [(p, groups[id(p)]) for p in reversed(ordered)]
         self._index = {id(p): index for index, (p, _) in enumerate(self._queue)}
         self.restart()
-        self._reduce = optimizer.reduce_ready_partitions_and_remove_grads
+        self._reduce = optimizer.reduce_independent_p_g_buckets_and_remove_grads
         self._finish = optimizer.overlapping_partition_gradients_reduce_epilogue
 
     def restart(self) -> None:
@@ -56,7 +56,7 @@ class FixedOrder:
 
     def install(self) -> None:
         """Take the place of the two methods of DeepSpeed's optimizer."""
-        self._optimizer.reduce_ready_partitions_and_remove_grads = self._arrives
+        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._arrives
         self._optimizer.overlapping_partition_gradients_reduce_epilogue = self._complete
 
     @property
@@ -65,10 +65,7 @@ class FixedOrder:
         return bool(self._optimizer.partition_gradients or self._optimizer.is_gradient_accumulation_boundary())
 
     def _arrives(self, parameter: torch.Tensor, group: int) -> None:
-        """Called when the gradient of ``parameter`` is ready: for each of them, so it is short."""
-        optimizer = self._optimizer
-        if not (optimizer.partition_gradients or optimizer.is_gradient_accumulation_boundary()):
-            return
+        """Called when the gradient of ``parameter`` is ready and reduced now: for each of them, so it is short."""
         if not getattr(parameter, "ds_grad_is_ready", True):  # a tiled gradient is incomplete
             return
         index = self._index[id(parameter)]

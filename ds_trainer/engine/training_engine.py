@@ -20,6 +20,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import enable_overflow_checks, scales_loss, skipped_update
+from ds_trainer.engine.gradient_norm import reduce_norm_once
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
@@ -145,6 +146,7 @@ class TrainingEngine:
             restore_hooks_when_registered(self.deepspeed)
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
+        reduce_norm_once(self.deepspeed.optimizer)
         keep_reduction_dtype(self.deepspeed.optimizer, config.precision.autocast is not None)
         self._accumulation = Float32Accumulation(model) if accumulates_in_float32(config) else None
         self.scales_loss = scales_loss(self.deepspeed)

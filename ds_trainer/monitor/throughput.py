@@ -36,7 +36,7 @@ class Rates:
     """Fraction of the time, 0 to 1, in which the loop waited for data."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Counts:
     """Totals at one moment."""
 
@@ -71,14 +71,11 @@ class ThroughputMeter:
     ) -> None:
         """Add the work of ``steps`` optimizer steps, in which the loop waited ``waited`` seconds for data."""
         done = self._done
-        self._done = _Counts(
-            0.0,
-            done.tokens + tokens,
-            done.samples + samples,
-            done.steps + steps,
-            done.flops + flops,
-            done.waited + waited,
-        )
+        done.tokens += tokens
+        done.samples += samples
+        done.steps += steps
+        done.flops += flops
+        done.waited += waited
 
     def read(self) -> Rates:
         """Rates since the last call of this method (the first time: since the meter was created)."""

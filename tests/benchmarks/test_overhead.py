@@ -85,7 +85,7 @@ WORLD, ACCUMULATION = 2, 4
 def _equal() -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
     """What loops keep that do the same work: losses, divided as each of them does, and weights."""
     of_all = WORLD * ACCUMULATION
-    samples = {BARE: 1, CONTROL: 1, COUNTING: of_all, OURS: of_all, THEIRS: ACCUMULATION}
+    samples = {BARE: 1, CONTROL: 1, COUNTING: of_all, OURS: of_all, THEIRS: of_all}
     losses = {name: [torch.tensor(value / samples[name]) for value in (4.0, 3.5, 3.0)] for name in LOOPS}
     return losses, {name: torch.arange(1.0, 9.0).double() for name in LOOPS}
 

@@ -38,18 +38,19 @@ class ItemCount:
         """The sum of ``own`` (int64 scalar on the device of the collective) over all ranks. Collective.
 
         Args:
-            own: items of the micro-batches of this rank; reduced in place.
+            own: items of the micro-batches of this rank.
             overlap: begin with an estimate instead of waiting.
             group: ranks that have different items; default: all. Tensor-parallel ranks have the same items.
         """
         ranks = distributed.group_size(group)
         if ranks == 1:
             return cls(_divisor(own))
+        total = own.clone()
         if not overlap:
-            distributed.all_reduce_sum(own, group=group)
-            return cls(_divisor(own))
+            distributed.all_reduce_sum(total, group=group)
+            return cls(_divisor(total))
         estimate = _divisor(own * ranks)
-        return cls(estimate, own, distributed.all_reduce_sum(own, group=group, async_op=True))
+        return cls(estimate, total, distributed.all_reduce_sum(total, group=group, async_op=True))
 
     def exact(self) -> torch.Tensor:
         """The count: a float32 scalar, at least 1. The first call waits for the other ranks."""
@@ -71,4 +72,4 @@ def count_for(device: torch.device, count: torch.Tensor) -> torch.Tensor:
 
 def _divisor(items: torch.Tensor) -> torch.Tensor:
     """At least 1, so that a batch without targets has a gradient of zero and not nan."""
-    return items.clamp(min=1).to(torch.float32)
+    return items.to(torch.float32).clamp_(min=1)

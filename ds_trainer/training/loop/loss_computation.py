@@ -147,7 +147,11 @@ class LossComputation:
         self._counted = {}
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
-        local = count_for(device, torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64))
+        if len(counts) == 1:
+            own = counts[0]
+        else:
+            own = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+        local = count_for(device, own)
         group = parallel_groups(self._layout).dp if distributed.world_size() > 1 else None
         self.items = ItemCount.of_all_ranks(local, self.overlap_count, group)
         return self.items

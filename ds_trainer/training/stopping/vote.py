@@ -36,13 +36,13 @@ class StopVote:
         """Vote and wait for the other ranks. Collective."""
         return request if self._votes is None else decode(self._votes.begin(encode(request))())
 
-    def at(self, step: int, request: StopRequest | None, step_seconds: float) -> StopRequest | None:
+    def at(self, step: int, request: StopRequest | None, step_seconds: Callable[[], float]) -> StopRequest | None:
         """At a step boundary, return the result of the vote in progress, and begin another if it is due. Collective.
 
         Args:
             step: number of boundaries so far; the same on all ranks, and never decreases.
             request: the request of this rank.
-            step_seconds: duration of a step.
+            step_seconds: returns the duration of a step; called if a vote begins.
         """
         if self._votes is None:
             return request
@@ -52,7 +52,8 @@ class StopVote:
                 return agreed
         if step >= self._next:
             self._paced = True
-            wait = max(1, int(SECONDS_BETWEEN / step_seconds)) if step_seconds > 0 else 1
+            seconds = step_seconds()
+            wait = max(1, int(SECONDS_BETWEEN / seconds)) if seconds > 0 else 1
             self._pending = self._votes.begin([*encode(request), wait])
             self._asked_at = step
         return None

@@ -62,7 +62,7 @@ def run(ballot: StopVote, steps: range, seconds: float) -> list[int]:
     for step in steps:
         if ballot.is_due(step):
             found.append(step)
-            assert ballot.at(step, None, seconds) is None
+            assert ballot.at(step, None, lambda: seconds) is None
     return found
 
 
@@ -91,7 +91,7 @@ def test_a_changed_step_time_is_voted_on_at_once() -> None:
     ballot.change_pace()
     assert run(ballot, range(6, 9), vote.SECONDS_BETWEEN) == [6, 7, 8]
     ballot = StopVote(Votes())
-    ballot.at(1, None, vote.SECONDS_BETWEEN / 100)
+    ballot.at(1, None, lambda: vote.SECONDS_BETWEEN / 100)
     ballot.change_pace()  # while a vote is under way that has the old pace
     assert ballot.finish() is None
     assert ballot.is_due(2)
@@ -100,10 +100,10 @@ def test_a_changed_step_time_is_voted_on_at_once() -> None:
 def test_a_request_of_another_rank_is_received_one_step_later() -> None:
     votes, request = Votes(), StopRequest(REQUEUE, "SIGUSR1", 5)
     ballot = StopVote(votes)
-    assert ballot.at(1, None, 1.0) is None
+    assert ballot.at(1, None, lambda: 1.0) is None
     votes.others = [*encode(request), 0]
-    assert ballot.at(2, None, 1.0) is None
-    assert ballot.at(3, None, 1.0) == request
+    assert ballot.at(2, None, lambda: 1.0) is None
+    assert ballot.at(3, None, lambda: 1.0) == request
     assert len(votes.begun) == 2  # and no vote is begun any more
     assert ballot.finish() is None
 
@@ -111,6 +111,6 @@ def test_a_request_of_another_rank_is_received_one_step_later() -> None:
 def test_one_process_follows_its_own_request() -> None:
     request = StopRequest(STOPPED, "stop file", 0)
     ballot = StopVote(None)
-    assert ballot.at(1, request, 1.0) == ballot.now(request) == request
+    assert ballot.at(1, request, lambda: 1.0) == ballot.now(request) == request
     assert ballot.now(None) is None and ballot.finish() is None
     assert StopVote(Votes()).now(request) == request
