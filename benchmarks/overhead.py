@@ -15,7 +15,7 @@ it includes everything that the loop does in between (fetching data, callbacks, 
 There are two clocks: wall-clock time, which matters but is disturbed by every other process on the machine, and the CPU
 time of the rank, which is steadier but does not include waiting for other ranks.
 
-    python benchmarks/overhead.py                            the table of docs/benchmarks.md, about ten minutes
+    python benchmarks/overhead.py                            the tables of docs/benchmarks.md, a quarter of an hour
     python benchmarks/overhead.py --quick                    the same with few rounds
     python benchmarks/overhead.py --models tiny --world 2    a part of it
 """
@@ -83,8 +83,8 @@ class Case:
         return self.warmup + self.rounds * self.block
 
 
-# Model, ZeRO stage, accumulation, rounds, block; each for every number of ranks. About a minute and a half a case.
-LINES = [("tiny", 1, 1, 120, 5), ("tiny", 1, 4, 60, 2), ("tiny", 3, 1, 60, 5), ("50m", 1, 1, 30, 1)]
+# Model, ZeRO stage, accumulation, rounds, block; each for every number of ranks. About two minutes a case.
+LINES = [("tiny", 1, 1, 100, 9), ("tiny", 1, 4, 40, 3), ("tiny", 3, 1, 60, 9), ("50m", 1, 1, 30, 1)]
 
 
 # -- whose turn it is --------------------------------------------------------------------------------------------
@@ -327,8 +327,15 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _times_of(turns: Turns, name: str, case: Case, clock: str) -> list[float]:
-    """Milliseconds a micro-step: the median of each turn after the warm-up."""
-    blocks = [statistics.median(getattr(step, clock) for step in steps) for who, steps in turns.times if who == name]
+    """Milliseconds a micro-step: the median of each turn after the warm-up, without the turn's first third.
+
+    Those steps find the caches full of what the other loops have left there, as no loop does that runs alone.
+    """
+    blocks = [
+        statistics.median(getattr(step, clock) for step in steps[len(steps) // 3 :])
+        for who, steps in turns.times
+        if who == name
+    ]
     return [1000 * seconds / case.accumulation for seconds in blocks[1:]]
 
 

@@ -1,9 +1,9 @@
 """The norm of the global gradient at ZeRO 1, 2 and 3: in one pass, with one all-reduce.
 
-DeepSpeed 0.19.8 copies each gradient to float64 and launches a kernel for its norm, and every parameter group (at ZeRO 3
-every sub-group) has an all-reduce of its own. Here the norms of all gradients are one foreach operation, which reads
-them in their own dtype and adds in float64 too, and the squares of all groups are reduced together. Other cases
-(gradients offloaded to the CPU, experts with groups of their own) are left to DeepSpeed.
+DeepSpeed 0.19.8 copies each gradient to float64 and launches a kernel for its norm, and every parameter group (at ZeRO
+3 every sub-group) has an all-reduce of its own. Here the norms of all gradients are one foreach operation, which reads
+them in their own dtype and adds in float64 too, and the squares of all groups are reduced together, in float64. Other
+cases (gradients offloaded to the CPU, experts with groups of their own) are left to DeepSpeed.
 """
 
 from __future__ import annotations
