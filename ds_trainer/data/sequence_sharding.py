@@ -120,7 +120,9 @@ class SequenceSharder:
         if plan is None:
             numbers = None if documents is None else _repeat_last(documents, padding)
             runs = DocumentRuns.of(numbers, _valid_tokens(mask, rows, length, padding))
-            plan = SequencePlan(self.layout, length + padding, runs)
+            places = values.get("position_ids")
+            last = length - 1 if places is None else int(places.max())
+            plan = SequencePlan(self.layout, length + padding, runs, last)
         positions = plan.positions(cp_rank, sp_rank)
         later = None
         for key in sequences:

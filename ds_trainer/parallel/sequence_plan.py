@@ -28,6 +28,7 @@ class SequencePlan:
         length: tokens of each sequence, padding included; a multiple of :attr:`ParallelLayout.length_multiple`.
         documents: the packed documents, within which attention stays, and the padding, which no token may attend to.
             None if every sequence is one document without padding.
+        last_position: the largest position of a token in the batch; default: that of the last token.
 
     Raises:
         ValueError: ``length`` is not a multiple of :attr:`ParallelLayout.length_multiple`.
@@ -36,8 +37,11 @@ class SequencePlan:
     layout: ParallelLayout
     length: int
     documents: DocumentRuns | None = None
+    last_position: int = -1
 
     def __post_init__(self) -> None:
+        if self.last_position < 0:
+            object.__setattr__(self, "last_position", self.length - 1)
         if self.length % self.layout.length_multiple:
             raise ValueError(f"a length of {self.length} is not a multiple of {self.layout.length_multiple}")
 

@@ -37,6 +37,7 @@ from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPredictio
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.device_copies import on_device
+from ds_trainer.training.loop.impossible_numbers import raise_if_impossible
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -93,7 +94,11 @@ class EvalLoop:
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
             if index == 1 and summary_of(self.loader) is not None:
                 trainer.check_packing(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
-            found = self._micro_step(model, inputs, ignore_keys)
+            try:
+                found = self._micro_step(model, inputs, ignore_keys)
+            except (IndexError, RuntimeError) as error:
+                raise_if_impossible(error, [inputs], model)
+                raise
             trainer.events.notify("on_prediction_step")
             trainer.telemetry.beat()
             if not last:

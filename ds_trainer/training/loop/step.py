@@ -27,6 +27,7 @@ from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss
+from ds_trainer.training.loop.impossible_numbers import raise_if_impossible
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
@@ -224,7 +225,7 @@ class StepRunner:
             micro_steps: how many of them make this step.
 
         Raises:
-            ConfigError: ``source`` ended before that.
+            ConfigError: ``source`` ended before that, or a batch has numbers that the model has no place for.
             TrainingDiverged: the guard stops the training.
         """
         events, engine, health, guard = self._events, self._engine, self._health, self._guard
@@ -235,19 +236,21 @@ class StepRunner:
         timed = TimedIterator(health.begin_data(source))
         batches, divisor = self._methods.get_batch_samples(timed, micro_steps, self._device)
         items = self._losses.items_of_step(divisor)
-        self._check(batches, micro_steps, step)
-        self._begin_copy(batches[0])
-
-        health.begin_compute()
-        guard.begin_step()
-        for batch in batches:
-            self._counter.add(batch)
-        losses = self._run_micro_batches(batches, items, step)
-
-        events.notify("on_pre_optimizer_step")
-        self.learning_rate = current_lr(self._optimizer)
-        health.begin_update()
-        applied = engine.step(skip_update=guard.before_update(losses))
+        try:
+            self._check(batches, micro_steps, step)
+            self._begin_copy(batches[0])
+            health.begin_compute()
+            guard.begin_step()
+            for batch in batches:
+                self._counter.add(batch)
+            losses = self._run_micro_batches(batches, items, step)
+            events.notify("on_pre_optimizer_step")
+            self.learning_rate = current_lr(self._optimizer)
+            health.begin_update()
+            applied = engine.step(skip_update=guard.before_update(losses))
+        except (IndexError, RuntimeError) as error:
+            raise_if_impossible(error, batches, engine.deepspeed)
+            raise
         update = guard.after_update(applied, batches, losses)
         events.notify("on_optimizer_step")
         if applied and self._schedule is not None:

@@ -17,6 +17,7 @@ from ds_trainer.data.columns import accepts_any_keyword, base_model, forward_nam
 from ds_trainer.data.packing.batch import PackedFormat, PairMask
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.label_shift import shifts_labels
+from ds_trainer.training.model.sequence_sharding.rotary_lengths import length_dependent_rotations
 from ds_trainer.training.model.sequence_sharding.setup import padding_token
 from ds_trainer.training.model.sequence_sharding.support import (
     OF_WHOLE_SEQUENCES,
@@ -75,7 +76,15 @@ def packing_problems(
         f"{name}: packing=True, but {why} {'Or set' if 'Load' in why else 'Set'} packing=False."
         for why in _reasons(model, layout)
     ]
-    if row_length(args, model) is None:
+    length = row_length(args, model)
+    problems += [
+        f"{name}: packing=True, but {where} ({kind}) rotates all samples of a batch by the length of the longest, if that "
+        f"has more than {original} tokens, so samples of a row change each other. Set max_length to at most {original}, or "
+        "packing=False."
+        for where, kind, original in length_dependent_rotations(base_model(model))
+        if length is not None and length > original
+    ]
+    if length is None:
         problems.append("packing=True needs max_length, the tokens of a row: the model does not say its positions.")
     own = [method for method in _LOADERS if method in overridden]
     if own:

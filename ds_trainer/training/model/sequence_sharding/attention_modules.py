@@ -19,6 +19,7 @@ from torch import nn
 from ds_trainer.parallel.attention import ActiveSharding, active_sharding, attention
 from ds_trainer.parallel.deferred_mask import RequestedMask
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.model.sequence_sharding.rotary_lengths import use_lengths_of_whole_batches
 from ds_trainer.training.model.sequence_sharding.support import library_configs, library_models, sharding_problems
 from ds_trainer.utils.errors import ConfigError
 
@@ -37,10 +38,12 @@ UNSUPPORTED = {  # arguments of attention functions that change the result and t
 
 
 class ShardedAttention:
-    """The changes of :func:`use_sharded_attention`. :attr:`before` has each config's previous attention."""
+    """The changes of :func:`use_sharded_attention`. :attr:`before` has each config's previous attention; ``hooks`` are
+    handles of hooks.
+    """
 
-    def __init__(self, configs: list[Any]) -> None:
-        self._configs = configs
+    def __init__(self, configs: list[Any], hooks: list[Any]) -> None:
+        self._configs, self._hooks = configs, hooks
         self.before: list[str | None] = [config._attn_implementation for config in configs]
         for config in configs:
             config._attn_implementation_internal = (
@@ -51,7 +54,9 @@ class ShardedAttention:
         """Restores every config's previous attention. Idempotent."""
         for config, name in zip(self._configs, self.before, strict=True):
             config._attn_implementation_internal = name
-        self._configs, self.before = [], []
+        for hook in self._hooks:
+            hook.remove()
+        self._configs, self.before, self._hooks = [], [], []
 
 
 def use_sharded_attention(model: nn.Module, layout: ParallelLayout) -> ShardedAttention:
@@ -70,7 +75,8 @@ def use_sharded_attention(model: nn.Module, layout: ParallelLayout) -> ShardedAt
     if models:
         register_attention()
     configs = {id(config): config for inner in models for config in library_configs(inner)}
-    return ShardedAttention(list(configs.values()))
+    hooks = [hook for inner in models for hook in use_lengths_of_whole_batches(inner)]
+    return ShardedAttention(list(configs.values()), hooks)
 
 
 def register_attention() -> None:
