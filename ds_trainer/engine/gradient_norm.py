@@ -71,7 +71,8 @@ class _Norm:
     def _own_square(self) -> torch.Tensor:
         """The sum of the squares of the gradients that this rank counts."""
         optimizer = self._optimizer
-        gradients, scaled = [], []
+        gradients: list[torch.Tensor] = []
+        scaled: list[torch.Tensor] = []
         for index, counted in enumerate(self._counted):
             parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
             found = [part for part, counts in zip(parts, counted, strict=False) if counts]

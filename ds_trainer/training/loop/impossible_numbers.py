@@ -1,7 +1,7 @@
 """Says which numbers of a batch the model has no place for: token ids, labels, positions.
 
-PyTorch reports them as ``IndexError: index out of range in self``, and on a GPU as an assertion of a kernel, often later
-and in another place. Batches are looked at when such an error has occurred, so that a step costs nothing more.
+PyTorch reports them as ``IndexError: index out of range in self``, and on a GPU as an assertion of a kernel, often
+later and in another place. Batches are looked at when such an error has occurred, so that a step costs nothing more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def raise_if_impossible(error: BaseException, batches: Sequence[Any], model: nn.
 
 
 def _problems(batch: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name, vocabulary = type(model).__name__, _int(text, "vocab_size")
     for key in _TOKENS:
@@ -69,7 +69,7 @@ def _problems(batch: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
     if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 and 0 < positions < tokens.shape[-1]:
         yield (
             f"has rows of {tokens.shape[-1]} tokens, but {name} has positions for {positions} "
-            "(max_position_embeddings). Truncate the samples when they are tokenized, or use a model with more positions."
+            "(max_position_embeddings). Truncate the samples when they are tokenized, or use a model with more."
         )
 
 

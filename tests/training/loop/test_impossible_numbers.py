@@ -73,7 +73,7 @@ def test_a_label_beyond_the_vocabulary(tmp_path: Path, chunk: int) -> None:
 def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
     rows = [{"input_ids": TOKENS, "labels": torch.tensor(index % 3)} for index in range(8)]
     trainer = trainer_of(tmp_path, classifier(2), rows)
-    with pytest.raises(ConfigError, match="label 2, .*num_labels=2, .*more num_labels"):
+    with pytest.raises(ConfigError, match=r"label 2, .*num_labels=2, .*more num_labels"):
         trainer.train()
 
 

@@ -78,9 +78,9 @@ def packing_problems(
     ]
     length = row_length(args, model)
     problems += [
-        f"{name}: packing=True, but {where} ({kind}) rotates all samples of a batch by the length of the longest, if that "
-        f"has more than {original} tokens, so samples of a row change each other. Set max_length to at most {original}, or "
-        "packing=False."
+        f"{name}: packing=True, but {where} ({kind}) rotates all samples of a batch by the length of the longest, if "
+        f"that has more than {original} tokens, so samples of a row change each other. Set max_length to at most "
+        f"{original}, or packing=False."
         for where, kind, original in length_dependent_rotations(base_model(model))
         if length is not None and length > original
     ]

@@ -16,14 +16,14 @@ from torch import nn
 from ds_trainer.parallel.attention import active_sharding
 
 _POSITIONS = "position_ids"
-_BY_LENGTH = ("dynamic", "longrope")
+BY_LENGTH = ("dynamic", "longrope")
 
 
 def length_dependent_rotations(model: nn.Module) -> Iterator[tuple[str, str, int]]:
     """Name, type, and number of tokens up to which the frequencies are constant, of each such embedding."""
     for name, module in model.named_modules():
         for kind, parameters in _kinds(module):
-            if any(part in kind for part in _BY_LENGTH):
+            if any(part in kind for part in BY_LENGTH):
                 cached = getattr(module, "original_max_seq_len", 0)
                 original = parameters.get("original_max_position_embeddings", cached) if kind == "longrope" else cached
                 yield name, kind, int(original)

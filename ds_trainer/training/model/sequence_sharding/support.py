@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_trainer.data.columns import accepts_any_keyword, base_model, forward_names
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.model.sequence_sharding.rotary_lengths import BY_LENGTH, length_dependent_rotations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +32,6 @@ OF_WHOLE_SEQUENCES = (
 )
 _BIDIRECTIONAL = "create_bidirectional_mask"
 _OTHER_SEQUENCES = ("vision_config", "audio_config")
-_DYNAMIC_ROPE = ("dynamic", "longrope")  # frequencies depend on the largest position, which differs on each rank
 
 
 def sharding_problems(model: nn.Module, layout: ParallelLayout) -> list[str]:
@@ -95,8 +95,16 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         )
     if any(kind.__name__.endswith(OF_WHOLE_SEQUENCES) for kind in type(model).__mro__):
         yield "it makes one prediction per sequence, of which a rank holds a shard. Set both to 1."
+    rotations = list(length_dependent_rotations(model))
     for config in configs:
         yield from _reasons_of_config(config)
+        for kind in _rope_types(getattr(config, "rope_parameters", None)):
+            if kind in BY_LENGTH and not rotations:
+                yield (
+                    f"rope_type={kind!r}: the frequencies depend on the largest position of a batch, which differs in "
+                    "every shard, and the model has no module with this rope_type that could be told. Use a fixed "
+                    "rope_type (default, linear, yarn, llama3), or set both to 1."
+                )
     if not takes_positions(model):
         yield "its forward takes no position_ids, so a shard would be numbered like a full sequence. Set both to 1."
     parts = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
@@ -138,12 +146,6 @@ def _reasons_of_config(config: Any) -> Iterator[str]:
             f"position_embedding_type={config.position_embedding_type!r}: sharded attention has no position bias. Set "
             "both to 1."
         )
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
-        if kind in _DYNAMIC_ROPE:
-            yield (
-                f"rope_type={kind!r}: the frequencies depend on the largest position of a batch, which differs in "
-                "every shard. Use a fixed rope_type (default, linear, yarn, llama3), or set both to 1."
-            )
     for name in _OTHER_SEQUENCES:
         if getattr(config, name, None) is not None:
             yield f"it has a {name}: only text sequences can be sharded. Set both to 1."
