@@ -331,11 +331,8 @@ def _times_of(turns: Turns, name: str, case: Case, clock: str) -> list[float]:
 
     Those steps find the caches full of what the other loops have left there, as no loop does that runs alone.
     """
-    blocks = [
-        statistics.median(getattr(step, clock) for step in steps[len(steps) // 3 :])
-        for who, steps in turns.times
-        if who == name
-    ]
+    turns_of = [steps[len(steps) // 3 :] for who, steps in turns.times if who == name]
+    blocks = [statistics.median(getattr(step, clock) for step in steps) for steps in turns_of]
     return [1000 * seconds / case.accumulation for seconds in blocks[1:]]
 
 

@@ -79,7 +79,7 @@ def both_kinds(steps: int) -> tuple[list[Any], list[Any]]:
         ballot = StopVote(votes)
         for step in range(steps):
             stop_request = StopRequest(REQUEUE, "SIGTERM", 1) if distributed.rank() == 1 and step >= 3 else None
-            request = ballot.at(step, stop_request, 1.0)
+            request = ballot.at(step, stop_request, lambda: 1.0)
             found.append(None if request is None else request.text)
         ballot.finish()
     return agreed

@@ -289,6 +289,26 @@ def test_the_sample_has_both_sides_of_borders() -> None:
     assert sampled_tokens(1, 7, 8).tolist() == [0]
 
 
+@pytest.mark.parametrize(("tokens", "classes", "most"), [(400, 11, 100), (16, 11, 8), (4096, 1 << 17, 128)])
+def test_the_comparison_makes_few_of_the_logits(
+    tokens: int, classes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of those of the batch and 64 MiB at most, so that it needs less memory than the whole loss."""
+    sampled: list[int] = []
+
+    def recorded(*given: Any) -> torch.Tensor:
+        sampled.append(len(found := sampled_tokens(*given)))
+        return found
+
+    monkeypatch.setattr(head_check, "sampled_tokens", recorded)
+    hidden, weight, targets = torch.randn(tokens, 16), torch.randn(classes, 16), torch.randint(0, 11, (tokens,))
+    settings = TileSettings(chunk_tokens=7)
+    losses = linear_cross_entropy([(hidden, weight)], None, targets, settings)
+    head_check.check_tiles([(hidden, weight)], None, targets, settings, losses)
+    assert 0 < sampled[0] <= most
+    assert sampled[0] * classes * 4 <= 64 << 20
+
+
 def test_functions_of_logits_are_part_of_the_comparison() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(9, 4), torch.randn(11, 4)

@@ -303,7 +303,7 @@ def votes_of_a_run() -> int:
     for step in range(1, 1001):
         if ballot.is_due(step):
             before = ballot._pending
-            assert ballot.at(step, None, 0.001) is None
+            assert ballot.at(step, None, lambda: 0.001) is None
             votes += ballot._pending is not None and ballot._pending is not before
     ballot.finish()
     distributed.barrier()

@@ -173,14 +173,14 @@ def boundaries_until_agreed(paced: bool) -> int | None:
     ballot = vote.StopVote(GroupVotes(distributed.dist.group.WORLD))
     ballot.now(None)
     for step in (1, 2):
-        ballot.at(step, None, 0.001)
-    ballot.at(2 + 250, None, 0.001)  # under way when the evaluation begins
+        ballot.at(step, None, lambda: 0.001)
+    ballot.at(2 + 250, None, lambda: 0.001)  # under way when the evaluation begins
     if paced:
         ballot.change_pace()
     request = StopRequest(75, "SIGTERM", 1) if distributed.rank() == 1 else None
     found = None
     for boundary_index in range(1, 21):
-        if ballot.is_due(252 + boundary_index) and ballot.at(252 + boundary_index, request, 1.0) is not None:
+        if ballot.is_due(252 + boundary_index) and ballot.at(252 + boundary_index, request, lambda: 1.0) is not None:
             found = boundary_index
             break
     ballot.finish()
