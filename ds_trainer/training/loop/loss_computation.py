@@ -81,12 +81,9 @@ class LossComputation:
         items: item count of the current step.
         overlap_count: see above.
         defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
-        waits_on: types of devices on which the all-reduce of the item count is over before the forward pass begins. On
-            a CPU it would take the cores of the forward pass.
     """
 
     defers_outputs = False
-    waits_on: tuple[str, ...] = ("cpu",)
 
     def __init__(
         self,
@@ -156,7 +153,7 @@ class LossComputation:
             own = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         local = count_for(device, own)
         group = parallel_groups(self._layout).dp if distributed.world_size() > 1 else None
-        self.items = ItemCount.of_all_ranks(local, self.overlap_count and device.type not in self.waits_on, group)
+        self.items = ItemCount.of_all_ranks(local, self.overlap_count, group)
         return self.items
 
     def items_of_step(self, divisor: Any) -> ItemCount:
