@@ -36,10 +36,11 @@ def raise_if_impossible(error: BaseException, batches: Sequence[Any], model: nn.
     if not (isinstance(error, IndexError) or (isinstance(error, RuntimeError) and _ASSERTION in str(error))):
         return
     for batch in batches:
-        whole = batch.local if isinstance(batch, ShardedBatch) else batch
-        if isinstance(whole, Mapping):
-            for problem in _problems(whole, base_model(model)):
-                raise ConfigError(f"A batch of rank {distributed.rank()} {problem}") from error
+        parts = [batch.local, batch.beginning] if isinstance(batch, ShardedBatch) else [batch]
+        for part in parts:
+            if isinstance(part, Mapping):
+                for problem in _problems(part, base_model(model)):
+                    raise ConfigError(f"A batch of rank {distributed.rank()} {problem}") from error
 
 
 def _problems(batch: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
@@ -54,7 +55,7 @@ def _problems(batch: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
                 f"{vocabulary - 1}. Is the tokenizer that of the model? If tokens were added to it, call "
                 "model.resize_token_embeddings(len(tokenizer))."
             )
-    labels = batch.get("labels")
+    labels = batch.get("labels", batch.get("shift_labels"))
     per_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
     classes = vocabulary if per_token and "ForTokenClassification" not in name else _int(config, "num_labels")
     found = _outside(labels, classes, IGNORED)

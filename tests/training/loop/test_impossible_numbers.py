@@ -13,6 +13,7 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.loop.impossible_numbers import raise_if_impossible
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import VOCABULARY, tiny_llama
+from tests.support.pool import pool
 
 Rows = list[dict[str, torch.Tensor]]
 
@@ -59,6 +60,21 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path, wrong: int, evaluates: bo
     ) as found:
         trainer.evaluate() if evaluates else trainer.train()
     assert isinstance(found.value.__cause__, IndexError)
+
+
+def errors(output_dir: str, rows: Rows) -> str:
+    with pytest.raises(ConfigError) as found:
+        trainer_of(Path(output_dir), tiny_llama(), rows, context_parallel_size=2).train()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("of_labels", [False, True], ids=["token", "label"])
+def test_sharded_sequences_are_looked_at_too(tmp_path: Path, of_labels: bool) -> None:
+    wrong = TOKENS.clone()
+    wrong[1] = VOCABULARY + 2
+    rows = rows_with(TOKENS, wrong) if of_labels else rows_with(wrong, TOKENS)
+    for said in pool(2).run(errors, str(tmp_path), rows):
+        assert f"{'label' if of_labels else 'token id'} {VOCABULARY + 2}" in said
 
 
 @pytest.mark.parametrize("chunk", [0, 4], ids=["whole logits", "chunked"])
