@@ -119,12 +119,8 @@ class ColumnFilterCollator:
         wanted = self._wanted
         if wanted is None or not all(isinstance(sample, Mapping) for sample in samples):
             return self.collate(samples)
-        others = set().union(*samples) - wanted
-        unused = sorted(map(str, others))
-        if others:
-            kept = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
-        else:
-            kept = [dict(sample) for sample in samples]  # a collator may change them, and the dataset may keep its own
+        unused = sorted(map(str, set().union(*samples) - wanted))
+        kept = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
         if unused and not all(kept):
             raise _nothing_left("a sample's keys", unused, self._model_name, self._names)
         if unused and not self._logged:

@@ -117,12 +117,19 @@ def test_a_loop_that_does_other_work_is_detected(name: str, broken: str) -> None
 def test_differences_are_taken_within_rounds() -> None:
     """The machine gets five times slower in the middle; who costs 0.5 ms more in every round is still found out."""
     bare = [10.0] * 20 + [50.0] * 20
-    times = {BARE: bare, CONTROL: bare, COUNTING: bare, OURS: [t + 0.5 for t in bare], THEIRS: [t + 2.0 for t in bare]}
+    times = {
+        BARE: bare,
+        CONTROL: bare,
+        COUNTING: [t + 0.1 for t in bare],
+        OURS: [t + 0.5 for t in bare],
+        THEIRS: [t + 2.0 for t in bare],
+    }
     overhead = summary(times)["overhead"]
     assert overhead[CONTROL]["median_ms"] == 0.0
     assert overhead[OURS]["median_ms"] == pytest.approx(0.5)
     assert overhead[OURS]["interval_95_ms"] == pytest.approx([0.5, 0.5])
     assert overhead[THEIRS]["median_ms"] == pytest.approx(2.0)
+    assert summary(times)["over_counting"][OURS]["median_ms"] == pytest.approx(0.4)
     assert overhead[THEIRS]["percent"] == pytest.approx(100 * 2.0 / 30.0)
 
 

@@ -37,7 +37,7 @@ from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPredictio
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.device_copies import on_device
-from ds_trainer.training.loop.impossible_numbers import raise_if_impossible
+from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -97,7 +97,7 @@ class EvalLoop:
             try:
                 found = self._micro_step(model, inputs, ignore_keys)
             except (IndexError, RuntimeError) as error:
-                raise_if_impossible(error, [inputs], model)
+                explain_index_error(error, [inputs], model)
                 raise
             trainer.events.notify("on_prediction_step")
             trainer.telemetry.beat()

@@ -27,7 +27,7 @@ from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss
-from ds_trainer.training.loop.impossible_numbers import raise_if_impossible
+from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
@@ -225,7 +225,7 @@ class StepRunner:
             micro_steps: how many of them make this step.
 
         Raises:
-            ConfigError: ``source`` ended before that, or a batch has numbers that the model has no place for.
+            ConfigError: ``source`` ended before that, or a batch has tokens or labels out of the range of the model.
             TrainingDiverged: the guard stops the training.
         """
         events, engine, health, guard = self._events, self._engine, self._health, self._guard
@@ -249,7 +249,7 @@ class StepRunner:
             health.begin_update()
             applied = engine.step(skip_update=guard.before_update(losses))
         except (IndexError, RuntimeError) as error:
-            raise_if_impossible(error, batches, engine.deepspeed)
+            explain_index_error(error, batches, engine.deepspeed)
             raise
         update = guard.after_update(applied, batches, losses)
         events.notify("on_optimizer_step")

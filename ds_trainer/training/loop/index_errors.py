@@ -1,4 +1,4 @@
-"""Says which numbers of a batch the model has no place for: token ids, labels, positions.
+"""Explains an index error of the model: a token id, a label or a position of a batch that is out of its range.
 
 PyTorch reports them as ``IndexError: index out of range in self``, and on a GPU as an assertion of a kernel, often
 later and in another place. Batches are looked at when such an error has occurred, so that a step costs nothing more.
@@ -22,7 +22,7 @@ _TOKENS = ("input_ids", "decoder_input_ids")
 _ASSERTION = "device-side assert"
 
 
-def raise_if_impossible(error: BaseException, batches: Sequence[Any], model: nn.Module) -> None:
+def explain_index_error(error: BaseException, batches: Sequence[Any], model: nn.Module) -> None:
     """Raise a better error than ``error`` if it says that an index was out of range and a batch has such a number.
 
     Args:
@@ -67,11 +67,18 @@ def _problems(batch: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
             + (", or create the model with more num_labels." if what == "num_labels" else ".")
         )
     tokens, positions = batch.get("input_ids"), _int(text, "max_position_embeddings") or _int(text, "n_positions")
-    if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 and 0 < positions < tokens.shape[-1]:
+    length = tokens.shape[-1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else 0
+    if 0 < positions < length and _has_position_table(model):
         yield (
-            f"has rows of {tokens.shape[-1]} tokens, but {name} has positions for {positions} "
+            f"has rows of {length} tokens, but {name} has positions for {positions} "
             "(max_position_embeddings). Truncate the samples when they are tokenized, or use a model with more."
         )
+
+
+def _has_position_table(model: nn.Module) -> bool:
+    """Whether positions are looked up in an embedding, as in GPT-2 (``wpe``) and BERT; rotations have no last one."""
+    tables = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return any("pos" in name or name == "wpe" for name in tables)
 
 
 def _int(config: Any, name: str) -> int:

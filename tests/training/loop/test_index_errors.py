@@ -1,4 +1,4 @@
-"""A token id, a label or a row that the model has no place for is named, with what to change."""
+"""A token id, a label or a row that is out of the range of the model is named, with what to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.loop.impossible_numbers import raise_if_impossible
+from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import VOCABULARY, tiny_llama
 from tests.support.pool import pool
@@ -101,15 +101,22 @@ def test_a_row_longer_than_the_table_of_positions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [IndexError("list index out of range"), RuntimeError("shapes do not match")])
 def test_another_error_stays_as_it_is(error: Exception) -> None:
-    raise_if_impossible(error, rows_with(TOKENS[None]), tiny_llama())
+    explain_index_error(error, rows_with(TOKENS[None]), tiny_llama())
     tokens = torch.full((1, 12), VOCABULARY)
     if isinstance(error, RuntimeError):
-        raise_if_impossible(error, rows_with(tokens), tiny_llama())
+        explain_index_error(error, rows_with(tokens), tiny_llama())
+
+
+def test_a_model_without_a_table_of_positions_is_not_blamed_for_long_rows() -> None:
+    """Another index error, of a callback for example, in a run with rows beyond what a Llama was trained for."""
+    explain_index_error(
+        IndexError("list index out of range"), rows_with(TOKENS[None]), tiny_llama(max_position_embeddings=8)
+    )
 
 
 def test_an_assertion_of_a_kernel_is_explained_from_the_batch_in_host_memory() -> None:
     error = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(ConfigError, match=f"token id {VOCABULARY} "):
-        raise_if_impossible(error, rows_with(torch.full((1, 12), VOCABULARY)), tiny_llama())
+        explain_index_error(error, rows_with(torch.full((1, 12), VOCABULARY)), tiny_llama())
     on_device = {"input_ids": torch.full((1, 12), VOCABULARY, device="meta")}  # which may not answer
-    raise_if_impossible(error, [on_device], tiny_llama())
+    explain_index_error(error, [on_device], tiny_llama())
