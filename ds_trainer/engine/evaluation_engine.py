@@ -14,7 +14,6 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
-from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
 from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
@@ -86,7 +85,6 @@ class EvaluationEngine:
         install_mpu(self.deepspeed, mpu)
         allow_empty_slices(self.deepspeed)
         skip_input_check(self.deepspeed)
-        limit_collectives()
         self._module_guard = guard_modules(self.deepspeed)
         if sharded:
             restore_hooks_when_registered(self.deepspeed)

@@ -18,7 +18,7 @@ from pathlib import Path
 from ds_trainer.engine.scalar_parameters import allow_scalar_parameters
 from ds_trainer.parallel.groups import forget_groups
 from ds_trainer.utils import failures
-from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
+from ds_trainer.utils.collective_limit import set_collective_limit
 from ds_trainer.utils.connections import end_connections
 from ds_trainer.utils.devices import device_of, export_rank
 from ds_trainer.utils.errors import ConfigError
@@ -53,7 +53,6 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
 
     set_collective_limit(timeout)
     if dist.is_initialized() and _started is not None:
-        limit_collectives()
         export_rank(_started, device_of(_started, device_type))  # DeepSpeed reads it for every engine
         return _started
     info = resolve_ranks(os.environ)
@@ -113,21 +112,6 @@ def renew_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     store = failures.rendezvous_again()
     start_torch_group(info, device_type, timeout, store)
     failures.watch_peers()
-
-
-def limit_collectives() -> None:
-    """Applies the time limit of the first process group to all groups of this rank.
-
-    Groups created without a limit, such as DeepSpeed's, otherwise have torch's default: 10 minutes with NCCL, 30 with
-    gloo. Call it after groups were created.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if dist.get_rank(group) >= 0:
-            dist.distributed_c10d._set_pg_timeout(collective_limit(), group)
 
 
 def stop_process_group() -> None:

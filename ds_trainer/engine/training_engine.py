@@ -26,7 +26,6 @@ from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
-from ds_trainer.engine.process_group import limit_collectives
 from ds_trainer.engine.reduction_dtypes import (
     Float32Accumulation,
     accumulates_in_float32,
@@ -137,7 +136,6 @@ class TrainingEngine:
         skip_input_check(self.deepspeed)
         batches = BatchPlan(layout, config.micro_batch_size, config.gradient_accumulation_steps)
         verify_engine_topology(self.deepspeed, self.groups, batches)
-        limit_collectives()
         self.reduction_order = reduce_in_fixed_order(self.deepspeed)
         if self.stage == 3:
             delay_leaf_reduction(model)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ds_trainer.parallel.layout import AXES, Coordinates, ParallelLayout, Strides, groups_of
 from ds_trainer.utils import distributed
+from ds_trainer.utils.collective_limit import collective_limit
 from ds_trainer.utils.connections import tracked_connections
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.host_votes import reachable_group
@@ -144,6 +145,7 @@ def _new_group(
 ) -> ProcessGroup:
     import torch.distributed as dist
 
+    limit = limit or collective_limit()  # from the first moment: NCCL's default is 10 minutes
     groups = groups_of(strides, world.size())
     local = next(ranks for ranks in groups if world.rank() in ranks)
     device = world.bound_device_id
@@ -156,7 +158,7 @@ def _new_group(
         finally:
             world.bound_device_id = device
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
-        split = dist.split_group(split_ranks=groups)
+        split = dist.split_group(split_ranks=groups, timeout=limit)
         assert split is not None  # every rank is in one of the groups
         return split
     return dist.new_group(local, timeout=limit, backend=backend, use_local_synchronization=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
-from ds_trainer.utils.collective_limit import collective_limit
+from ds_trainer.utils.collective_limit import collective_limit, limit_group
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.store import RankStore, expiry
 
@@ -119,7 +119,7 @@ def reachable_group(make: Callable[[timedelta], ProcessGroup], seconds: float | 
         logger.debug("rank %d: gloo does not connect: %s", dist.get_rank(), failure)
     if not StoreVotes().begin([int(bool(failure))])()[0]:
         assert group is not None  # no rank failed
-        dist.distributed_c10d._set_pg_timeout(collective_limit(), group)
+        limit_group(group)
         return group
     if dist.get_rank() == 0:
         logger.warning(

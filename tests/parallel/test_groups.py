@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch.distributed as dist
 from ds_trainer.parallel import groups as made
 from ds_trainer.parallel.groups import ParallelGroups, forget_groups, group_along, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
 from tests.support.pool import pool
+from tests.support.resuming import make
 
 AXES_OF = made._AXES_OF
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 2, 2), (8, 1, 1)]
@@ -133,7 +137,8 @@ def bound_to_a_device(world: Any) -> Iterator[list[list[list[int]]]]:
     splits: list[list[list[int]]] = []
     real, new = dist.split_group, dist.new_group
 
-    def split_group(split_ranks: Any) -> Any:
+    def split_group(split_ranks: Any, timeout: timedelta) -> Any:
+        assert timeout == collective_limit()
         splits.append(split_ranks)
         own = next(ranks for ranks in split_ranks if world.rank() in ranks)
         world.bound_device_id = None
@@ -195,3 +200,64 @@ def test_the_secondary_partition_is_one_group_per_rank() -> None:
         assert dist.get_process_group_ranks(group_along(((1, 8),))) == list(range(8, 16))
         assert dist.get_process_group_ranks(group_along(((2, 4),))) == [9, 11, 13, 15]
         assert [len(ranks) for _, ranks in calls] == [8, 4]
+
+
+# -- time limits -------------------------------------------------------------------------------------------------------
+
+
+def limits() -> set[timedelta]:
+    """The time limits of all groups of this rank."""
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in dist.distributed_c10d._world.pg_map}
+
+
+def limits_in_a_training(output_dir: str, sizes: dict[str, Any]) -> list[set[timedelta]]:
+    """The limits before and after ``deepspeed.initialize``, at the end, and after another training with another one."""
+    import deepspeed
+
+    forget_groups()
+    found = []
+    real = deepspeed.initialize
+
+    def initialize(**arguments: Any) -> Any:
+        found.append(limits())
+        made = real(**arguments)
+        found.append(limits())
+        return made
+
+    deepspeed.initialize = initialize
+    usual = collective_limit()
+    try:
+        make(output_dir, max_steps=1, ddp_timeout=7200, save_strategy="no", **sizes).train()
+    finally:
+        deepspeed.initialize = real
+    found.append(limits())
+    make(output_dir, max_steps=1, ddp_timeout=7300, save_strategy="no", **sizes).train()
+    found.append(limits())
+    set_collective_limit(usual)
+    return found
+
+
+HPZ = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2, "zero_stage": 1}, {"deepspeed": HPZ}], ids=str)
+def test_every_group_has_the_limit_from_its_first_moment(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    wanted = [{timedelta(seconds=seconds)} for seconds in (7200, 7200, 7200, 7300)]
+    assert pool(4).run(limits_in_a_training, str(tmp_path), sizes) == [wanted] * 4
+
+
+def groups_of_others(seconds: float) -> tuple[set[timedelta], Any]:
+    """Groups that a library creates without a limit, and what torch gives those of NCCL."""
+    usual = collective_limit()
+    set_collective_limit(timedelta(seconds=seconds))
+    try:
+        dist.new_group([0, 1])
+        dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        return limits(), dist.distributed_c10d._get_default_timeout(dist.Backend(dist.Backend.NCCL))
+    finally:
+        set_collective_limit(usual)
+
+
+def test_groups_that_libraries_create_have_the_limit() -> None:
+    limit = timedelta(seconds=4321)
+    assert pool(2).run(groups_of_others, 4321.0) == [({limit}, limit)] * 2
