@@ -8,6 +8,7 @@ small process starts ``python PROGRAM ...`` as its child and
 * records how the child ended (:mod:`ds_trainer.utils.outcomes`), even if it was killed;
 * ends the child when the job has ended: the launcher or ``ds-trainer launch`` has died, the job was aborted (a file),
   or the connection to another machine has closed;
+* looks at shared files for its whole machine if its local rank is 0 (:class:`MachineLeader`);
 * forwards SIGTERM and SIGUSR1. SIGUSR1 also creates the stop file, so it takes effect before the child has a handler;
 * leaves no descendant of the child running.
 """
@@ -15,10 +16,13 @@ small process starts ``python PROGRAM ...`` as its child and
 from __future__ import annotations
 
 import base64
+import contextlib
+import hashlib
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ds_trainer.launching.job import ABORT_NAME, ATTEMPT_DIR, CONNECTION, LAUNCHED_BY, STOP_FILE, is_alive
+from ds_trainer.launching.job import ABORT_NAME, ATTEMPT_DIR, CONNECTION, JOB_ID, LAUNCHED_BY, STOP_FILE, is_alive
 from ds_trainer.launching.processes import adopt_orphans, die_with_parent, end_descendants, ignore_sigusr1
 from ds_trainer.utils import outcomes
 from ds_trainer.utils.errors import ConfigError
@@ -37,6 +41,8 @@ ENCODED = "--encoded="
 POLL_SECONDS = 1.0
 KILL_AFTER_SECONDS = 10.0  # between SIGTERM and SIGKILL
 PEER_WAIT_SECONDS = 30.0
+_LISTING_PAUSES = 0.2, 3.0  # seconds: shortest and longest between two listings of the outcomes
+_LISTED_A_SECOND = 1000  # names that a machine lists at most
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,16 +56,59 @@ def main(argv: Sequence[str]) -> int:
     if info.master_port:
         os.environ.update(info.environment())
     adopt_orphans()
+    leader = MachineLeader(info)
     parent = os.getppid()
     child = subprocess.Popen([sys.executable, "-u", *decode_args(argv)], preexec_fn=_prepare_child)
     _forward_signals(child)
-    _watch(child, parent)
+    _watch(child, parent, leader)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     end_descendants()
     _record(code)
     if code in (REQUEUE, STOPPED):
-        _wait_for_others(info)
+        _wait_for_others(info, leader)
     return code
+
+
+class MachineLeader:
+    """Selects the wrapper that looks at shared files for its machine: that of local rank 0, while it lives.
+
+    A thousand wrappers would overload a shared file system. The others hold a connection to that wrapper; when it ends,
+    they look themselves, so what it has seen is seen by all. Where there is no such connection, every wrapper looks.
+    """
+
+    def __init__(self, info: RankInfo) -> None:
+        job = f"{os.environ.get(JOB_ID)}/{os.environ.get(ATTEMPT_DIR)}"
+        self._address = b"\0ds_trainer/" + hashlib.sha256(job.encode()).hexdigest().encode()  # not a file (Linux)
+        self._first = info.local_rank == 0
+        self._socket, self._connected = self._new_socket(), False
+        if self._first:
+            with contextlib.suppress(OSError):  # two machines that are simulated on one
+                self._socket.bind(self._address)
+                self._socket.listen(info.world_size)
+
+    @property
+    def here(self) -> bool:
+        """Whether this wrapper looks."""
+        if self._first:
+            return True
+        try:
+            if not self._connected:
+                self._socket.connect(self._address)
+                self._connected = True
+            self._socket.recv(1)  # nothing is ever sent
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        self._socket.close()
+        self._socket, self._connected = self._new_socket(), False
+        return True
+
+    @staticmethod
+    def _new_socket() -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.setblocking(False)
+        return made
 
 
 def encode_args(args: Sequence[str]) -> str:
@@ -92,7 +141,7 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
 
 
-def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
+def _watch(child: subprocess.Popen[bytes], parent: int, leader: MachineLeader) -> None:
     """Return when the child has ended; end it if the job has ended."""
     poll = select.poll()
     if hasattr(os, "pidfd_open"):
@@ -104,7 +153,7 @@ def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
     while child.poll() is None:
         events = poll.poll(POLL_SECONDS * 1000)
         lost = any(event & (select.POLLHUP | select.POLLERR) for _, event in events)
-        reason = "the connection has closed" if lost and child.poll() is None else _reason_to_end(parent)
+        reason = "the connection has closed" if lost and child.poll() is None else _reason_to_end(parent, leader)
         if reason:
             break
     if child.poll() is None:
@@ -118,7 +167,7 @@ def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
             child.wait()
 
 
-def _reason_to_end(parent: int) -> str:
+def _reason_to_end(parent: int, leader: MachineLeader) -> str:
     directory = os.environ.get(ATTEMPT_DIR)
     if os.getppid() != parent:
         return "its launcher has died"
@@ -126,7 +175,7 @@ def _reason_to_end(parent: int) -> str:
         if directory and os.path.isdir(directory):
             Path(directory, ABORT_NAME).touch()  # for ranks on other machines, which cannot see that
         return "ds-trainer launch has died"
-    if directory and os.path.exists(os.path.join(directory, ABORT_NAME)):
+    if directory and leader.here and os.path.exists(os.path.join(directory, ABORT_NAME)):
         return "the job was aborted"
     return ""
 
@@ -141,14 +190,16 @@ def _record(code: int) -> None:
         )
 
 
-def _wait_for_others(info: RankInfo) -> None:
+def _wait_for_others(info: RankInfo, leader: MachineLeader) -> None:
     """Wait for the outcomes of the other ranks: a launcher ends them as soon as one rank exits with such a code."""
     directory = os.environ.get(outcomes.VARIABLE)
-    deadline = time.monotonic() + PEER_WAIT_SECONDS
+    deadline, pause = time.monotonic() + PEER_WAIT_SECONDS, _LISTING_PAUSES[0]
     while directory and time.monotonic() < deadline:
-        if not os.path.isdir(directory) or len(outcomes.read_outcomes(Path(directory))) >= info.world_size:
-            return
-        time.sleep(0.2)
+        if leader.here:
+            if not os.path.isdir(directory) or outcomes.count_outcomes(Path(directory)) >= info.world_size:
+                return
+            pause = min(1.5 * pause, max(_LISTING_PAUSES[0], info.world_size / _LISTED_A_SECOND), _LISTING_PAUSES[1])
+        time.sleep(pause)
 
 
 if __name__ == "__main__":

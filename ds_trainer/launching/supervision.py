@@ -103,6 +103,7 @@ class Supervisor:
         self._handled_end = 0
         self._stop_requested = False
         self._deadline: float | None = None
+        self._known: dict[int, RankOutcome] = {}  # so that a poll does not open the files of all ranks
 
     def run(self) -> int:
         """Run the launcher until it ends; returns the exit code of the job (:mod:`ds_trainer.utils.exit_codes`)."""
@@ -193,13 +194,14 @@ class Supervisor:
         return bool(self._outcomes()) or bool(processes_of_job(JOB_ID, self.attempt.job.id))
 
     def _outcomes(self) -> dict[int, RankOutcome]:
-        return read_outcomes(self.attempt.outcome_dir)
+        self._known = read_outcomes(self.attempt.outcome_dir, self._known)
+        return self._known
 
     def _is_complete(self) -> bool:
         return set(self.expected) <= set(self._outcomes())
 
     def _code(self, launcher_code: int) -> int:
-        outcomes = self._outcomes()
+        outcomes = read_outcomes(self.attempt.outcome_dir)  # again: a wrapper may correct what its rank has recorded
         ended = sorted(outcomes.values(), key=lambda outcome: outcome.time)
         for outcome in ended[:8]:
             if outcome.code != DONE:

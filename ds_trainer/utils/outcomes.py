@@ -75,10 +75,28 @@ def read_error(directory: Path, rank: int) -> str:
     return str(read_json(path)) if path.exists() else ""
 
 
-def read_outcomes(directory: Path) -> dict[int, RankOutcome]:
-    """The outcomes in ``directory``, by rank."""
-    found = [RankOutcome(**read_json(path)) for path in directory.glob("rank-*.json")]
-    return {outcome.rank: outcome for outcome in sorted(found, key=lambda outcome: outcome.rank)}
+def read_outcomes(directory: Path, known: Mapping[int, RankOutcome] = {}) -> dict[int, RankOutcome]:
+    """The outcomes in ``directory``, by rank.
+
+    Args:
+        directory: where the ranks record them.
+        known: what an earlier call returned; only the files of other ranks are opened.
+    """
+    names = {_path(directory, rank).name for rank in known}
+    found = [RankOutcome(**read_json(directory / name)) for name in _outcome_names(directory) if name not in names]
+    return {one.rank: one for one in sorted([*known.values(), *found], key=lambda outcome: outcome.rank)}
+
+
+def count_outcomes(directory: Path) -> int:
+    """How many ranks have recorded an outcome in ``directory``: one listing, no file is opened."""
+    return len(_outcome_names(directory))
+
+
+def _outcome_names(directory: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(directory) if name.startswith("rank-") and name.endswith(".json")]
+    except FileNotFoundError:
+        return []
 
 
 def _path(directory: Path, rank: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -197,3 +198,95 @@ def test_a_signal_on_the_way_out_does_not_replace_the_exit_code() -> None:
         "os.kill(os.getpid(), signal.SIGINT)\nsys.exit(7)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
+
+
+# -- shared files ------------------------------------------------------------------------------------------------------
+
+# A wrapper of a rank that counts how often it looks at shared files. It waits 2 s for a rank that never ends.
+COUNTING = """\
+import json, os, pathlib, sys
+from ds_trainer.launching import rank
+folder, counts = os.environ["DS_TRAINER_ATTEMPT_DIR"], dict.fromkeys(("listed", "opened", "aborts"), 0)
+def hook(event, args):
+    if event in ("os.listdir", "os.scandir") and str(args[0]).startswith(folder):
+        counts["listed"] += 1
+    if event == "open" and str(args[0]).startswith(folder) and "r" in str(args[1]):
+        counts["opened"] += 1
+exists = os.path.exists
+def counted(path):
+    counts["aborts"] += str(path).endswith("abort")
+    return exists(path)
+os.path.exists = counted
+sys.addaudithook(hook)
+rank.POLL_SECONDS, rank.PEER_WAIT_SECONDS = 0.1, 2.0
+code = rank.main([sys.argv[1]])
+print(json.dumps([code, counts]))
+"""
+CHILD = """\
+import os, sys, time
+open(os.environ["READY"] + os.environ["RANK"], "w").close()
+deadline = time.monotonic() + 30
+while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
+    time.sleep(0.05)
+time.sleep(float(os.environ["RANK"]) / 10)
+sys.exit(75)
+"""
+
+
+def start_wrapper(folder: Path, rank: int, local_rank: int) -> subprocess.Popen[str]:
+    """The wrapper of one of five ranks, of which the last one is never started."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1"}
+    shared = {"DS_TRAINER_ATTEMPT_DIR": str(folder), "DS_TRAINER_OUTCOME_DIR": str(folder / "outcomes")}
+    files = {"READY": f"{folder}/ready-", "GO": f"{folder}/go", "PYTHONPATH": str(Path(ds_trainer.__file__).parents[1])}
+    environment = {**os.environ, **place, **shared, **files, "MASTER_PORT": "1", "DS_TRAINER_JOB_ID": folder.name}
+    command = [sys.executable, "-c", COUNTING, str(folder / "child.py")]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def wait_until(path: Path) -> None:
+    deadline = time.monotonic() + 40
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def start_machine(folder: Path) -> list[subprocess.Popen[str]]:
+    """Four wrappers on this machine, all of which know each other."""
+    (folder / "outcomes").mkdir()
+    (folder / "child.py").write_text(CHILD)
+    wrappers = [start_wrapper(folder, 0, 0)]
+    wait_until(folder / "ready-0")
+    wrappers += [start_wrapper(folder, rank, rank) for rank in (1, 2, 3)]
+    for rank in (1, 2, 3):
+        wait_until(folder / f"ready-{rank}")
+    return wrappers
+
+
+def test_one_wrapper_of_a_machine_looks_at_shared_files_and_opens_none(tmp_path: Path) -> None:
+    wrappers = start_machine(tmp_path)
+    time.sleep(1.0)
+    (tmp_path / "go").touch()
+    found = [json.loads(wrapper.communicate(timeout=60)[0]) for wrapper in wrappers]
+    assert [code for code, _ in found] == [75] * 4
+    counts = [one for _, one in found]
+    assert [one["opened"] for one in counts] == [0] * 4
+    assert counts[0]["aborts"] > 5 and 2 <= counts[0]["listed"] <= 12, "the first one looks"
+    assert all(one["aborts"] == 0 for one in counts[1:]), "the others do not"
+    # Rank 0 gives up first. From then on the others look themselves, and end a few tenths of a second later.
+    assert all(one["listed"] <= 4 for one in counts[1:])
+
+
+def test_all_ranks_of_a_machine_end_if_the_job_is_aborted(tmp_path: Path) -> None:
+    wrappers = start_machine(tmp_path)
+    (tmp_path / "abort").touch()
+    codes = [json.loads(wrapper.communicate(timeout=30)[0])[0] for wrapper in wrappers]
+    assert codes == [128 + signal.SIGTERM] * 4
+
+
+def test_the_others_look_for_themselves_if_the_first_wrapper_is_killed(tmp_path: Path) -> None:
+    wrappers = start_machine(tmp_path)
+    wrappers[0].kill()
+    wrappers[0].wait()
+    (tmp_path / "abort").touch()
+    codes = [json.loads(wrapper.communicate(timeout=30)[0])[0] for wrapper in wrappers[1:]]
+    assert codes == [128 + signal.SIGTERM] * 3

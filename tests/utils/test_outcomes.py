@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from ds_trainer.cli.main import main
-from ds_trainer.utils.outcomes import VARIABLE, RankOutcome, read_error, read_outcomes, record_error, record_outcome
+from ds_trainer.utils.outcomes import (
+    VARIABLE,
+    RankOutcome,
+    count_outcomes,
+    read_error,
+    read_outcomes,
+    record_error,
+    record_outcome,
+)
 
 
 def test_an_outcome_is_written_and_read(tmp_path: Path) -> None:
@@ -47,3 +56,19 @@ def test_the_error_of_a_rank_is_kept_for_its_launcher(tmp_path: Path) -> None:
     record_error(ValueError("nowhere"), {"RANK": "3", VARIABLE: str(tmp_path / "missing")})
     record_error(ValueError("no launcher"), {})
     assert [path.name for path in tmp_path.iterdir()] == ["error-3.json"]
+
+
+def test_only_new_outcomes_are_opened(tmp_path: Path) -> None:
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    environment = {VARIABLE: str(tmp_path), "WORLD_SIZE": "9"}
+    for rank in range(3):
+        record_outcome(75, {**environment, "RANK": str(rank)})
+    assert count_outcomes(tmp_path) == 3 and count_outcomes(tmp_path / "missing") == 0
+    known = read_outcomes(tmp_path)
+    record_outcome(0, {**environment, "RANK": "3"})
+    opened.clear()
+    assert count_outcomes(tmp_path) == 4
+    assert [path for path in opened if path.startswith(str(tmp_path))] == []
+    assert list(read_outcomes(tmp_path, known)) == [0, 1, 2, 3]
+    assert [path for path in opened if path.startswith(str(tmp_path))] == [str(tmp_path / "rank-3.json")]
