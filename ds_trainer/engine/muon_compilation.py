@@ -14,6 +14,13 @@ from importlib import import_module
 from typing import Any
 
 _MUON = "deepspeed.runtime.zero.muon.original_muon"
+_compiles = True
+
+
+def run_muon_uncompiled() -> None:
+    """Let the kernels of Muon run as they are, where torch cannot compile. Call it on all ranks, before training."""
+    global _compiles
+    _compiles = False
 
 
 def compile_muon_when_called() -> None:
@@ -32,7 +39,7 @@ def compile_muon_when_called() -> None:
             names = kernel.__globals__
             while uncompiled:  # all of them: a compiled kernel must find compiled ones, not this function
                 other = uncompiled.pop()
-                names[other.__name__] = compiler.compile()(other)
+                names[other.__name__] = compiler.compile()(other) if _compiles else other
             return names[kernel.__name__](*args, **keywords)
 
         return call

@@ -16,7 +16,8 @@ from ds_trainer.utils.errors import ConfigError
 ENV_FILE_VARIABLE = "DS_ENV_FILE"
 DEFAULT_ENV_FILE = ".deepspeed_env"
 # What a training run reads from the environment. Secrets are excluded, since process lists show the values.
-_PREFIXES = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_")
+_NAMES = ("DS", "GLOO", "HF", "NCCL", "OMP", "TOKENIZERS", "TORCH", "TORCHINDUCTOR", "TRANSFORMERS", "TRITON")
+_PREFIXES = tuple(f"{name}_" for name in _NAMES)
 _SECRETS = ("KEY", "PASSWORD", "SECRET", "TOKEN")
 _PLAIN = r"[\w@%+=:,./-]*"  # values that DeepSpeed does not quote
 

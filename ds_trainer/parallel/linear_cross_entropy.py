@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ds_trainer.parallel.kernel_trial import kernels_work
 
 _TOKENS, _TOKENS_ON_GPU = 1024, 4096
 _ROWS = 4096
@@ -39,11 +39,6 @@ _HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 ElementwiseFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 """A function of a tile of logits, element by element, and of the rows of the vocabulary that the tile has."""
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def tile_sizes(chunk_tokens: int | None, device: torch.device) -> tuple[int, int]:
@@ -129,7 +124,7 @@ class _Products:
         self.sums = torch.float64 if dtype == torch.float64 else torch.float32
         nvidia = device.type == "cuda" and torch.version.hip is None
         self._wide = half and nvidia and _HAS_WIDE_PRODUCTS
-        self.has_kernels = self.sums == torch.float32 and nvidia and _has_triton()
+        self.has_kernels = self.sums == torch.float32 and kernels_work(device)
         self._dtype = dtype
 
     @property

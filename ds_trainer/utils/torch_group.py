@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from ds_trainer.utils.collective_limit import set_collective_limit
+from ds_trainer.utils.compiler_caches import local_caches
 from ds_trainer.utils.connections import tracked_connections
 from ds_trainer.utils.devices import check_distinct_devices, device_of, export_rank
 from ds_trainer.utils.fresh_store import fresh_store, outlives_ranks
@@ -39,6 +40,7 @@ def prepare_process(info: RankInfo, device_type: str) -> None:
     export_rank(info, device)
     # torch reads it for every gloo group: two ranks connect at their first exchange.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    os.environ.update(local_caches(os.environ))
     raise_open_file_limit()
     if device_type == "cuda":
         import torch

@@ -56,7 +56,8 @@ def test_the_file_of_the_user_is_merged_without_its_comments(tmp_path: Path) -> 
 
 def test_secrets_are_sent_only_on_request() -> None:
     environment = {"HF_TOKEN": "s", "HF_HOME": "/h", "NCCL_DEBUG": "INFO", "PATH": "/bin", "DS_ENV_FILE": "x"}
-    assert default_exports(environment) == {"HF_HOME": "/h", "NCCL_DEBUG": "INFO"}
+    caches = {"TRITON_CACHE_DIR": "/t", "TORCHINDUCTOR_CACHE_DIR": "/i"}
+    assert default_exports(environment | caches) == {"HF_HOME": "/h", "NCCL_DEBUG": "INFO", **caches}
     assert read_exports(["HF_TOKEN", "A=b=c", "E="], environment) == {"HF_TOKEN": "s", "A": "b=c", "E": ""}
 
 

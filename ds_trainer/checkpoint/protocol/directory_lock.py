@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import socket
@@ -10,7 +11,9 @@ import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from filelock import __version__ as filelock_version
 
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -30,9 +33,18 @@ class DirectoryLock:
     It is an operating system lock on the file ``.lock`` (:class:`filelock.FileLock`: ``flock``, which Linux NFS clients
     turn into a lock on the server). If the file system does not support locks, there is a warning and no lock. A file
     that a killed process left behind does not lock anything.
+
+    Raises:
+        ConfigError: filelock is older than 3.30, which ignores keywords that it does not know.
     """
 
     def __init__(self, directory: Path) -> None:
+        unknown = {"fallback_to_soft", "on_acquired"} - inspect.signature(FileLock.__init__).parameters.keys()
+        if unknown:
+            raise ConfigError(
+                f"filelock {filelock_version} is installed, which ignores {', '.join(sorted(unknown))}: two trainings "
+                "could write to one directory. Install a newer one: pip install 'filelock>=3.30'."
+            )
         self._path = directory / LOCK_FILE
         # No fallback to a lock by existence: a killed process would leave its directory locked.
         self._lock = FileLock(

@@ -29,7 +29,7 @@ from ds_trainer.monitor.doctor.network import (
     interface_findings,
     name_findings,
 )
-from ds_trainer.monitor.doctor.operator_findings import operator_findings
+from ds_trainer.monitor.doctor.operator_findings import kernel_findings, operator_findings
 from ds_trainer.monitor.doctor.versions import (
     Difference,
     argument_differences,
@@ -108,6 +108,7 @@ def _machine(request: Request, affinities: list[frozenset[int]]) -> list[Finding
         *lock_findings(extensions),
         *interface_findings(os.environ),
         *operator_findings(request.args.device_type),
+        *kernel_findings(request.args.device, os.environ),
     ]
 
 

@@ -18,12 +18,12 @@ import psutil
 from ds_trainer.monitor.doctor.file_holders import holders, sees_whole_machine
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.units import human_duration
+from ds_trainer.utils.compiler_caches import on_network
 
 YOUNG_SECONDS = 60.0
 """A new lock may belong to another machine, whose clock differs a little."""
 QUIET_SECONDS = 1800.0
 """No single file takes longer to compile, so there is no compilation in a directory without changes for this time."""
-_NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse", "smb", "cifs", "9p", "wekafs", "panfs", "afs")
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,6 @@ def _inspect(path: Path) -> JitLock:
     all_checked = sees_whole_machine() and now - state.st_mtime > YOUNG_SECONDS
     before_boot = state.st_mtime < psutil.boot_time() - YOUNG_SECONDS
     return JitLock(path, quiet, held, local and not held and (all_checked or before_boot))
-
-
-def on_network(path: Path) -> bool:
-    """Whether other machines may see the file too; True if its file system is unknown."""
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(mount.mountpoint)]
-    if not mounts:
-        return True
-    innermost = sorted(mounts, key=lambda mount: len(mount.mountpoint))[-1]  # of equals, the last one is visible
-    return innermost.fstype.split(".")[0] in _NETWORK
 
 
 def lock_findings(directory: Path) -> list[Finding]:

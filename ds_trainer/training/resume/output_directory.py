@@ -73,8 +73,8 @@ class OutputDirectory:
         )
         problem = None
         if self.writer_group.is_leader:
-            self._lock = DirectoryLock(self.path)
             try:
+                self._lock = DirectoryLock(self.path)
                 holder = self._lock.acquire(_EXITING_SECONDS if self.resumes_automatically else 0.0)
                 if holder is not None:
                     problem = (
@@ -84,6 +84,8 @@ class OutputDirectory:
                 else:
                     for action in CheckpointDirectory(self.path).tidy():
                         logger.info("%s: %s.", self.path, action)
+            except ConfigError as error:
+                problem = str(error)
             except OSError as error:
                 problem = f"output_dir={self.path} ({args.where('output_dir')}) cannot be used: {error}."
         if distributed.agree(torch.tensor([int(problem is not None)]))[0]:

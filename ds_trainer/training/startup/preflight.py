@@ -11,6 +11,7 @@ from ds_trainer.engine.weights import full_numel
 from ds_trainer.monitor.doctor.gradients import self_test_once
 from ds_trainer.monitor.doctor.startup_checks import check_machine, check_ranks
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.startup.compilers import check_compilers
 
 _BYTES_OF_CHECKPOINT = 12  # for each trained number: a float32 master and Adam's two; the weights come on top
 
@@ -19,11 +20,13 @@ def check_start(args: TrainingArguments, model: nn.Module, config: CompiledConfi
     """Refuse a start that cannot go well, and warn of what may not. Collective.
 
     Raises:
-        ConfigError: ranks differ in versions, code or arguments, or the engine computes wrong gradients here.
+        ConfigError: ranks differ in versions, code or arguments, a compiler that the arguments need does not
+            work, or the engine computes wrong gradients here.
     """
     if args.local_process_index == 0:
         check_machine(args, _bytes_of_checkpoint(args, model))
     check_ranks(args, config.to_dict())
+    check_compilers(args, model, config, layout)
     self_test_once(args, config, layout)
 
 

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
+from ds_trainer.checkpoint.protocol import directory_lock
 from ds_trainer.checkpoint.protocol.directory_lock import LOCK_FILE, DirectoryLock
+from ds_trainer.utils.errors import ConfigError
 
 
 @contextmanager
@@ -96,3 +99,16 @@ def test_missing_lock_support_is_a_warning(
     assert lock.acquire() is None
     assert "cannot be locked on this file system (No locks available)" in caplog.text
     lock.release()
+
+
+def test_an_old_filelock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock 3.18 drops keywords that its constructor does not have, without a word."""
+
+    class Old(FileLock):
+        def __init__(self, lock_file: Any, timeout: float = -1, mode: int = 0o644, thread_local: bool = True) -> None:
+            super().__init__(lock_file, timeout, mode, thread_local)
+
+    monkeypatch.setattr(directory_lock, "FileLock", Old)
+    with pytest.raises(ConfigError, match=r"which ignores fallback_to_soft, on_acquired.*'filelock>=3\.30'"):
+        DirectoryLock(tmp_path)
+    assert '"filelock>=3.30"' in (Path(__file__).parents[3] / "pyproject.toml").read_text()

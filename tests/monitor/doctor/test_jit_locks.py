@@ -18,6 +18,7 @@ from ds_trainer.monitor.doctor import jit_locks
 from ds_trainer.monitor.doctor.findings import Level
 from ds_trainer.monitor.doctor.jit_locks import extensions_directory, find_locks, lock_findings, remove_certain
 from ds_trainer.monitor.doctor.startup_checks import check_machine
+from ds_trainer.utils.compiler_caches import on_network
 
 COMPILES = """
 import sys, time
@@ -128,14 +129,14 @@ def test_network_file_systems_are_recognized(tmp_path: Path, monkeypatch: pytest
     mounts = [("/", "ext4"), (f"{tmp_path}/a b", "ext4"), (f"{tmp_path}/a b", "nfs4"), (str(tmp_path), "tmpfs")]
     found = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: found if all else [])
-    assert jit_locks.on_network(tmp_path / "a b" / "lock")  # the last mount at a place hides the others
-    assert not jit_locks.on_network(tmp_path / "lock")
+    assert on_network(tmp_path / "a b" / "lock")  # the last mount at a place hides the others
+    assert not on_network(tmp_path / "lock")
     found.clear()
-    assert jit_locks.on_network(tmp_path / "lock")
+    assert on_network(tmp_path / "lock")
 
 
 def test_the_file_system_of_this_machine() -> None:
-    assert not jit_locks.on_network(Path("/proc/self/lock"))
+    assert not on_network(Path("/proc/self/lock"))
 
 
 def test_the_directory_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
