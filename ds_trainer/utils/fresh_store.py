@@ -23,9 +23,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from ds_trainer.utils.store import pause_of
+
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _PREFIX = "ds_trainer/attempt"
 _POLL_SECONDS = 0.01, 0.5  # first and longest pause
+_OPERATIONS = 3  # of the store at each poll of a rank
 
 
 def outlives_ranks(environment: Mapping[str, str]) -> bool:
@@ -55,7 +58,8 @@ def agree_on_name(store: Any, rank: int, world_size: int, seconds: float) -> str
     """
     token = uuid.uuid4().hex
     store.set(f"{_PREFIX}/token/{rank}", token)
-    deadline, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
+    deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
+    longest = pause_of(_OPERATIONS * world_size, _POLL_SECONDS[1])
     name, found = "", list[str]()
     keys = [f"{_PREFIX}/token/{one}" for one in range(world_size)] if rank == 0 else []
     while time.monotonic() < deadline:

@@ -12,6 +12,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ds_trainer.engine.zero3 import deviations as deviations_module
+from ds_trainer.engine.zero3.deviations import Deviations
+from ds_trainer.monitor.health import watchdog as watchdog_module
+from ds_trainer.monitor.health.heartbeat import Limit
+from ds_trainer.monitor.health.status_board import StatusBoard
+from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
+from ds_trainer.utils import failures, fresh_store
+from ds_trainer.utils import store as store_module
+from ds_trainer.utils.fresh_store import agree_on_name
 from ds_trainer.utils.store import RankStore, expiry, poll
 
 PACKAGE = Path(__file__).parents[2] / "ds_trainer"
@@ -100,22 +109,95 @@ def test_a_rank_that_is_missing_is_an_error_on_rank_0(connection: NeverBlocking)
         RankStore("a", connection, 3).gather("turn", "here", 0, expiry(0.2))
 
 
-def test_pauses_grow_with_the_number_of_ranks() -> None:
-    """All ranks together poll at most 10,000 times per second, and each at most ten times after a while."""
+class Clock:
+    """In place of the module ``time``: a pause takes no time."""
 
-    def polls(ranks: int) -> int:
-        count = 0
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.time = self.perf_counter = self.monotonic = lambda: self.now
 
-        def reached() -> bool:
-            nonlocal count
-            count += 1
-            return False
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
-        assert not poll(reached, expiry(1.0), ranks)
-        return count
 
-    assert polls(1) <= 20
-    assert polls(5000) <= 12
+def wait_in_poll(store: RankStore) -> None:
+    assert not poll(lambda: store.check("x"), expiry(40.0), store._ranks)
+
+
+def wait_for_a_report(store: RankStore) -> None:
+    """The ranks that did not declare a hang wait for the one that did."""
+    board, watchdog = object.__new__(StatusBoard), object.__new__(Watchdog)
+    board._store, watchdog._board = store, board
+    watchdog.rules = WatchdogRules(Limit(600.0, 5.0, 0.0), True, 5.0, 15.0)
+    assert watchdog._outcome(1) is True, "without an answer, as configured"
+
+
+def wait_for_a_cause(store: RankStore) -> None:
+    """The connections of all ranks have broken, and each looks for the rank that failed."""
+    watch = object.__new__(failures._Watch)
+    watch.notes, watch.generation, watch.rank = store, 0, 1
+    assert watch.peer_failure(wait=40.0) is None
+
+
+def wait_for_an_attempt(store: RankStore) -> None:
+    with pytest.raises(TimeoutError):
+        agree_on_name(store.connection, 1, store._ranks, 40.0)
+
+
+def wait_for_a_deviation(store: RankStore) -> None:
+    deviations = Deviations("x", store._ranks, lambda: (0, 0), dict)
+    deviations._store = store.connection
+    store.connection.limit = 200
+    with pytest.raises(EOFError):
+        deviations.ask((0, 0), 1)
+    deviations.close()
+
+
+class Counted(NeverBlocking):
+    """Counts all operations, and ends a wait without a limit."""
+
+    limit = 10**9
+
+    def __getattr__(self, name: str) -> Any:
+        self.polls += 1
+        if self.polls > self.limit:
+            raise EOFError
+        return getattr(self.store, name)
+
+
+WAITS = [wait_in_poll, wait_for_a_report, wait_for_a_cause, wait_for_an_attempt, wait_for_a_deviation]
+
+
+@pytest.mark.parametrize("ranks", [1024, 4096])
+@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
+def test_the_load_of_the_store_is_bounded_whatever_the_number_of_ranks(
+    wait: Any, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks together do at most 2,000 operations a second, except in the first second of a wait."""
+    clock = Clock()
+    for module in (store_module, watchdog_module, failures, fresh_store, deviations_module):
+        monkeypatch.setattr(module, "time", clock)
+    connection = Counted()
+    wait(RankStore("a", connection, ranks))
+    assert clock.now > 30
+    first = 12  # pauses that double, from a millisecond on
+    assert ranks * (connection.polls - first) / clock.now <= 2_500
+
+
+@pytest.mark.parametrize(("ranks", "limit", "most"), [(8, 600.0, 5.0), (1024, 600.0, 5.0), (4096, 600.0, 13.0)])
+def test_ranks_that_watch_each_other_share_the_store(ranks: int, limit: float, most: float) -> None:
+    rules = WatchdogRules.of(Limit(limit, 5.0, 0.0), False, lambda: None, ranks)
+    assert 5.0 <= rules.poll <= most and 6 * ranks / rules.poll <= 2_000
+    assert rules.answer > 2 * rules.poll
+
+
+def test_what_is_there_soon_is_seen_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(store_module, "time", clock)
+    for soon in (0.0, 0.01, 0.1):
+        clock.now = 0.0
+        assert poll(lambda soon=soon: clock.now >= soon, expiry(40.0), 4096)  # type: ignore[misc]
+        assert clock.now <= 2 * soon + 0.001
 
 
 def test_torchs_private_name_is_used_in_one_file() -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ds_trainer.utils.store import side_store
+from ds_trainer.utils.store import pause_of, side_store
 from ds_trainer.utils.threads import new_thread
 
 LOOK_SECONDS = 2.0  # also the interval of store queries while a rank is idle for other reasons (a save)
@@ -67,7 +67,7 @@ class Deviations:
                 other: dict[str, Any] = json.loads(store.get(self._key("conflict")))
                 return other
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, pause_of(2 * self._ranks, _LONGEST_PAUSE))
             arrived = store.add(self._key("count"), 0)
         self._number += 1
         return None
@@ -100,12 +100,14 @@ class Deviations:
 
 def _watch(deviations: weakref.ref[Deviations], closed: threading.Event) -> None:
     before: Any = None
-    while not closed.wait(LOOK_SECONDS):
+    pause = LOOK_SECONDS
+    while not closed.wait(pause):
         watched = deviations()
         if watched is None:
             return
         try:
             before = watched.look(before)
+            pause = pause_of(watched._ranks, LOOK_SECONDS)
         except (RuntimeError, OSError):
             return  # the rank that hosts the store is gone; utils.failures reports it
         del watched

@@ -82,7 +82,7 @@ class RunHealth:
             self._report = StragglerReport(self._times, self._directory / STRAGGLERS)
         limit = Limit(watch.hang_seconds or math.inf, watch.hang_factor, watch.patience)
         self._watchdog = Watchdog(
-            WatchdogRules.of(limit, watch.abort, self._on_abort),
+            WatchdogRules.of(limit, watch.abort, self._on_abort, board.world_size),
             self._heartbeat,
             self._waits,
             self._directory,

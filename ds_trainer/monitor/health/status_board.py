@@ -1,7 +1,7 @@
 """``StatusBoard``: values that threads of all ranks share through the store of the process group.
 
-Collectives cannot be used: they belong to the training, and hang when it hangs. Nothing here waits for another rank.
-But one process serves the store: if it hangs, every call hangs.
+Collectives cannot be used: they belong to the training, and hang when it hangs. Only :meth:`StatusBoard.wait` waits for
+another rank. But one process serves the store: if it hangs, every call hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_trainer.utils import distributed
-from ds_trainer.utils.store import RankStore
+from ds_trainer.utils.store import RankStore, expiry
 
 _PREFIX = "ds_trainer/health"
 
@@ -61,6 +61,16 @@ class StatusBoard:
         if self._store is None:
             return [json.loads(self._values[key]) for key in keys] if self._values.keys() >= set(keys) else None
         return self._store.get_all(keys)
+
+    def wait(self, key: str, seconds: float) -> Any:
+        """The value of ``key``, which another rank will set.
+
+        Raises:
+            TimeoutError: it did not within ``seconds``.
+        """
+        if self._store is None:
+            raise TimeoutError(f"there is no other rank to set {key}")
+        return self._store.wait(key, expiry(seconds))
 
     def claim(self, key: str, value: Any) -> bool:
         """Set ``key`` to ``value`` unless another rank was first. Returns whether this rank was first."""

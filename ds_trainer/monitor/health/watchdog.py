@@ -49,11 +49,13 @@ from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
 from ds_trainer.monitor.health.waits import WaitClock, collective_counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.store import pause_of
 from ds_trainer.utils.threads import new_thread
 
 logger = get_logger("monitor.health")
 
 _BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}  # for the training thread
+_OPERATIONS = 6  # of the store at each check of a rank
 _LONGEST_ALARM = 1e6  # seconds; faulthandler takes no infinite time
 _LEAVING_SECONDS = 1.0  # from the end of the report to that of the process, so that others can read the report
 
@@ -79,9 +81,11 @@ class WatchdogRules:
     on_abort_seconds: float = 60.0
 
     @classmethod
-    def of(cls, limit: Limit, abort: bool, on_abort: Callable[[], None]) -> WatchdogRules:
-        """Rules with a polling interval of a twentieth of the limit, between 0.1 and 5 seconds."""
-        poll = min(5.0, max(0.1, limit.floor / 20))
+    def of(cls, limit: Limit, abort: bool, on_abort: Callable[[], None], ranks: int = 1) -> WatchdogRules:
+        """Rules with a polling interval of a twentieth of the limit, between 0.1 and 5 seconds; above 1,000 ``ranks``,
+        which share one store, longer ones.
+        """
+        poll = pause_of(_OPERATIONS * ranks, min(5.0, max(0.1, limit.floor / 20)))
         return cls(limit, abort, poll, 2 * poll + 5.0, on_abort)
 
 
@@ -322,16 +326,10 @@ class Watchdog:
 
     def _outcome(self, number: int) -> bool:
         """Whether the rank that declared the hang ends the job; without an answer, what is configured."""
-        deadline = time.monotonic() + 2 * self.rules.answer + 5.0
-        while time.monotonic() < deadline:
-            try:
-                done = self._board.get(f"done/{number}")
-            except (RuntimeError, OSError):
-                break  # that rank has ended, and the store with it
-            if done is not None:
-                return bool(done)
-            time.sleep(0.05)
-        return self.rules.abort
+        try:
+            return bool(self._board.wait(f"done/{number}", 2 * self.rules.answer + 5.0))
+        except (RuntimeError, OSError):  # that rank does not answer, or has ended, and the store with it
+            return self.rules.abort
 
     # -- writing the report and ending -----------------------------------------------------------------------------
 
