@@ -217,7 +217,10 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     )
     include_num_input_tokens_seen: str | bool = _logging("Count input tokens: no, all or non_padding.", "no")
     log_level: str = _logging("Level of this package's loggers on the main process.", "passive")
-    log_level_replica: str = _logging("Level of this package's loggers on all other processes.", "warning")
+    log_level_replica: str = _logging(
+        "Level on all other processes. At warning, they log what concerns them alone; at info or debug, everything.",
+        "warning",
+    )
     disable_tqdm: bool | None = _logging("Do not show a progress bar.")
     report_to: None | str | list[str] = _logging("Trackers that receive the logs.", "none")
     run_name: str | None = _logging("Run name for trackers.")

@@ -199,8 +199,7 @@ class CheckpointManager:
         try:
             first = next(files)
         except UnknownState as error:
-            if self.writer_group.rank == 0:
-                logger.warning("This checkpoint can be resumed only in the same layout: %s.", error)
+            logger.warning("This checkpoint can be resumed only in the same layout: %s.", error)
             return None
         return chain([first], files)
 

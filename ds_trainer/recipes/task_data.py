@@ -30,7 +30,7 @@ from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, write_json
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -107,6 +107,8 @@ def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData
 
     def make(heartbeat: Heartbeat) -> TaskData:
         heartbeat.doing = f"reading the samples of task {reading.task}"
+        if final.exists():
+            logger.warning("%s is damaged; it is written again.", final, extra=EVERY_RANK)
         _Writer(spec, reading, sources).write(final)
         found = _find(final)
         if found is None:
@@ -170,7 +172,6 @@ def _find(directory: Path) -> TaskData | None:
     except (OSError, ValueError, KeyError):
         return None
     if sizes != facts["bytes"]:
-        logger.warning("%s is damaged; it is written again.", directory)
         return None
     load = _import_datasets().Dataset.from_file
     tables = {split: load(str(directory / f"{split}.arrow")) for split in ("train", "eval") if facts[split]}

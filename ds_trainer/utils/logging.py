@@ -1,19 +1,44 @@
-"""The package's loggers, below ``ds_trainer``; on ranks other than 0 the level is WARNING."""
+"""The package's loggers, below ``ds_trainer``. What all ranks have to say alike is said by rank 0 alone.
+
+A rank other than 0 logs errors, and the warnings that concern it or its machine: ``extra=EVERY_RANK``. This holds
+before there is a process group, with any launcher, and however the user has configured logging.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import warnings
+from contextlib import nullcontext
 
 from ds_trainer.utils.ranks import likely_rank
 
 _ROOT = "ds_trainer"
 CHECK = "ds_trainer_check"
 """Attribute of a record with the result of a check, for the report of the run: ``extra={CHECK: "self-test"}``."""
+EVERY_RANK = {"every_rank": True}
+"""``extra`` of a warning of one rank or machine: data of its worker, a disk of its machine, memory of its GPU."""
+
+
+class _FirstRank(logging.Filter):
+    """Drops what ranks other than 0 repeat: information and warnings.
+
+    Attributes:
+        all_messages: whether the user has asked for the messages of this rank.
+    """
+
+    all_messages = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        repeated = logging.INFO <= record.levelno < logging.ERROR and not getattr(record, "every_rank", False)
+        return self.all_messages or not repeated or likely_rank(os.environ) == 0
+
+
+_first_rank = _FirstRank()
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:
-    """A logger below ``ds_trainer``; messages of level INFO appear on the main process only.
+    """A logger below ``ds_trainer``, whose information and warnings come from rank 0, or have ``extra=EVERY_RANK``.
 
     A handler is attached once, and not if the user has configured logging.
     """
@@ -24,4 +49,18 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
         root.addHandler(handler)
         root.setLevel(logging.INFO if likely_rank(os.environ) == 0 else logging.WARNING)
         root.propagate = False
-    return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
+    logger = logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
+    logger.addFilter(_first_rank)  # does nothing twice
+    return logger
+
+
+def set_log_level(level: int, all_messages: bool) -> None:
+    """Set the level of the package's loggers, and whether this rank logs what rank 0 logs as well."""
+    get_logger().setLevel(level)
+    _first_rank.all_messages = all_messages
+
+
+def warn(text: str, category: type[Warning], stacklevel: int = 1) -> None:
+    """``warnings.warn`` that only rank 0 shows. A filter that makes it an error does so on every rank."""
+    with nullcontext() if likely_rank(os.environ) == 0 else warnings.catch_warnings(record=True):
+        warnings.warn(text, category, stacklevel=stacklevel + 1)

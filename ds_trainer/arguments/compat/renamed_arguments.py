@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Container, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value
+from ds_trainer.utils.logging import warn
 from ds_trainer.utils.secrets import is_secret, masked
 
 _PACKAGE = __name__.partition(".")[0]
@@ -229,7 +229,7 @@ def warn_renamed(deprecations: list[str]) -> None:
         frame = frame.f_back
         level += 1
     for line in deprecations:
-        warnings.warn(line, FutureWarning, stacklevel=level)
+        warn(line, FutureWarning, stacklevel=level)
 
 
 def _warning(shown: str, row: Renamed, fields: Mapping[str, Any]) -> str:

@@ -6,12 +6,12 @@ A setter sets its whole group: a value that is not passed takes the setter's def
 
 from __future__ import annotations
 
-import warnings
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,7 +55,7 @@ class Setters:
             gradient_checkpointing: deprecated name of ``activation_checkpointing``; takes precedence if given.
         """
         if gradient_checkpointing is not None:
-            warnings.warn(
+            warn(
                 f"gradient_checkpointing={gradient_checkpointing!r} is deprecated: write "
                 f"activation_checkpointing={gradient_checkpointing!r}.",
                 FutureWarning,

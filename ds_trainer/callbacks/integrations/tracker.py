@@ -18,7 +18,7 @@ from typing import Any
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger("callbacks.integrations")
 
@@ -162,9 +162,8 @@ def import_tracker(name: str, package: str, install: str) -> ModuleType:
 
 def switched_off(name: str, error: Exception) -> None:
     """Warn that a tracker failed and is disabled."""
-    logger.warning(
-        "%s failed and is disabled; training continues without it: %s: %s", name, type(error).__name__, error
-    )
+    text = "%s failed and is disabled; training continues without it: %s: %s"
+    logger.warning(text, name, type(error).__name__, error, extra=EVERY_RANK)
 
 
 def rewrite_logs(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, versions
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile, SharedFiles, combine_records
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -262,11 +262,13 @@ class CheckpointSave:
         try:
             self._directory.tidy()
         except OSError as error:
-            logger.warning("%s could not be cleaned up (%s); the next training will.", self._directory.path, error)
+            text = "%s could not be cleaned up (%s); the next training will."
+            logger.warning(text, self._directory.path, error, extra=EVERY_RANK)
 
 
 def _remove(path: Path) -> None:
     try:
         disk.remove_tree(path)
     except OSError as error:
-        logger.warning("%s could not be removed (%s); the next training in its directory will.", path, error)
+        text = "%s could not be removed (%s); the next training in its directory will."
+        logger.warning(text, path, error, extra=EVERY_RANK)

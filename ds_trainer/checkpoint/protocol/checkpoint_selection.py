@@ -12,7 +12,7 @@ from ds_trainer.checkpoint.protocol.crc32 import finalize
 from ds_trainer.checkpoint.protocol.file_records import FileRecord, describe_mismatch, find_damage, partial_checksum
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -106,7 +106,7 @@ def newest_valid_checkpoint(
     entries = directory.entries() if writer_group.is_leader else []
     for entry in entries:
         if entry.manifest is None:
-            logger.warning("Skipping %s: %s", entry.path.name, entry.problem)
+            logger.warning("Skipping %s: %s", entry.path.name, entry.problem, extra=EVERY_RANK)
     by_rank = communicator.gather_to_main(
         [(entry.path.name, entry.manifest and entry.manifest.save_id, entry.problem) for entry in entries]
         if writer_group.is_leader
@@ -128,8 +128,7 @@ def newest_valid_checkpoint(
                 return verify_checkpoint(directory.path / name, writer_group, communicator)
             except BrokenCheckpoint as error:
                 problems.append(str(error))
-        if writer_group.rank == 0:
-            logger.warning("Skipping %s: %s", name, problems[-1])
+        logger.warning("Skipping %s: %s", name, problems[-1])
     raise BrokenCheckpoint(
         f"resume_from_checkpoint=True, but {directory.path} holds no valid checkpoint. "
         f"{' '.join(problems) or 'It has no checkpoint-N directory.'} Start without resume_from_checkpoint, or give "

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from filelock import __version__ as filelock_version
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -86,6 +86,7 @@ class DirectoryLock:
                     self._path,
                     error.strerror,
                     self._path.parent,
+                    extra=EVERY_RANK,
                 )
             return None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, Entry, check_sizes
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -67,7 +67,7 @@ class Retention:
                 logger.info("Removing %s: save_total_limit=%s.", entry.path, limit)
                 directory.remove(entry.path)
         except OSError as error:
-            logger.warning("An old checkpoint in %s could not be removed: %s.", directory.path, error)
+            logger.warning("An old checkpoint in %s could not be removed: %s.", directory.path, error, extra=EVERY_RANK)
 
     def _is_permanent(self, entry: Entry) -> bool:
         return self.every is not None and entry.manifest is not None and entry.manifest.step % self.every == 0

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from ds_trainer.data.prepared.block_file import writing
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.threads import new_thread
 
@@ -125,6 +125,11 @@ class _Holder:
                 lock.unlink()
                 self._path.unlink(missing_ok=True)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return bool(self.values.get("host") == socket.gethostname())
+
     def __str__(self) -> str:
         values = self.values
         return f"process {values['process']} on {values['host']}" if "process" in values else "another process"
@@ -162,12 +167,14 @@ def made_once(
         if not (leads or waited > waiting.head_start) or not _acquired(lock):
             silent = holder.silent_for(lock_path)
             if silent > waiting.stale:
-                logger.warning("%s: %s gave no sign of life for %d s and is taken for dead.", target, holder, silent)
+                text = "%s: %s gave no sign of life for %d s and is taken for dead."
+                logger.warning(text, target, holder, silent, extra=EVERY_RANK)
                 holder.remove(lock_path)
             elif time.monotonic() - reported > waiting.report:
                 reported = time.monotonic()
-                log = logger.warning if leads else logger.debug  # once per machine
-                log("Waiting for %s: %s is %s.", target, holder, holder.values.get("doing", "at work"))
+                doing = holder.values.get("doing", "at work")
+                log = logger.warning if leads else logger.debug  # once per machine, or once if all wait for another one
+                log("Waiting for %s: %s is %s.", target, holder, doing, extra=EVERY_RANK if holder.is_here else None)
             time.sleep(min(waiting.poll + 0.02 * waited, 10 * waiting.poll))
             found = find() if target.exists() else None
             if found is not None:
@@ -179,7 +186,8 @@ def made_once(
                 return found
             if beat_path.exists():
                 holder.silent_for(lock_path)
-                logger.warning("%s ended before %s was complete; it is made again.", str(holder).capitalize(), target)
+                text = "%s ended before %s was complete; it is made again."
+                logger.warning(text, str(holder).capitalize(), target, extra=EVERY_RANK)
             with Heartbeat(beat_path, waiting.beat) as heartbeat:
                 return make(heartbeat)
         finally:

@@ -30,7 +30,7 @@ from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
 from ds_trainer.data.prepared.shard import Encode, ShardResult, token_dtype
 from ds_trainer.data.prepared.workers import SHARD_BYTES, Part, Task, tasks_of, write_shards
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -141,7 +141,7 @@ def prepare(
     sources = known_digest_of_files(names, states, root, processes or cores, waiting)
     key, content = content_key(sources, identity, token_dtype(vocab_size))
     final = root / key[:32]
-    reported: set[str] = set()
+    damage: list[str] = []
 
     def find() -> PreparedDataset | None:
         if not final.exists():
@@ -151,13 +151,13 @@ def prepare(
             if verify:
                 dataset.verify()
         except DamagedDataset as error:
-            if str(error) not in reported:
-                reported.add(str(error))
-                logger.warning("%s It is prepared again.", error)
+            damage[:] = [str(error)]
             return None
         return dataset
 
     def make(heartbeat: Heartbeat) -> PreparedDataset:
+        if damage:  # all processes have found it; this one repairs it
+            logger.warning("%s It is prepared again.", damage[0], extra=EVERY_RANK)
         size = sum(state.size for state in states)
         most = -(-size // SHARD_BYTES) if all(part.size is not None for part in parts) else cores
         writer = _DatasetWriter(final, encode, vocab_size, max(1, processes or min(cores, most)))

@@ -25,7 +25,7 @@ from ds_trainer.monitor.doctor.versions import (
 from ds_trainer.monitor.units import human_duration
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -66,12 +66,14 @@ def check_machine(args: TrainingArguments, checkpoint_bytes: int) -> list[Findin
         The findings that are not OK.
     """
     extensions = extensions_directory()
-    directories: dict[str, Any] = {} if args.output_dir is None else {"output_dir": args.output_dir}
+    # Of a disk that all machines share, one speaks.
+    directories: dict[str, Any] = {"output_dir": args.output_dir} if args.output_dir and args.should_save else {}
     findings = [*disk_findings(directories, {"output_dir": max(checkpoint_bytes, 2**28)}), *shared_memory_findings()]
     if existing(extensions) == extensions:
         removed, left = remove_certain(extensions)
         for lock in removed:
-            logger.warning("Removed %s: its process has ended, and a compilation would have waited for it.", lock.path)
+            text = "Removed %s: its process has ended, and a compilation would have waited for it."
+            logger.warning(text, lock.path, extra=EVERY_RANK)
         for lock in left:
             quiet = human_duration(max(0.0, lock.seconds))
             message = f"no process of this machine holds it; last change {quiet} ago"
@@ -79,5 +81,6 @@ def check_machine(args: TrainingArguments, checkpoint_bytes: int) -> list[Findin
             findings.append(Finding(Level.WARN, f"lock {lock.path}", message, remedy))
     bad = [finding for finding in findings if finding.level != Level.OK]
     for finding in bad:
-        logger.warning("%s: %s: %s. %s", socket.gethostname(), finding.name, finding.message, finding.remedy)
+        where = socket.gethostname(), finding.name
+        logger.warning("%s: %s: %s. %s", *where, finding.message, finding.remedy, extra=EVERY_RANK)
     return bad

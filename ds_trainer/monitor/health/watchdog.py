@@ -48,7 +48,7 @@ from ds_trainer.monitor.health.stragglers import StragglerReport
 from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
 from ds_trainer.monitor.health.waits import WaitClock, collective_counts
 from ds_trainer.utils.exit_codes import HUNG
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 from ds_trainer.utils.store import pause_of
 from ds_trainer.utils.threads import new_thread
 
@@ -180,7 +180,8 @@ class Watchdog:
             seconds_since_progress = self.heartbeat.seconds_since_progress()
             if self._declared and self._fired_at != self.heartbeat.progress_at:
                 self._declared = False
-                logger.warning("The job is making progress again, after step %d.", self.heartbeat.step)
+                text = "The job is making progress again, after step %d."
+                logger.warning(text, self.heartbeat.step, extra=EVERY_RANK)
             if seconds_since_progress <= limit or self._fired_at == self.heartbeat.progress_at:
                 self._reason = None
                 continue

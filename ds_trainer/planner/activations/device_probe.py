@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,8 +29,9 @@ from ds_trainer.planner.module_stacks import module_transformer
 from ds_trainer.planner.parameters.modules import module_parameters
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LENGTHS = {"cpu": (64, 128), "cuda": (1024, 2048), "fake": (64, 128)}
 """Tokens of a sequence in the runs."""

@@ -170,9 +170,8 @@ class WeightCheck:
             return
         if always or origin.untouched:
             raise ConfigError(self.result.problems())
-        if distributed.rank() == 0:
-            logger.warning(
-                "The weights of the model differ from its files. If that is intended, set verify_weights='never'; to "
-                "make it an error, set verify_weights='always'. %s",
-                " ".join(self.result.problems()),
-            )
+        logger.warning(
+            "The weights of the model differ from its files. If that is intended, set verify_weights='never'; to "
+            "make it an error, set verify_weights='always'. %s",
+            " ".join(self.result.problems()),
+        )

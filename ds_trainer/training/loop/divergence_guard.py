@@ -216,8 +216,7 @@ class DivergenceGuard:
         return Update.ROLLED_BACK
 
     def _warn(self, text: str) -> None:
-        if distributed.rank() == 0:
-            logger.warning("%s", text)
+        logger.warning("%s", text)
 
     def _save(
         self, step: int, wanted: bool, batches: Sequence[Any], losses: list[float], reports: list[Any]

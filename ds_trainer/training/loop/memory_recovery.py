@@ -11,7 +11,6 @@ A rank that runs out of memory while the others communicate completes the micro-
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -149,8 +148,7 @@ class MemoryRecovery:
         self._resize(self.rows, accumulation)
         restore_random_state(self._random)
         self._failure = None
-        logger.log(
-            logging.WARNING if distributed.rank() == 0 else logging.DEBUG,
+        logger.warning(
             "auto_find_batch_size: out of memory on %s %s in step %d with %d samples in a micro-batch; now %d, with %d "
             "accumulation steps. The global batch does not change, and the step is run again.",
             "ranks" if len(ranks) > 1 else "rank",

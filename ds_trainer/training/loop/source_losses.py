@@ -121,12 +121,11 @@ class SourceSums:
         self.forget()
         if not any(counts) and not self._warned:
             self._warned = True
-            if distributed.rank() == 0:
-                logger.warning(
-                    "The losses of the sources (%s) are not known: the loss is not computed by cross_entropy of "
-                    "torch.nn.functional over all tokens of a batch, or the data_collator drops source_ids.",
-                    ", ".join(self.names),
-                )
+            logger.warning(
+                "The losses of the sources (%s) are not known: the loss is not computed by cross_entropy of "
+                "torch.nn.functional over all tokens of a batch, or the data_collator drops source_ids.",
+                ", ".join(self.names),
+            )
         return {name: s / n for name, s, n in zip(self.names, sums, counts, strict=True) if n}
 
 

@@ -7,7 +7,6 @@ sum over items is divided by the items of the global batch, like every loss (:mo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ds_trainer.data.columns import base_model
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import get_logger, warn
 
 logger = get_logger(__name__)
 
@@ -39,7 +38,7 @@ def label_smoother(model: nn.Module, factor: float, label_names: Sequence[str]) 
     if not factor:
         return None
     if getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
-        warnings.warn(
+        warn(
             f"label_smoothing_factor={factor} is ignored: the problem_type of the model is {_MULTI_LABEL}, whose "
             "labels are not classes.",
             UserWarning,
@@ -47,7 +46,7 @@ def label_smoother(model: nn.Module, factor: float, label_names: Sequence[str]) 
         )
         return None
     if len(label_names) > 1:
-        warnings.warn(
+        warn(
             f"label_smoothing_factor={factor}: of the labels {', '.join(label_names)}, the first that a batch has is "
             "smoothed, and its loss is the whole loss. Name it alone in label_names, or set the factor to 0 to train "
             "with the loss of the model.",

@@ -202,7 +202,7 @@ class TrainerBase:
             lambda: self.model,
         )
         pinned = self.args.dataloader_pin_memory
-        if self.accelerator.non_blocking and not pinned and self.is_world_process_zero():
+        if self.accelerator.non_blocking and not pinned:
             logger.warning(
                 "accelerator_config: non_blocking=True has no effect without dataloader_pin_memory=True: copies from "
                 "memory that is not pinned wait for the device."

@@ -115,12 +115,11 @@ class BackgroundSaves:
         except UnknownState:
             return False
         if not fits_in_memory(needed):
-            if distributed.rank() == 0:
-                logger.warning(
-                    "Training waits while checkpoints are written: a copy of the state (%.1f GiB per rank) does not "
-                    "fit into the free host memory. To avoid this warning, set save_async=False.",
-                    needed / 2**30,
-                )
+            logger.warning(
+                "Training waits while checkpoints are written: a copy of the state (%.1f GiB per rank) does not "
+                "fit into the free host memory. To avoid this warning, set save_async=False.",
+                needed / 2**30,
+            )
             return False
         return True
 

@@ -48,10 +48,9 @@ def plan_of_checkpoints(
             )
         except NoModelFiles as error:
             reason = str(error)
-    if writer_group.rank == 0:
-        logger.warning(
-            "Runs can resume from the checkpoints, but from_pretrained cannot read them (%s). "
-            "To avoid this warning, set save_model_in_checkpoints=False.",
-            reason,
-        )
+    logger.warning(
+        "Runs can resume from the checkpoints, but from_pretrained cannot read them (%s). "
+        "To avoid this warning, set save_model_in_checkpoints=False.",
+        reason,
+    )
     return (None,)

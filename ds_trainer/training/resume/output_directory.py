@@ -108,7 +108,7 @@ class OutputDirectory:
     def warn_of_checkpoints(self) -> None:
         """Warn that a new run begins in a directory that has checkpoints of another one. Collective."""
         newest = self.newest()
-        if newest is not None and distributed.rank() == 0:
+        if newest is not None:
             logger.warning(
                 "This run begins at step 0 although %s is there; it will replace checkpoints of the same steps. To "
                 "resume instead, %s. To keep both, set another output_dir (%s).",

@@ -11,7 +11,6 @@ A later batch may be longer than those of the first step. Then the micro-batch i
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,8 +69,7 @@ def find_batch_size(
                 "samples, set activation_checkpointing=True, a higher zero_stage, or offload_optimizer=cpu."
             )
         smaller = smaller_micro_batch(size, accumulation)
-        logger.log(
-            logging.WARNING if distributed.rank() == 0 else logging.DEBUG,
+        logger.warning(
             "auto_find_batch_size: out of memory on %s %s with %d samples in a micro-batch; now %d, with %d instead of "
             "%d accumulation steps. The global batch stays at %d.",
             *("ranks" if len(ranks) > 1 else "rank", ", ".join(map(str, ranks)), size, *smaller, accumulation),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -10,14 +11,16 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.process_group import start_process_group
 from ds_trainer.utils.accelerate_state import attach_accelerate
 from ds_trainer.utils.failures import watch_peers
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import set_log_level
 from ds_trainer.utils.seeds import set_seed
 
 
 def configure_process(args: TrainingArguments) -> None:
     """Set seeds, the level of this package's loggers, TensorFloat-32 and deterministic kernels as asked."""
     set_seed(args.seed)
-    get_logger("ds_trainer").setLevel(args.get_process_log_level())
+    name = str(args.log_level if args.should_log else args.log_level_replica)
+    level = args.get_process_log_level()
+    set_log_level(level, name != "passive" and (args.should_log or level < logging.WARNING))
     if args.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
