@@ -8,13 +8,15 @@ float32 without ZeRO, where DeepSpeed checks nothing. A non-finite loss causes a
 (:func:`ds_trainer.engine.training_engine.loss_factor`), even if the backward pass alone would not.
 
 **Skipping a step** that DeepSpeed considers valid (:func:`skipped_update`): its optimizer takes the path that it takes
-after an overflow, which clears gradients and changes neither weights nor states. The loss scale stays unchanged.
+after an overflow, which clears gradients and changes neither weights nor states. The loss scale stays unchanged. That
+path consists of private names of DeepSpeed. So the optimizer inside, which alone changes weights, cannot step
+meanwhile: if a version of DeepSpeed calls it all the same, the run ends with an error, and the weights are as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,21 +49,51 @@ def scales_loss(engine: Any) -> bool:
     return bool(engine.fp16_enabled())
 
 
+class SkippedStepError(RuntimeError):
+    """DeepSpeed applied a step that must be skipped. Every later result would be wrong, so the run must end."""
+
+    def __init__(self) -> None:
+        import deepspeed
+
+        super().__init__(
+            f"DeepSpeed {deepspeed.__version__} applies a step that must be skipped: its optimizers differ from those "
+            "that ds_trainer was tested with (ds-trainer doctor names the functions). Install a tested version "
+            "(docs/reference/versions.md)."
+        )
+
+
 @contextmanager
 def skipped_update(optimizer: Any) -> Iterator[None]:
-    """Inside, a step of ``optimizer``, DeepSpeed's wrapper, clears the gradients without an update."""
+    """Inside, a step of ``optimizer``, DeepSpeed's wrapper, clears the gradients without an update.
+
+    Raises:
+        SkippedStepError: DeepSpeed calls the optimizer that it wraps. It did not step.
+    """
+    with ExitStack() as undo:
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer):
+            undo.enter_context(_attributes(inner, {"step": _refuse}))
+        undo.enter_context(_attributes(optimizer, _overflow_path(optimizer)))
+        yield
+
+
+def _refuse(*args: Any, **keywords: Any) -> None:
+    raise SkippedStepError
+
+
+@contextmanager
+def _attributes(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
     missing = object()
-    replacements = _overflow_path(optimizer)
-    originals = {name: vars(optimizer).get(name, missing) for name in replacements}
-    vars(optimizer).update(replacements)
+    originals = {name: vars(owner).get(name, missing) for name in replacements}
+    vars(owner).update(replacements)
     try:
         yield
     finally:
         for name, value in originals.items():
             if value is missing:
-                del vars(optimizer)[name]
+                del vars(owner)[name]
             else:
-                vars(optimizer)[name] = value
+                vars(owner)[name] = value
 
 
 def _overflow_path(optimizer: Any) -> dict[str, Any]:

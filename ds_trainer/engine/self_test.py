@@ -11,7 +11,10 @@ module was used more than once. So the test trains a tiny model for two steps th
   This limits the number of terms in a bf16 sum, and the tolerance, the model and the reference do not depend on the
   number of ranks.
 * Buckets are so small that the gradient needs several.
+* With tensor parallelism two layers are partitioned, by columns and by rows. The input of the first is a transposed
+  tensor, whose gradient some versions of DeepSpeed do not add up.
 * The first step has a learning rate of zero: gradients left over from it would show in the second step.
+* Between them are two steps that must change nothing: one that is skipped, and one whose loss is not finite.
 * The learning rate of the second step is so large that the new weights are almost equal to minus the gradient times
   this rate. The gradient is read from them in the same way for all stages and precisions.
 
@@ -24,7 +27,7 @@ import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,12 +37,24 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.finite_step import SkippedStepError
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import gathered
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 
 WIDTH = 16
+WIDE = 2 * WIDTH
+"""Features between the partitioned layers: as many tensor-parallel ranks can be tested."""
+PARTITION = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r"wide\.weight$"], "partition_type": "column"},
+        {"patterns": [r"narrow\.weight$"], "partition_type": "row"},
+    ],
+}
+"""``tensor_parallel.partition_config`` of the model."""
 ACCUMULATION = 2
 MICRO_BATCH = 2
 TOKENS = 3
@@ -58,6 +73,7 @@ class GradientReport:
 
     Attributes:
         stage, precision: the tested ZeRO stage, and fp32, bf16, fp16 or the dtype of autocast.
+        tp: the tested number of tensor-parallel ranks.
         ranks: number of ranks; at most :data:`CONTRIBUTORS` of them contributed to the gradient.
         error: the largest relative difference between the engine and plain PyTorch.
         tolerance: the largest allowed difference.
@@ -66,6 +82,7 @@ class GradientReport:
 
     stage: int
     precision: str
+    tp: int
     ranks: int
     error: float
     tolerance: float
@@ -78,12 +95,15 @@ class GradientReport:
 
     @property
     def title(self) -> str:
-        """``ZeRO-2 bf16``."""
-        return f"ZeRO-{self.stage} {self.precision}"
+        """``ZeRO-2 bf16``, or ``ZeRO-2 bf16, tp 4``."""
+        return f"ZeRO-{self.stage} {self.precision}{f', tp {self.tp}' if self.tp > 1 else ''}"
 
 
 class TinyModel(nn.Module):
-    """An embedding, a layer that is used twice, a recomputed layer, and a head. The same weights on all ranks."""
+    """An embedding, a layer that is used twice, a recomputed layer, a pair that tensor parallelism partitions, a head.
+
+    The same weights on all ranks.
+    """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -92,6 +112,8 @@ class TinyModel(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.recomputed = nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, WIDE)
+        self.narrow = nn.Linear(WIDE, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -105,6 +127,8 @@ class TinyModel(nn.Module):
         hidden = torch.tanh(self.first(self.embedding(tokens)))
         hidden = torch.tanh(self.shared(hidden))
         hidden = hidden + checkpoint(self._block, hidden, use_reentrant=True)
+        transposed = hidden.flatten(0, -2).t().contiguous().t()
+        hidden = hidden + self.narrow(torch.tanh(self.wide(transposed))).view_as(hidden)
         predicted = self.head(self.shared(hidden)).squeeze(-1).mean(dim=-1)
         return (predicted.to(targets.dtype) - targets).square().sum()
 
@@ -149,7 +173,7 @@ def check_gradient(config: CompiledConfig, layout: ParallelLayout, device: torch
     Args:
         config: the result of :func:`ds_trainer.monitor.doctor.gradients.self_test_config`: two micro-batches of two
             samples, no clipping, no optimizer.
-        layout: a layout without tensor parallelism. Every rank has different samples, even with sequence sharding.
+        layout: every rank has different samples, also with sequence sharding; only tensor-parallel ranks share them.
         device: the device of the model.
 
     Afterward the random state is restored, and the memory of the engine and DeepSpeed's record of its layout are
@@ -160,36 +184,59 @@ def check_gradient(config: CompiledConfig, layout: ParallelLayout, device: torch
 
 
 def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.device) -> GradientReport:
-    ranks, rank = layout.world_size, distributed.rank()
+    ranks = layout.seq_data_parallel_size
     model = TinyModel(COMMON_TOKENS + len(contributors(ranks)) * ACCUMULATION).to(device)
     before = {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = TrainingEngine(model, optimizer, config, layout)
     try:
-        norms = []
+        norms: list[float] = []
+        wrong: tuple[str, ...] = ()
         for step in range(STEPS):
             for group in engine.optimizer.param_groups:
                 group["lr"] = LEARNING_RATE if step == STEPS - 1 else 0.0
-            _take_step(engine, rank, step, device)
+            if step == STEPS - 1:
+                wrong = _steps_without_effect(engine, step, device)
+            _take_step(engine, step, device)
             norms.append(engine.grad_norm())
         after = _whole(engine.deepspeed.module)
+    except (SkippedStepError, ConfigError) as error:  # the second: tensor-parallel ranks have different gradients
+        norms, wrong, after = [], (str(error),), {}
     finally:
         engine.close()
-    found = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
+    found = {name: (before[name] - after[name]) / LEARNING_RATE for name in after}
     low = config.precision.compute
     precision = f"autocast {low}" if config.precision.autocast else low
-    return _compare(found, norms, ranks, engine.stage, precision, TOLERANCE[low])
+    report = GradientReport(engine.stage, precision, layout.tp, layout.world_size, 0.0, TOLERANCE[low], wrong)
+    return _compare(found, norms, ranks, report) if found else report
 
 
-def _take_step(engine: TrainingEngine, rank: int, step: int, device: torch.device) -> None:
-    adding = contributors(engine.layout.world_size)
-    contributor = adding.index(rank) if rank in adding else None
+def _steps_without_effect(engine: TrainingEngine, step: int, device: torch.device) -> tuple[str, ...]:
+    """Take a step that is skipped, and one with a loss that is not finite; a sentence for each that has an effect."""
+    wrong = []
+    before = _whole(engine.deepspeed.module)
+    for title, skip, factor in (("was skipped", True, 1.0), ("had a loss that is not finite", False, float("nan"))):
+        applied = _take_step(engine, step, device, skip, factor)
+        after = _whole(engine.deepspeed.module)
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        if changed or applied:
+            wrong.append(f"a step that {title} changed {', '.join(changed[:3]) or 'no weight, but counts as applied'}")
+    return tuple(wrong)
+
+
+def _take_step(
+    engine: TrainingEngine, step: int, device: torch.device, skip: bool = False, factor: float = 1.0
+) -> bool:
+    """Train one step; whether it was applied. Only one rank has a loss times ``factor``."""
+    replica = distributed.rank() // engine.layout.tp  # tensor-parallel ranks are neighbors
+    adding = contributors(engine.layout.seq_data_parallel_size)
+    contributor = adding.index(replica) if replica in adding else None
     weight = 0.0 if contributor is None else 1 / (len(adding) * ACCUMULATION * MICRO_BATCH)
     for micro_batch in range(ACCUMULATION):
         batch = {name: value.to(device) for name, value in samples(contributor or 0, micro_batch, step).items()}
         engine.begin_micro_batch(last=micro_batch == ACCUMULATION - 1)
-        engine.backward(engine.deepspeed(**batch) * weight)
-    engine.step()
+        engine.backward(engine.deepspeed(**batch) * weight * (factor if contributor == 0 else 1.0))
+    return engine.step(skip_update=skip)
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -197,10 +244,8 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
 
 
-def _compare(
-    found: dict[str, torch.Tensor], norms: list[float], ranks: int, stage: int, precision: str, tolerance: float
-) -> GradientReport:
-    """Compare each row of the embedding, each other tensor, and the gradient norm of each step."""
+def _compare(found: dict[str, torch.Tensor], norms: list[float], ranks: int, report: GradientReport) -> GradientReport:
+    """Complete ``report``: compare each row of the embedding, each other tensor, and the gradient norm of each step."""
     parts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for step, norm in enumerate(norms):
         wanted = expected_gradient(ranks, step)
@@ -212,10 +257,10 @@ def _compare(
             parts.append((f"the gradient of {name}", found[name], gradient))
             continue
         parts.append((f"the gradient of {name}, common rows", found[name][:COMMON_TOKENS], gradient[:COMMON_TOKENS]))
-        for contributor, rank in enumerate(contributors(ranks)):
+        for contributor, replica in enumerate(contributors(ranks)):
             for micro_batch in range(ACCUMULATION):
                 row = unique_token(contributor, micro_batch)
-                title = f"the gradient contribution of micro-batch {micro_batch} of rank {rank}"
+                title = f"the gradient contribution of micro-batch {micro_batch} of rank {replica * report.tp}"
                 parts.append((title, found[name][row], gradient[row]))
     differences = [(_difference(value, wanted), title, value, wanted) for title, value, wanted in parts]
     # nan comes first.
@@ -223,9 +268,9 @@ def _compare(
     wrong = tuple(
         f"{title} is {_ratio(value, wanted)} the correct value (relative difference {error:.2g})"
         for error, title, value, wanted in differences
-        if not error <= tolerance
+        if not error <= report.tolerance
     )
-    return GradientReport(stage, precision, ranks, differences[0][0], tolerance, wrong)
+    return replace(report, error=differences[0][0], wrong=report.wrong + wrong)
 
 
 def _difference(value: torch.Tensor, wanted: torch.Tensor) -> float:

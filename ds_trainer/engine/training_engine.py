@@ -19,7 +19,7 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
-from ds_trainer.engine.finite_step import enable_overflow_checks, scales_loss, skipped_update
+from ds_trainer.engine.finite_step import SkippedStepError, enable_overflow_checks, scales_loss, skipped_update
 from ds_trainer.engine.gradient_norm import reduce_norm_once
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
@@ -207,6 +207,7 @@ class TrainingEngine:
         Raises:
             ConfigError: in the first step, if the gradients of a replicated parameter differ across tensor-parallel
                 ranks.
+            SkippedStepError: this version of DeepSpeed applies a step that must be skipped.
         """
         if self.before_step is not None:
             self.before_step()
@@ -218,7 +219,10 @@ class TrainingEngine:
             skip_update = skip_update or (self.guarded and not bool(self._grad_norm.isfinite()))
         with skipped_update(self.deepspeed.optimizer) if skip_update else nullcontext():
             self.deepspeed.step()
-        return self.deepspeed.was_step_applied()
+        applied = self.deepspeed.was_step_applied()
+        if applied and skip_update:
+            raise SkippedStepError
+        return applied
 
     def drop_step(self) -> None:
         """Clears the gradients of a step that will be run again; nothing else changes. Collective."""

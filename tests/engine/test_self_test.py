@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiler import compile_config
-from ds_trainer.engine import self_test
+from ds_trainer.engine import self_test, training_engine
 from ds_trainer.engine.self_test import GradientReport, TinyModel
+from ds_trainer.engine.tensor_parallel import partitioning
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.doctor.gradients import run_self_test
 from ds_trainer.parallel.layout import ParallelLayout
@@ -56,7 +60,7 @@ def test_the_self_test_passes_with_float32_sums_at_every_stage() -> None:
 
 
 def other_settings() -> list[GradientReport]:
-    """Autocast; sliced layers are left out of the test; a user's own way of reducing."""
+    """Autocast; tensor parallelism; a user's own way of reducing."""
     config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": False}}
     return [
         report(zero_stage=2, torch_autocast="bf16"),
@@ -67,7 +71,7 @@ def other_settings() -> list[GradientReport]:
 
 def test_the_self_test_passes_with_other_settings() -> None:
     for reports in pool(2).run(other_settings):
-        assert [one.title for one in reports] == ["ZeRO-2 autocast bf16", "ZeRO-1 fp32", "ZeRO-2 fp32"]
+        assert [one.title for one in reports] == ["ZeRO-2 autocast bf16", "ZeRO-1 fp32, tp 2", "ZeRO-2 fp32"]
         assert [one.wrong for one in reports] == [(), (), ()]
 
 
@@ -108,6 +112,8 @@ def one_use_is_lost(self: TinyModel, tokens: torch.Tensor, targets: torch.Tensor
     hidden = torch.tanh(self.first(self.embedding(tokens)))
     hidden = torch.tanh(self.shared(hidden))
     hidden = hidden + self._block(hidden)
+    transposed = hidden.flatten(0, -2).t().contiguous().t()
+    hidden = hidden + self.narrow(torch.tanh(self.wide(transposed))).view_as(hidden)
     second = torch.nn.functional.linear(hidden, self.shared.weight.detach(), self.shared.bias.detach())
     predicted = self.head(second).squeeze(-1).mean(dim=-1)
     return (predicted.to(targets.dtype) - targets).square().sum()
@@ -197,7 +203,8 @@ def ring_sum(ranks: int, step: int, lost_contributor: int | None = None) -> dict
 
 
 def simulated(ranks: int, found: dict[str, torch.Tensor]) -> GradientReport:
-    return self_test._compare(found, [float("nan")] * 2, ranks, 1, "bf16", self_test.TOLERANCE["bf16"])
+    empty = GradientReport(1, "bf16", 1, ranks, 0.0, self_test.TOLERANCE["bf16"], ())
+    return self_test._compare(found, [float("nan")] * 2, ranks, empty)
 
 
 def test_bf16_sums_of_1024_ranks_are_accepted() -> None:
@@ -263,3 +270,79 @@ def before_and_after() -> list[tuple[Any, ...]]:
 def test_the_self_test_restores_the_random_state() -> None:
     for before, after in pool(2).run(before_and_after):
         assert before == after
+
+
+# -- what another version of DeepSpeed could do -----------------------------------------------------------------------
+
+
+def another_step() -> Callable[..., Any]:
+    """DeepSpeed's step of ZeRO 1 and 2 with other names for its private parts, as a later version may have."""
+    kind = stage_1_and_2.DeepSpeedZeroOptimizer
+    source = textwrap.dedent(inspect.getsource(kind.step))
+    for name in ("check_grad_overflow", "check_overflow", "scaled_global_norm"):
+        assert f"self.{name}" in source
+        source = source.replace(f"self.{name}", f"self.another_{name}")
+    names = dict(vars(stage_1_and_2))
+    exec(source, names)
+    return names["step"]  # type: ignore[no-any-return]
+
+
+def renamed(stage: int) -> GradientReport:
+    kind = stage_1_and_2.DeepSpeedZeroOptimizer
+    kind.another_check_grad_overflow = True
+    kind.another_check_overflow, kind.another_scaled_global_norm = kind.check_overflow, kind.scaled_global_norm
+    with replaced(kind, "step", another_step()):
+        return report(zero_stage=stage, bf16=True)
+
+
+def test_a_skipped_step_that_is_applied_is_detected() -> None:
+    for stage in (1, 2):
+        (found,) = pool(1).run(partial(renamed, stage))
+        assert [one for one in found.wrong if "applies a step that must be skipped" in one] == list(found.wrong) != []
+
+
+def unchecked() -> GradientReport:
+    """The norm that DeepSpeed computes is finite although the gradient is not."""
+    with (
+        replaced(training_engine, "enable_overflow_checks", lambda it: setattr(it, "check_grad_overflow", False)),
+        replaced(training_engine, "reduce_norm_once", lambda optimizer: None),
+        replaced(stage_1_and_2.DeepSpeedZeroOptimizer, "scaled_global_norm", lambda self: torch.ones(())),
+    ):
+        return report(zero_stage=1, bf16=True)
+
+
+def test_a_step_with_a_non_finite_loss_that_is_applied_is_detected() -> None:
+    (found,) = pool(1).run(unchecked)
+    assert any("had a loss that is not finite changed embedding.weight" in one for one in found.wrong), found.wrong
+
+
+def dropped_sum(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+    """As in DeepSpeed's layers: the sum is written to a copy."""
+    torch.distributed.all_reduce(gradient.contiguous(), group=ctx.group)
+    return None, gradient
+
+
+def without_repairs(stage: int) -> GradientReport:
+    from deepspeed.module_inject import layers
+
+    with (
+        replaced(partitioning, "repair_layers", lambda: None),
+        replaced(layers.ColumnParallel, "backward", staticmethod(dropped_sum)),
+    ):
+        return report(zero_stage=stage, tensor_parallel_size=2)
+
+
+def all_stages_with_tensor_parallelism() -> list[GradientReport]:
+    return [report(zero_stage=stage, tensor_parallel_size=2, bf16=stage > 0) for stage in range(4)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_self_test_passes_with_tensor_parallelism(ranks: int) -> None:
+    for reports in pool(ranks).run(all_stages_with_tensor_parallelism):
+        assert [one.wrong for one in reports] == [()] * 4
+        assert {one.tp for one in reports} == {2}
+
+
+def test_gradients_that_tensor_parallel_layers_do_not_add_up_are_detected() -> None:
+    for found in pool(2).run(partial(without_repairs, 1)):
+        assert not found.good and "their gradients differ" in found.wrong[0]

@@ -14,6 +14,7 @@ from ds_trainer.monitor.doctor.clocks import clock_finding, measure_skews
 from ds_trainer.monitor.doctor.findings import Finding, GroupedFinding, Level, RankHost, grouped
 from ds_trainer.monitor.doctor.gradients import finding_of, run_self_test
 from ds_trainer.monitor.doctor.jit_locks import extensions_directory, lock_findings
+from ds_trainer.monitor.doctor.library_changes import library_findings
 from ds_trainer.monitor.doctor.machine import (
     affinity,
     core_findings,
@@ -71,6 +72,8 @@ def examine(request: Request, info: RankInfo) -> list[GroupedFinding]:
     required = [(rank, facts) for rank, facts, *_ in reports]
     recommended = [(rank, facts) for rank, _, facts, *_ in reports]
     common = version_findings(required, versions()) + version_findings(recommended, ())
+    # Ranks have the same versions, or fail above. Comparing reads files: once for all.
+    common += distributed.broadcast_object(library_findings() if here == ranks[0] else [])
     if request.compared:
         digests = [digest for *_, digest, _ in reports]
         different = argument_differences(here, arguments, digests, distributed.gather_objects)

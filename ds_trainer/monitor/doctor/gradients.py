@@ -17,8 +17,17 @@ from ds_trainer.arguments.enums import SelfTest
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
-from ds_trainer.engine.self_test import ACCUMULATION, MICRO_BATCH, WIDTH, GradientReport, check_gradient
+from ds_trainer.engine.self_test import (
+    ACCUMULATION,
+    MICRO_BATCH,
+    PARTITION,
+    WIDE,
+    WIDTH,
+    GradientReport,
+    check_gradient,
+)
 from ds_trainer.monitor.doctor.findings import Finding, Level
+from ds_trainer.monitor.doctor.library_changes import warn_of_changes
 from ds_trainer.monitor.doctor.versions import versions
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -53,9 +62,11 @@ REMEDY = (
 def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> CompiledConfig:
     """The configuration of the self-test: the run's ZeRO stage, precision and gradient reduction, for a tiny model.
 
-    Offload, compression and tensor parallelism are left out: the first two round, the last one needs a real model.
+    Offload and compression are left out, because they round.
     """
     chosen: dict[str, Any] = {"zero_allow_untested_optimizer": True, **compiled.select(_DECISIVE)}  # plain SGD
+    if layout.tp > 1:
+        chosen["tensor_parallel"] = {"partition_config": PARTITION}
     stage = compiled.zero_stage
     small = {"reduce_bucket_size": 2 * WIDTH * WIDTH}  # elements: a layer and a half
     if stage == 3:
@@ -69,6 +80,7 @@ def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: 
     test_args = TrainingArguments(
         "self_test",
         zero_stage=stage,
+        tensor_parallel_size=layout.tp,
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=ACCUMULATION,
         max_grad_norm=0.0,
@@ -83,7 +95,7 @@ def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: 
 
 def run_self_test(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport:
     """Test the gradients of a run with ``args`` and its ``compiled`` configuration. Collective."""
-    layout = _without_tensor(layout)
+    layout = _tested_layout(layout)
     return check_gradient(self_test_config(args, compiled, layout), layout, args.device)
 
 
@@ -141,14 +153,15 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
         ConfigError: the gradient is wrong.
     """
     mode = mode_of(args)
-    flat = _without_tensor(layout)
-    config = None if mode == SelfTest.NEVER else self_test_config(args, compiled, flat)
-    wanted = config is not None and (mode == SelfTest.ALWAYS or not _stamp(config, args.device).is_file())
+    changed = args.process_index == 0 and warn_of_changes(stamp_directory().with_name("libraries"), mode.value)
+    layout = _tested_layout(layout)
+    config = None if mode == SelfTest.NEVER else self_test_config(args, compiled, layout)
+    wanted = config is not None and (mode == SelfTest.ALWAYS or changed or not _stamp(config, args.device).is_file())
     if not distributed.agree(torch.tensor([int(wanted)]))[0]:
         return None
-    config = config or self_test_config(args, compiled, flat)
+    config = config or self_test_config(args, compiled, layout)
     began = time.monotonic()
-    report = check_gradient(config, flat, args.device)
+    report = check_gradient(config, layout, args.device)
     message = finding_of(report, time.monotonic() - began).message
     if not report.good:
         raise ConfigError(
@@ -162,8 +175,11 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     return report
 
 
-def _without_tensor(layout: ParallelLayout) -> ParallelLayout:
-    return ParallelLayout(layout.world_size) if layout.tp > 1 else layout
+def _tested_layout(layout: ParallelLayout) -> ParallelLayout:
+    """Without sequence sharding if there is tensor parallelism; without that if the tiny model has too few features."""
+    if layout.tp == 1:
+        return layout
+    return ParallelLayout(layout.world_size, tp=layout.tp if WIDE % layout.tp == 0 else 1)
 
 
 def _stamp(config: CompiledConfig, device: torch.device) -> Path:

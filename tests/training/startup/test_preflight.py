@@ -98,7 +98,7 @@ def test_a_wrong_gradient_stops_startup(tmp_path: Path) -> None:
             assert "The engine's gradient is wrong on this installation (ZeRO-1 fp32)" in refusal
             assert "2 times the correct value" in refusal
             assert "self_test=never" in refusal
-    assert list(tmp_path.glob("cache/**/*.json")) == []
+    assert list(tmp_path.glob("cache/**/self_test/*.json")) == []
     assert pool(2).run(partial(wrong_gradient, tmp_path / "out", tmp_path / "cache", "never")) == ["", ""]
 
 
@@ -126,7 +126,7 @@ def twice(output_dir: Path, cache: Path) -> list[bool]:
 
 def test_the_auto_self_test_runs_once_per_installation_and_stage(tmp_path: Path) -> None:
     assert pool(2).run(partial(twice, tmp_path / "out", tmp_path / "cache")) == [[True, False, True]] * 2
-    notes = [json.loads(path.read_text()) for path in (tmp_path / "cache").rglob("*.json")]
+    notes = [json.loads(path.read_text()) for path in (tmp_path / "cache").rglob("self_test/*.json")]
     assert sorted(note["tested"] for note in notes) == ["ZeRO-1 fp32", "ZeRO-2 fp32"]
 
 

@@ -1,0 +1,267 @@
+"""The rows of :mod:`ds_trainer.engine.library_rows` about engines of DeepSpeed, their gradients and their steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
+ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
+OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload."
+COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
+PARTITION = "deepspeed.runtime.zero.partition_parameters:"
+BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer."
+FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer."
+UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer."
+GROUPS = "deepspeed.utils.groups:"
+
+SELF_TEST = "self-test"
+TP_SELF_TEST = "self-test of tensor parallelism"
+RAISES = "an error says so"
+UNSEEN = "nothing shows it while training"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one file of ds_trainer depends on.
+
+    Attributes:
+        file: its path below ``ds_trainer/``.
+        risk: what goes wrong if one of the functions changes.
+        shown_by: what would show it in a run: begins with :data:`SELF_TEST` if that test covers it, with :data:`RAISES`
+            if it ends the run, with :data:`UNSEEN` otherwise.
+        replaces: functions whose place another one takes, ``module:name``.
+        relies_on: functions whose inside the file knows.
+    """
+
+    file: str
+    risk: str
+    shown_by: str
+    replaces: tuple[str, ...] = ()
+    relies_on: tuple[str, ...] = ()
+
+
+def of(owner: str, *names: str) -> tuple[str, ...]:
+    """The functions ``names`` of ``owner``, a prefix such as :data:`ENGINE`."""
+    return tuple(owner + name for name in names)
+
+
+ENGINE_ROWS = (
+    # -- engine construction
+    Row(
+        "engine/optimizer_state_init.py",
+        "the optimizer takes a step with zero gradients at construction",
+        UNSEEN,
+        replaces=of(UNFUSED, "initialize_optimizer_states"),
+        relies_on=of(UNFUSED, "__init__"),
+    ),
+    Row(
+        "engine/adagrad.py",
+        "Adagrad loses the settings of its groups under ZeRO",
+        UNSEEN,
+        replaces=(*of(ZERO12, "initialize_optimizer_states"), *of(ZERO3, "initialize_optimizer_states")),
+    ),
+    Row(
+        "engine/scalar_parameters.py",
+        "models with zero-dimensional parameters are rejected",
+        RAISES,
+        replaces=(
+            *of(ENGINE, "_broadcast_model"),
+            *of(PARTITION, "Init._zero_init_param", "GatheredParameters._exit"),
+        ),
+    ),
+    Row(
+        "engine/loading/placement.py",
+        "weights are loaded at the wrong time, or in the wrong dtype",
+        "the check of loaded weights",
+        replaces=of(ENGINE, "_configure_distributed_model"),
+        relies_on=(
+            *of(ENGINE, "__init__", "_mixed_precision_dtypes"),
+            *of("deepspeed.runtime.keep_in_fp32:", "keep_buffers_in_fp32", "keep_in_fp32_pattern"),
+        ),
+    ),
+    Row(
+        "engine/loading/parameter_sharding.py",
+        "shards of ZeRO-3 are wrong",
+        f"{SELF_TEST}, and the check of loaded weights",
+        relies_on=(
+            *of(PARTITION, "Init.__init__", "Init._zero_init_param", "Init._convert_to_deepspeed_param"),
+            *of(GROUPS, "_get_zero_param_intra_parallel_group"),
+        ),
+    ),
+    Row(
+        "engine/loading/parameter_data.py",
+        "a parameter loses its identity when its elements are replaced",
+        RAISES,
+        relies_on=("torch.utils:swap_tensors", "deepspeed.runtime.engine:CASTABLE_DTYPES"),
+    ),
+    Row(
+        "engine/loading/creation_memory.py",
+        "creating a ZeRO-3 engine needs more memory and traffic",
+        "a warning at creation",
+        replaces=of(ZERO3, "_create_fp32_partitions", "create_reduce_and_remove_grad_hooks"),
+        relies_on=("deepspeed.runtime.zero.stage3:defragment", *of(ZERO3, "initialize_optimizer_states")),
+    ),
+    Row(
+        "engine/topology.py",
+        "ranks reduce over wrong groups",
+        "an error at start if sizes or members differ",
+        replaces=of(GROUPS, "mpu", "_DATA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
+        relies_on=of(
+            GROUPS,
+            "get_tensor_model_parallel_group",
+            "_get_data_parallel_group",
+            "_get_zero_param_intra_parallel_group",
+        ),
+    ),
+    Row(
+        "engine/zero3/closing.py",
+        "closed engines stay in memory, and the next one gathers with their coordinator",
+        UNSEEN,
+        relies_on=(
+            "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK",
+            *of(COORDINATOR, "__params_to_release"),
+            *of(OFFLOAD, "_register_deepspeed_module"),
+        ),
+    ),
+    Row(
+        "engine/muon_compilation.py",
+        "a start takes two seconds longer",
+        UNSEEN,
+        replaces=("deepspeed.runtime.compiler:compile",),
+        relies_on=("deepspeed.runtime.zero.muon.original_muon:zeropower_via_newtonschulz5",),
+    ),
+    Row(
+        "engine/meta_engine.py",
+        "the engine of a dry run differs from the real one",
+        "the tests of dry runs only",
+        replaces=("deepspeed.ops.op_builder.builder:OpBuilder.load", "deepspeed.runtime.zero.stage3:defragment"),
+    ),
+    Row(
+        "engine/training_engine.py",
+        "secrets are written into checkpoints; a loss is scaled twice",
+        f"{SELF_TEST} (the scale of the loss)",
+        relies_on=of(ENGINE, "backward", "_backward_prologue", "step", "_take_model_step", "was_step_applied"),
+    ),
+    # -- gradients and steps
+    Row(
+        "engine/training_engine.py",
+        "float32 without ZeRO is clipped by a wrong norm",
+        SELF_TEST,
+        replaces=of(ENGINE, "clip_fp32_gradients"),
+        relies_on=of(ENGINE, "_take_model_step", "allreduce_gradients", "buffered_allreduce_fallback"),
+    ),
+    Row(
+        "engine/finite_step.py",
+        "a step that must be skipped is applied: non-finite gradients and loss spikes reach the weights",
+        f"{SELF_TEST}, and an error if a skipped step was applied",
+        replaces=(
+            *of(ZERO12, "check_overflow", "scaled_global_norm", "_update_scale"),
+            *of(ZERO3, "_overflow_check_and_loss_scale_update"),
+        ),
+        relies_on=(
+            *of(ZERO12, "step"),
+            *of(ZERO3, "step", "_loss_scale_update_and_overflow_cleanup"),
+            *of(BF16, "step"),
+            *of(FUSED, "step", "_skip_invalid_grad_norm"),
+            *of(UNFUSED, "step", "_skip_invalid_grad_norm"),
+            *of(ENGINE, "_take_model_step", "was_step_applied"),
+        ),
+    ),
+    Row(
+        "engine/gradient_norm.py",
+        "gradients are clipped by a wrong norm at ZeRO 1 to 3",
+        SELF_TEST,
+        replaces=(*of(ZERO12, "scaled_global_norm"), *of(ZERO3, "_get_norm_groups")),
+        relies_on=(
+            *of(ZERO12, "get_grad_norm_direct", "_model_parallel_all_reduce", "_muon_update_lacks_loss_scale"),
+            *of(ZERO3, "get_grad_norm_direct", "_get_param_partition_group", "_autoep_expert_parallel_group"),
+            *of(ZERO3, "_grad_norm_counts_every_rank", "_muon_update_lacks_loss_scale"),
+            "deepspeed.runtime.utils:is_model_parallel_parameter",
+            "deepspeed.runtime.zero.utils:get_norm_dtype",
+        ),
+    ),
+    Row(
+        "engine/reduction_order.py",
+        "ranks that use different modules hang, or add gradients of different parameters",
+        f"{SELF_TEST} (gradients of equal modules)",
+        replaces=(
+            *of(ZERO12, "reduce_independent_p_g_buckets_and_remove_grads"),
+            *of(ZERO12, "overlapping_partition_gradients_reduce_epilogue"),
+            *of(BF16, "backward_epilogue"),
+        ),
+        relies_on=(
+            *of(ZERO12, "process_gradients", "setup_buckets", "get_gradient_for_reduction", "backward_epilogue"),
+            *of(BF16, "get_grads_for_norm"),
+        ),
+    ),
+    Row(
+        "engine/reduction_dtypes.py",
+        "gradients are reduced or accumulated in another dtype",
+        f"{SELF_TEST} (to the tolerance of 16 bits)",
+        replaces=(
+            *of(ZERO12, "__init__"),  # sets get_param_comm_dtype
+            *of("deepspeed.runtime.torch_autocast:", "TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"),
+        ),
+        relies_on=(
+            "deepspeed.runtime.torch_autocast:get_comm_dtype",
+            "deepspeed.runtime.torch_autocast:PARAM_COMM_DTYPE_ATTR_NAME",
+            *of(ENGINE, "_backward_epilogue", "buffered_allreduce_fallback"),
+        ),
+    ),
+    Row(
+        "engine/zero3/leaf_modules.py",
+        "gradients of a leaf module are reduced before they are computed",
+        RAISES,
+        relies_on=(
+            *of("deepspeed.utils.z3_leaf_module:", "set_z3_leaf_module", "get_z3_leaf_modules"),
+            *of(ZERO3, "create_reduce_and_remove_grad_hooks"),
+        ),
+    ),
+    Row(
+        "engine/zero3/module_guard.py",
+        "ranks that call different modules hang, or exchange parameters of different modules",
+        UNSEEN,
+        replaces=(
+            *of(COORDINATOR, "trace_prologue"),
+            *of(ZERO3, "reduce_ready_partitions_and_remove_grads"),
+            *of(ZERO3, "overlapping_partition_gradients_reduce_epilogue"),
+        ),
+        relies_on=(
+            *of(OFFLOAD, "pre_sub_module_forward_function", "pre_sub_module_backward_function"),
+            "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
+        ),
+    ),
+    Row(
+        "engine/whole_weights.py",
+        "generation gathers all weights for every token, or uses released ones",
+        RAISES,
+        relies_on=(
+            *of(COORDINATOR, "release_sub_module", "_invalidate_trace", "is_invalid_trace"),
+            *of(ZERO3, "empty_partition_cache"),
+        ),
+    ),
+    Row(
+        "engine/zero3/registered_hooks.py",
+        "hooks are lost when a library registers DeepSpeed's again",
+        UNSEEN,
+        replaces=of(OFFLOAD, "_register_deepspeed_module"),
+    ),
+    Row(
+        "engine/rehearsal.py",
+        "a trial pass of a batch-size search communicates, and ranks hang",
+        "the report of a hang",
+        replaces=("deepspeed.comm.comm:cdb", "deepspeed.runtime.zero.utils:assert_ints_same_as_other_ranks"),
+    ),
+    Row(
+        "engine/interrupted_pass.py",
+        "gradients of an interrupted pass are left in buckets, and a repeated pass leaves out wrong collectives",
+        UNSEEN,
+        replaces=("deepspeed.comm.comm:cdb",),
+        relies_on=(
+            *of(COORDINATOR, "is_complete_trace", "release_backward_leftovers", "_clean_inflight_param_registry"),
+            "deepspeed.runtime.base_optimizer:ZeROOptimizer",
+            *of(ZERO12, "reduce_ipg_grads", "setup_buckets"),
+        ),
+    ),
+)

@@ -1,0 +1,209 @@
+"""The table of :mod:`ds_trainer.engine.library_functions`: one row per file of ds_trainer and effect.
+
+After a change run ``python tools/library_functions.py``, and keep docs/explanation/deepspeed-patches.md in step.
+"""
+
+from __future__ import annotations
+
+from ds_trainer.engine.engine_rows import (
+    BF16,
+    COORDINATOR,
+    ENGINE,
+    ENGINE_ROWS,
+    FUSED,
+    GROUPS,
+    RAISES,
+    TP_SELF_TEST,
+    UNFUSED,
+    UNSEEN,
+    ZERO3,
+    ZERO12,
+    Row,
+    of,
+)
+
+LAYERS = "deepspeed.module_inject.layers:"
+AUTO_TP = "deepspeed.module_inject.auto_tp:AutoTP."
+C10D = "torch.distributed.distributed_c10d:"
+
+ROWS = (
+    *ENGINE_ROWS,
+    # -- tensor parallelism
+    Row(
+        "engine/tensor_parallel/repairs.py",
+        "sums over tensor-parallel ranks are discarded, gradients are wrong",
+        TP_SELF_TEST,
+        replaces=of(LAYERS, "RowParallel.forward", "ColumnParallel.backward", "AsyncColumnParallel.backward"),
+        relies_on=of(LAYERS, "RowParallel.backward", "ColumnParallel.forward", "AsyncColumnParallel.forward"),
+    ),
+    Row(
+        "engine/tensor_parallel/repairs.py",
+        "layers without elements on a rank are rejected, or inputs are compared in vain",
+        RAISES,
+        replaces=of(COORDINATOR, "fetch_sub_module"),
+        relies_on=of(ENGINE, "_configure_tensor_parallel"),
+    ),
+    Row(
+        "engine/tensor_parallel/embedding_partitioning.py",
+        "the optimizer holds an old embedding, or its slice is saved as the whole",
+        UNSEEN,
+        replaces=of(AUTO_TP, "_slice_embedding"),
+        relies_on=(
+            *of(AUTO_TP, "_gather_zero3_params"),
+            *of(LAYERS, "_build_param_uc_restore_meta"),
+            "deepspeed.module_inject.tp_shard:get_shard_size_list",
+        ),
+    ),
+    Row(
+        "engine/tensor_parallel/partitioning.py",
+        "slices are cut differently from the plan that ds_trainer has checked",
+        TP_SELF_TEST,
+        replaces=of(ENGINE, "_apply_autotp_partitioning"),
+        relies_on=(
+            *of(AUTO_TP, "_replace_with_config", "_create_row_parallel_layer", "_create_column_parallel_layer"),
+            *of(LAYERS, "LinearLayer._tp_partition", "LinearAllreduce._tp_partition"),
+            *of(LAYERS, "LinearLayer.forward", "LinearAllreduce.forward"),
+        ),
+    ),
+    Row(
+        "engine/tensor_parallel/lora_partitioning.py",
+        "an adapter is dropped, or partitioned differently from its layer",
+        UNSEEN,
+        replaces=of(AUTO_TP, "_replace_with_config"),
+        relies_on=(
+            *of(AUTO_TP, "_create_row_parallel_layer", "_create_column_parallel_layer", "_get_model_type"),
+            *of("peft.tuners.lora.layer:", "Linear.forward"),
+        ),
+    ),
+    Row(
+        "engine/tensor_parallel/partition_check.py",
+        "a plan is accepted that DeepSpeed reads differently",
+        "an error if no parameter is partitioned",
+        relies_on=(
+            "deepspeed.runtime.tensor_parallel.config:_get_hf_tp_plan",
+            "deepspeed.module_inject.tp_plan_converter:TPPlanConverter",
+            "deepspeed.module_inject.autotp_config:AutoTPConfig.find_matching_spec",
+        ),
+    ),
+    Row(
+        "engine/tensor_parallel/vocab_parallel_head.py",
+        "losses and metrics read a slice of the logits",
+        RAISES,
+        relies_on=of(LAYERS, "VocabParallelLinear", "GatherFromTensorParallelRegion"),
+    ),
+    Row(
+        "engine/tensor_parallel/tensor_parallel_rng.py",
+        "dropout masks of different slices are equal",
+        UNSEEN,
+        relies_on=of(LAYERS, "LinearAllreduce.forward", "SubParamLinearAllreduce", "SubParamLinearLayer"),
+    ),
+    # -- optimizer states
+    Row(
+        "engine/state/flat_partitions.py",
+        "checkpoints describe wrong elements of weights and optimizer states",
+        "the check of loaded states",
+        relies_on=(
+            *of(ZERO12, "__init__", "get_data_parallel_partitions", "_round_robin_reorder"),
+            *of(ZERO3, "_create_fp16_partitions_with_defragmentation", "_create_fp32_partitions"),
+            *of(BF16, "_setup_for_real_optimizer"),
+            *of(FUSED, "__init__"),
+            *of(UNFUSED, "__init__"),
+        ),
+    ),
+    Row(
+        "engine/state/state_shards.py",
+        "weights are not refreshed from loaded masters, or offloaded states are read in the middle of a step",
+        "the check of loaded states",
+        relies_on=(*of(ZERO3, "checkpoint_event_prologue", "checkpoint_event_epilogue"),),
+    ),
+    # -- process groups and libraries
+    Row(
+        "engine/process_group.py",
+        "DeepSpeed compiles an operator on CPUs; groups of a closed engine are kept",
+        UNSEEN,
+        replaces=("deepspeed.ops:__getattr__",),
+        relies_on=of(GROUPS, "_release_process_group_references"),
+    ),
+    Row(
+        "utils/collective_limit.py",
+        "the limit of collectives (ddp_timeout) does not hold for groups that DeepSpeed creates",
+        "the report of a hang",
+        replaces=of(C10D, "default_pg_timeout", "default_pg_nccl_timeout"),
+        relies_on=of(C10D, "new_group", "split_group", "_world", "_set_pg_timeout", "set_timeout"),
+    ),
+    Row(
+        "utils/store.py",
+        "ranks cannot exchange messages through the store",
+        RAISES,
+        relies_on=of(C10D, "_get_default_store"),
+    ),
+    Row(
+        "utils/failures.py",
+        "a rank waits for the others when it ends after an error",
+        "the report of a hang",
+        relies_on=of(C10D, "_abort_process_group"),
+    ),
+    Row(
+        "parallel/groups.py",
+        "creating a group of one rank enters a communicator of all ranks",
+        "the report of a hang",
+        relies_on=of(C10D, "new_group", "split_group"),
+    ),
+    Row(
+        "monitor/health/waits.py",
+        "seconds of waiting are not counted, and a hang is described without its collective",
+        UNSEEN,
+        replaces=("torch._C._distributed_c10d:Work.wait",),
+        relies_on=("torch._C._distributed_c10d:Work", *of(C10D, "_world")),
+    ),
+    Row(
+        "engine/loading/transformers_zero3.py",
+        "from_pretrained in a callback becomes a collective, or generate stops at different tokens",
+        "the report of a hang",
+        replaces=(
+            "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
+            *of("transformers.modeling_utils:PreTrainedModel.", "from_pretrained", "_from_config"),
+        ),
+        relies_on=of("transformers.integrations.deepspeed:", "is_deepspeed_zero3_enabled", "set_hf_deepspeed_config"),
+    ),
+    Row(
+        "engine/quantized_weights.py",
+        "4-bit weights are repacked for inference in evaluation, and train without gradients",
+        RAISES,
+        replaces=("bitsandbytes.nn.modules:Linear4bit.forward",),
+        relies_on=of("bitsandbytes.nn.modules:", "Params4bit", "Int8Params"),
+    ),
+    Row(
+        "engine/activation_checkpointing.py",
+        "DeepSpeed's options of activation checkpointing have no effect",
+        UNSEEN,
+        replaces=("transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing",),
+        relies_on=("transformers.modeling_layers:GradientCheckpointingLayer",),
+    ),
+    Row(
+        "training/model/activation_offload.py",
+        "activations are not moved to the host",
+        "the memory of a step",
+        relies_on=("transformers.modeling_layers:GradientCheckpointingLayer",),
+    ),
+    Row(
+        "training/model/chunked_loss/linear_head.py",
+        "a loss in tiles skips what torch.compile has made of the head",
+        "the check of the tiled loss at start",
+        relies_on=("torch.nn.modules.module:Module._call_impl", "torch.nn.modules.module:Module._wrapped_call_impl"),
+    ),
+    Row(
+        "training/loop/source_losses.py",
+        "losses by source of data are those of another loss",
+        UNSEEN,
+        replaces=("torch.nn.functional:cross_entropy",),
+        relies_on=of("transformers.loss.loss_utils:", "fixed_cross_entropy", "ForCausalLMLoss"),
+    ),
+    Row(
+        "data/stream.py",
+        "a stream that shards itself by worker is read in part",
+        UNSEEN,
+        replaces=("torch.utils.data._utils.worker:_worker_info",),
+        relies_on=("torch.utils.data._utils.worker:get_worker_info",),
+    ),
+)
