@@ -31,6 +31,9 @@ _OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _BOUND = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _PREFIX = "ds_trainer/devices"
+RANKS_SHARE_GPU = "DS_TRAINER_RANKS_SHARE_GPU"
+"""Set to ``test``, ranks may have the same GPU: to run the code for several ranks under NCCL where there is only one.
+Two ranks of a GPU take turns on it, and their messages go through sockets; nothing is fast."""
 _planned: str | None = None
 _planned_name: str | None = None
 
@@ -86,6 +89,8 @@ def device_index(info: RankInfo, visible: int, environment: Mapping[str, str]) -
     """
     if visible == 1:
         return 0
+    if ranks_share_gpu(environment):
+        return info.local_rank % visible
     ranks = max(info.local_rank + 1, known_local_size(environment) or 0)
     if ranks > visible:
         variables = [f"{name}={environment[name]}" for name in (*_VISIBLE, *_BOUND) if name in environment]
@@ -97,6 +102,28 @@ def device_index(info: RankInfo, visible: int, environment: Mapping[str, str]) -
             "--gpus-per-task=1, or CUDA_VISIBLE_DEVICES set for each rank)."
         )
     return info.local_rank
+
+
+def ranks_share_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether :data:`RANKS_SHARE_GPU` is set.
+
+    Raises:
+        ConfigError: to another value than ``test``.
+    """
+    value = environment.get(RANKS_SHARE_GPU, "")
+    if value not in ("", "test"):
+        raise ConfigError(
+            f"{RANKS_SHARE_GPU}={value!r}: it lets several ranks use one GPU to test NCCL's code, which is far slower "
+            "than one rank a GPU. Set it to 'test' for that, or unset it."
+        )
+    return value == "test"
+
+
+def nccl_on_one_gpu(rank: int) -> dict[str, str]:
+    """Variables with which NCCL takes ``rank`` for the only rank of a machine: it refuses ranks that share a GPU only
+    within a machine (its ``init.cc``), and messages between machines need no access to each other's memory.
+    """
+    return {"NCCL_HOSTID": f"ds_trainer-rank-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def device_of(info: RankInfo, device_type: str) -> torch.device:
@@ -132,7 +159,7 @@ def check_distinct_devices(store: Any, info: RankInfo, uuid: str, timeout: timed
         timeout: how long to wait for the other ranks.
 
     Raises:
-        ConfigError: on all ranks: two of them have the same GPU.
+        ConfigError: on all ranks: two of them have the same GPU, and :data:`RANKS_SHARE_GPU` is not set.
     """
     own = f"rank {info.rank} (local rank {info.local_rank}, {_shown(os.environ)})"
     first = store.compare_set(f"{_PREFIX}/gpu/{uuid}", "", own).decode()
@@ -141,7 +168,7 @@ def check_distinct_devices(store: Any, info: RankInfo, uuid: str, timeout: timed
     if store.add(f"{_PREFIX}/count", 1) == info.world_size:
         store.set(f"{_PREFIX}/all", "")
     store.wait([f"{_PREFIX}/all"], timeout)
-    if store.check([f"{_PREFIX}/shared"]):
+    if store.check([f"{_PREFIX}/shared"]) and not ranks_share_gpu(os.environ):
         first, other, host, uuid, launcher = json.loads(store.get(f"{_PREFIX}/shared"))
         if info.rank == 0:
             time.sleep(1.0)  # rank 0 may hold the store, and the others still read from it

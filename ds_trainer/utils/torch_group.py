@@ -3,7 +3,7 @@
 Nothing else in the package calls ``init_process_group``. It ensures that
 
 * the store has no values of dead ranks, even if ``torchrun --max-restarts`` restarts ranks;
-* the device is the rank's own GPU, which no other rank uses;
+* the device is the rank's own GPU, which no other rank uses (except in tests: ``RANKS_SHARE_GPU``);
 * gloo connects two ranks at their first exchange, not all ranks with each other; one barrier follows at once;
 * the limit of open files, which includes connections, is as high as the machine allows.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from ds_trainer.utils.collective_limit import set_collective_limit
 from ds_trainer.utils.compiler_caches import local_caches
 from ds_trainer.utils.connections import tracked_connections
-from ds_trainer.utils.devices import check_distinct_devices, device_of, export_rank
+from ds_trainer.utils.devices import check_distinct_devices, device_of, export_rank, nccl_on_one_gpu, ranks_share_gpu
 from ds_trainer.utils.fresh_store import fresh_store, outlives_ranks
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.open_files import open_file_problem, raise_open_file_limit
@@ -46,6 +46,8 @@ def prepare_process(info: RankInfo, device_type: str) -> None:
         import torch
 
         torch.cuda.set_device(device)
+        if ranks_share_gpu(os.environ):  # NCCL reads the variables when it starts
+            os.environ.update(nccl_on_one_gpu(info.rank))
 
 
 def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, store: Any = None) -> None:

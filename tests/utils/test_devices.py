@@ -135,7 +135,9 @@ PROCESS = """
         engine = object.__new__(DeepSpeedEngine)
         engine._configure_with_arguments(None, None)  # asserts that MPI says the same
         index = os.environ["LOCAL_RANK"]
-        print(json.dumps({"before": before, "after": after, "chosen": chosen, "deepspeed": [engine.local_rank, index]}))
+        nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        found = {"before": before, "after": after, "chosen": chosen, "nccl": nccl}
+        print(json.dumps({**found, "deepspeed": [engine.local_rank, index]}))
     except ConfigError as error:
         print(json.dumps({"refused": str(error), "chosen": chosen}))
 """
@@ -217,6 +219,19 @@ def test_two_ranks_on_one_gpu_are_an_error_on_all_ranks(ranks: int, monkeypatch:
     assert all("have the same GPU (GPU-0)" in str(one) for one in said)
     assert all("CUDA_VISIBLE_DEVICES=0" in str(one) and "launcher: srun" in str(one) for one in said)
     assert max(calls) <= 7
+
+
+def test_ranks_share_a_gpu_in_tests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process(torchrun(3, 4, 4), 1)["nccl"] == {}
+    monkeypatch.setenv("DS_TRAINER_RANKS_SHARE_GPU", "test")
+    said, _ = checked(["GPU-0", "GPU-0", "GPU-1", "GPU-1"])
+    assert said == [None] * 4
+    environment = {**torchrun(3, 4, 4), "DS_TRAINER_RANKS_SHARE_GPU": "test"}
+    assert [device_index(resolve_ranks(environment), visible, environment) for visible in (1, 2, 4)] == [0, 1, 3]
+    found = process(environment, 1)
+    assert found["nccl"] == {"NCCL_HOSTID": "ds_trainer-rank-3", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    refused = process({**environment, "DS_TRAINER_RANKS_SHARE_GPU": "1"}, 2)["refused"]
+    assert "DS_TRAINER_RANKS_SHARE_GPU='1'" in refused and "unset it" in refused
 
 
 def local_rank_of_accelerate() -> tuple[int, int]:
