@@ -60,6 +60,7 @@ class Case:
     batch: int = 1
     quiet_steps: int = 2
     """Minimum number of steps between two saves."""
+    by_default: bool = True
 
 
 CASES = {
@@ -72,6 +73,8 @@ CASES = {
     "cuda": [
         Case("50m bf16", 512, 12, 8192, rounds=3, bf16=True, sequence=1024, quiet_steps=5),
         Case("400m bf16", 1024, 24, 32768, rounds=3, bf16=True, sequence=1024, batch=4, quiet_steps=5),
+        # 1.35e9 parameters: 16 GB of float32 weights and moments, 2.7 GB of weights in bf16.
+        Case("1b bf16", 2048, 16, 128256, 1, bf16=True, sequence=1024, batch=4, quiet_steps=5, by_default=False),
     ],
 }
 
@@ -130,7 +133,9 @@ class Bench:
             bf16=case.bf16,
         )
         self.data = Tokens(case)
-        self.trainer = Trainer(build_model(case), args, train_dataset=self.data)
+        with torch.device(device):  # which makes large weights faster than the CPU does
+            model = build_model(case)
+        self.trainer = Trainer(model, args, train_dataset=self.data)
         self.trainer.log = lambda *args, **kwargs: None  # printing is not measured
         self.trainer.train()
         self.engine = self.trainer.engine
@@ -139,7 +144,7 @@ class Bench:
         self.saves = BackgroundSaves(self.engine, self.trainer.device, frozenset(), handler, optimizer)
         self.plans = {BACKGROUND: (self.saver.model_files(),), NO_MODEL: (None,)}
         self.bytes = 0
-        self.theirs = as_transformers(self.trainer, directory / "theirs", device)
+        self.theirs: Any = None
 
     def step(self) -> float:
         """Makes one optimizer step; returns its seconds."""
@@ -196,6 +201,8 @@ class Bench:
             "bytes": size,
             "slower": sum(steps) - len(steps) * quiet - waited,
             "steps": len(steps),
+            "median_step": statistics.median(steps or [quiet]),
+            "longest_step": max(steps or [quiet]),
         }
 
     def _blocking(self, way: str) -> dict[str, float]:
@@ -221,6 +228,7 @@ class Bench:
         if way == DEEPSPEED:
             self.engine.deepspeed.save_checkpoint(str(target))
         elif way == THEIRS:
+            self.theirs = self.theirs or as_transformers(trainer, self.directory / "theirs", self.device)
             self.theirs.state.global_step = trainer.state.global_step
             self.theirs._save_checkpoint(trainer.model, trial=None)
             return Path(self.theirs.args.output_dir)
@@ -264,20 +272,20 @@ def size_of(path: Path) -> int:
     return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 
 
-def measure(case: Case, directory: Path, device: str) -> dict[str, Any]:
+def measure(case: Case, directory: Path, device: str, ways: list[str]) -> dict[str, Any]:
     """Measures all rounds of one case."""
     bench = Bench(case, directory, device)
     parameters = sum(p.numel() for p in bench.trainer.model.parameters())
-    for way in (WAITING, *WAYS):  # the first save is always slow, and dd needs the size
-        bench.turn(way)
+    # The first save is always slow (the first in the background allocates the memory for its copy); dd needs the size.
+    first = {way: bench.turn(way) for way in ([WAITING, *ways] if DD in ways else ways)}
     print(f"{case.name}: warm", file=sys.stderr, flush=True)
-    order, turns = random.Random(SEED), {way: [] for way in WAYS}
+    order, turns = random.Random(SEED), {way: [] for way in ways}
     for _ in range(case.rounds):
-        for way in order.sample(WAYS, len(WAYS)):
+        for way in order.sample(ways, len(ways)):
             turns[way].append(bench.turn(way))
             print(f"{case.name}: {way}: {turns[way][-1]}", file=sys.stderr, flush=True)
     bench.engine.close()
-    return {**asdict(case), "parameters": parameters, "turns": turns, **summary(turns)}
+    return {**asdict(case), "parameters": parameters, "first": first, "turns": turns, **summary(turns)}
 
 
 def summary(turns_by_way: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -295,9 +303,11 @@ def summary(turns_by_way: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             way: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
             for way, turns in turns_by_way.items()
         },
-        "held_up_of": {way: ratios(BACKGROUND, way, "held_up") for way in (NO_MODEL, WAITING, DEEPSPEED, THEIRS, RAW)},
+        "held_up_of": {way: ratios(BACKGROUND, way, "held_up") for way in turns_by_way if way not in (BACKGROUND, DD)},
         # seconds per byte of dd over those of the others: the fraction of dd's rate
-        "rate_of_dd": {way: ratios(DD, way, "on_disk", "bytes") for way in WAYS if way != DD},
+        "rate_of_dd": {
+            way: ratios(DD, way, "on_disk", "bytes") for way in turns_by_way if way != DD and DD in turns_by_way
+        },
     }
 
 
@@ -314,8 +324,7 @@ def table(results: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
-        for way in WAYS:
-            median = one["medians"][way]
+        for way, median in one["medians"].items():
             ratio = one["held_up_of"].get(way)
             rate = one["rate_of_dd"].get(way)
             lines.append(
@@ -338,6 +347,9 @@ def main() -> int:
     parser.add_argument("--device", choices=list(CASES), default="cpu", help="device to train on")
     names = sorted({case.name for cases in CASES.values() for case in cases})
     parser.add_argument("--only", nargs="+", choices=names, help="measure only these models")
+    parser.add_argument(
+        "--background", action="store_true", help="only saves in the background: how they slow training"
+    )
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary directory")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further model after this time")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
@@ -349,10 +361,11 @@ def main() -> int:
     cases = [replace(of_device[0], rounds=1)] if options.quick else of_device
     results = Results(options.out, options.device, options.minutes, load_average=os.getloadavg()[0])
     for case in cases:
-        if results.out_of_time or (options.only is not None and case.name not in options.only):
+        if results.out_of_time or not (case.name in options.only if options.only else case.by_default):
             continue
         with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-            results.add(measure(case, Path(directory), options.device))
+            ways = [BACKGROUND, NO_MODEL] if options.background else list(WAYS)
+            results.add(measure(case, Path(directory), options.device, ways))
         print(table(results.cases[-1:]), flush=True)
     print("\n" + table(results.cases))
     return 0

@@ -2,7 +2,9 @@
 
 ``variants``: tokens per second and peak memory of this Trainer with one argument changed: the loss in chunks or whole,
 compiled blocks or not, activations recomputed, in host memory or not, MLPs tiled, fp8 where torchao and the device have
-it; and ragged samples packed or padded (tokens that are no padding count). ``longest``: the length is doubled until a
+it; and ragged samples packed or padded (tokens that are no padding count). Two are no features: ``profile`` has the
+names and times of a step's kernels (which attention, which products) and the idle time of the GPU, and ``DeepSpeed's
+gradient norm`` shows what this package's is worth. ``longest``: the length is doubled until a
 step does not fit, then the interval is halved down to 5 %. Every try is a process of its own, so one that runs out of
 memory leaves nothing behind.
 
@@ -31,7 +33,12 @@ from kept_results import Results
 from torch.utils.data import Dataset
 
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+DEEPSPEEDS_NORM = "DeepSpeed's gradient norm"
 VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "profile": {"profile_steps": 3},
+    "profile, compiled blocks": {"profile_steps": 3, "torch_compile_regional": True},
+    DEEPSPEEDS_NORM: {},
     "whole logits": {"loss_chunk_tokens": 0},
     "chunked loss": {"loss_chunk_tokens": 1024},
     "compiled blocks": {"torch_compile_regional": True},
@@ -77,9 +84,13 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": joined("input_ids"), "labels": joined("labels")}
 
 
-def measure(case: Case, device: str, values: dict[str, Any], ragged: bool) -> dict[str, Any]:
+def measure(case: Case, device: str, values: dict[str, Any], ragged: bool, own_norm: bool = True) -> dict[str, Any]:
     """Train; targets a second over the timed steps, and the peak of allocated memory."""
     from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+    from ds_trainer.engine import training_engine
+
+    if not own_norm:
+        training_engine.reduce_norm_once = lambda optimizer: None
 
     clock, targets = Clock(case, device), []
 
@@ -107,12 +118,15 @@ def measure(case: Case, device: str, values: dict[str, Any], ragged: bool) -> di
         trainer.callback_handler.add_callback(StepEnd())
         trainer.train()
         trainer.engine.close()
+        figures = Path(output_dir) / "profile" / "profile.json"
+        profile = {"profile": json.loads(figures.read_text(encoding="utf-8"))} if figures.exists() else {}
     timed = sum(int(count) for count in targets[case.warmup :])
     return {
         "targets_per_second": timed / (clock.seconds * case.steps),
         "seconds_per_step": clock.seconds,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
         "loss": float(clock.losses[-1]),
+        **profile,
     }
 
 
@@ -165,7 +179,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.what == "one":
         task = json.loads(given.task)
-        found = measure(Case(**task["case"]), task["device"], task["values"], task["ragged"])
+        found = measure(Case(**task.pop("case")), **task)
         print("RESULT " + json.dumps(found), flush=True)
         return 0
     cpu = given.device == "cpu"
@@ -180,7 +194,8 @@ def main() -> int:
                 break
             if "fp8" in values and (cpu or find_spec("torchao") is None):
                 continue
-            found = attempt(task_of(case, given.device, values, ragged=name.startswith("ragged")), seconds)
+            more = {"ragged": name.startswith("ragged"), "own_norm": name != DEEPSPEEDS_NORM}
+            found = attempt(task_of(case, given.device, values, **more), seconds)
             results.add({"variant": name, **found})
             print(name, found, flush=True)
         return int(any("error" in one for one in results.cases))

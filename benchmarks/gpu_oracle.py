@@ -2,7 +2,8 @@
 
 Each case trains a small Llama with the Trainer and compares loss, gradient norm and final weights with a plain PyTorch
 loop. A resumed run must be bit-identical to the uninterrupted run. A rollback must give the result of a run without the
-bad batch. With two devices, every layout of two ranks is a case too.
+bad batch. With two devices, every layout of two ranks is a case too; with four, combinations. On one GPU, --share-gpu
+runs them with NCCL over sockets: the code of many GPUs, at a fraction of the speed.
 
     python benchmarks/gpu_oracle.py --out oracle.json         every case that this machine can run
     python benchmarks/gpu_oracle.py --device cpu --quick      the same code on the CPU, a few cases
@@ -14,6 +15,7 @@ The exit code is 1 if a case fails.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -35,6 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from ds_trainer.utils.devices import RANKS_SHARE_GPU
 from ds_trainer.utils.ranks import free_port
 
 SEED, VOCABULARY, LENGTH, GLOBAL_BATCH, STEPS = 7, 128, 32, 8, 6
@@ -70,29 +73,26 @@ def cases() -> list[Case]:
     made = [Case(f"zero{stage} fp32", {"zero_stage": stage}, quick=stage in (0, 3)) for stage in range(4)]
     for stage in range(4):
         made.append(Case(f"zero{stage} bf16", {"zero_stage": stage, "bf16": True}, precision="bf16", quick=stage == 2))
-    for stage in range(1, 4):
-        half = {"zero_stage": stage, "fp16": True}
-        made.append(Case(f"zero{stage} fp16", half, precision="fp16", devices=("cuda",)))
+    gpu: dict[str, Any] = {"devices": ("cuda",)}
+    half = {"fp16": True}
+    made += [Case(f"zero{n} fp16", {"zero_stage": n, **half}, precision="fp16", **gpu) for n in (1, 2, 3)]
     by_deepspeed = {"optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}}}
+    offload = {"offload_optimizer": "cpu"}
     made += [
         Case("adamw_torch", {"zero_stage": 1, "optim": "adamw_torch"}),
-        Case("DeepSpeed's fused Adam", {"zero_stage": 2, "deepspeed": by_deepspeed}, devices=("cuda",)),
-        Case("offloaded Adam, zero2", {"zero_stage": 2, "offload_optimizer": "cpu"}, devices=("cuda",)),
-        Case("offloaded Adam, zero3", {"zero_stage": 3, "offload_optimizer": "cpu"}, devices=("cuda",)),
-        Case(
-            "offloaded parameters",
-            {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-            devices=("cuda",),
-        ),
+        Case("DeepSpeed's fused Adam", {"zero_stage": 2, "deepspeed": by_deepspeed}, **gpu),
+        Case("offloaded Adam, zero2", {"zero_stage": 2, **offload}, **gpu),
+        Case("offloaded Adam, zero3", {"zero_stage": 3, **offload}, **gpu),
+        Case("offloaded parameters", {"zero_stage": 3, **offload, "offload_param": "cpu"}, **gpu),
         Case("recomputation", {"zero_stage": 3, "gradient_checkpointing": True}),
     ]
     for stage in range(4):
         made.append(Case(f"resume, zero{stage} fp32", {"zero_stage": stage}, "resume", quick=stage == 2))
         made.append(Case(f"resume, zero{stage} bf16", {"zero_stage": stage, "bf16": True}, "resume", precision="bf16"))
     made += [
-        Case("resume, fp16", {"zero_stage": 2, "fp16": True}, "resume", precision="fp16", devices=("cuda",)),
+        Case("resume, fp16", {"zero_stage": 2, **half}, "resume", precision="fp16", **gpu),
         Case("resume, waiting save", {"zero_stage": 1, "save_async": False}, "resume"),
-        Case("resume, offloaded Adam", {"zero_stage": 2, "offload_optimizer": "cpu"}, "resume", devices=("cuda",)),
+        Case("resume, offloaded Adam", {"zero_stage": 2, **offload}, "resume", **gpu),
         Case("rollback, zero1", {"zero_stage": 1}, "rollback", quick=True),
         Case("rollback, zero3", {"zero_stage": 3}, "rollback"),
         Case("rollback, zero2 bf16", {"zero_stage": 2, "bf16": True}, "rollback", precision="bf16"),
@@ -106,6 +106,10 @@ def cases() -> list[Case]:
         half = {"zero_stage": 2, "bf16": True, **sizes}
         made.append(Case(f"{name}2 zero2 bf16", half, world=2, precision="bf16"))
         made.append(Case(f"{name}2 resume zero3", {"zero_stage": 3, **sizes}, "resume", 2))
+    for (one, first), (two, second) in itertools.combinations(layouts.items(), 2):
+        for stage in (1, 3):
+            made.append(Case(f"{one}2 {two}2 zero{stage} fp32", {"zero_stage": stage, **first, **second}, world=4))
+    made.append(Case("dp4 resume zero3", {"zero_stage": 3}, "resume", 4))
     return made
 
 
@@ -126,16 +130,8 @@ def build_model() -> nn.Module:
             return output
 
     torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=LENGTH, **sizes)
     return Fragile(config)
 
 
@@ -192,7 +188,14 @@ def plain(steps: Sequence[int]) -> Trajectory:
 # -- one case, on every rank ---------------------------------------------------------------------------------------
 
 
-def train(case: Case, device: str, output_dir: str, resume: bool = False, bad_step: int | None = None) -> Trajectory:
+def train(
+    case: Case,
+    device: str,
+    output_dir: str,
+    resume: str | bool | None = None,
+    bad_step: int | None = None,
+    callbacks: Sequence[Any] = (),
+) -> Trajectory:
     """Train with the Trainer; what it logged, and its weights."""
     from ds_trainer import Trainer, TrainingArguments
     from ds_trainer.engine.weights import gathered
@@ -217,9 +220,9 @@ def train(case: Case, device: str, output_dir: str, resume: bool = False, bad_st
         use_cpu=device == "cpu",
     )
     args = TrainingArguments(output_dir, **{**values, **case.arguments})
-    trainer = Trainer(build_model(), args, train_dataset=Rows(bad_step))
+    trainer = Trainer(build_model(), args, train_dataset=Rows(bad_step), callbacks=list(callbacks))
     trainer.log_metrics = lambda *args, **kwargs: None
-    trainer.train(resume_from_checkpoint=f"{output_dir}/checkpoint-{SAVE_AT}" if resume else None)
+    trainer.train(resume_from_checkpoint=resume)
     logs = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}  # the last of each step
     parameters = dict(trainer.model.named_parameters())
     with gathered(list(parameters.values())):
@@ -233,7 +236,7 @@ def run_case(case: Case, device: str, directory: str) -> dict[str, Any]:
     """Differences of one case, and whether they are small enough."""
     if case.kind == "resume":
         whole = train(case, device, f"{directory}/run")
-        resumed = train(case, device, f"{directory}/run", resume=True)
+        resumed = train(case, device, f"{directory}/run", resume=f"{directory}/run/checkpoint-{SAVE_AT}")
         found = differences(resumed, whole, STEPS - SAVE_AT)
         tolerance = 0.0
     else:
@@ -302,37 +305,37 @@ def shared_directory(out: Path) -> Iterator[str]:
         distributed.barrier()
 
 
-# -- the command line -----------------------------------------------------------------------------------------------
-
-
-def run_world(world: int, names: list[str], device: str, results: Results) -> Iterator[dict[str, Any]]:
-    """The cases of one number of ranks, in new processes; when they die, new ones go on with the next case."""
+def run_world(world: int, names: list[str], options: argparse.Namespace, results: Results) -> Iterator[dict[str, Any]]:
+    """The cases of one number of ranks, in new processes; when they die or hang, new ones go on with the next case."""
+    shared = {RANKS_SHARE_GPU: "test"} if options.share_gpu else {}
     with tempfile.TemporaryDirectory() as directory:
         while names and not results.out_of_time:
             out = Path(directory) / f"{len(names)}-cases-{world}.jsonl"
             out.touch()
             launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-            command = [sys.executable, *launcher, __file__, "--device", device, "--serve", json.dumps(names)]
-            process = subprocess.Popen([*command, "--out", str(out)])
-            done = 0
+            command = [sys.executable, *launcher, __file__, "--device", options.device]
+            command += ["--serve", json.dumps(names), "--out", str(out)]
+            process = subprocess.Popen(command, env={**os.environ, **shared})
+            done, since = 0, time.monotonic()
             try:
                 while True:
                     ended = process.poll() is not None  # asked before the lines are read, or the last could be missed
                     lines = out.read_text(encoding="utf-8").splitlines()
                     for line in lines[done:]:
                         yield json.loads(line)
+                        since = time.monotonic()
                     done = len(lines)
-                    if ended or results.out_of_time:
+                    if ended or results.out_of_time or time.monotonic() - since > options.seconds:
                         break
                     time.sleep(0.2)
             finally:  # also when this program is interrupted
-                process.terminate()
+                process.terminate()  # torchrun kills ranks that do not end within 30 seconds
                 process.wait()
             if results.out_of_time:
                 return
             if names := names[done:]:
-                error = f"the ranks died with exit code {process.returncode}"
-                yield {"name": names.pop(0), "passed": False, "error": error}
+                ended = f"after {time.monotonic() - since:.0f} s, exit code {process.returncode}"
+                yield {"name": names.pop(0), "passed": False, "error": f"the ranks died, or were ended {ended}"}
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -353,16 +356,19 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="cases whose name contains one of these")
-    parser.add_argument("--world", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks use one GPU")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit of a case")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)  # how it starts itself on every rank
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # how it starts itself
     options = parser.parse_args()
     if options.serve:
         serve(json.loads(options.serve), options.device, options.out)
         return 0
-    devices = torch.cuda.device_count() if options.device == "cuda" else max(options.world)
+    shares = options.device == "cpu" or options.share_gpu
+    devices = max(options.world) if shares else torch.cuda.device_count()
     chosen = [
         case
         for case in cases()
@@ -378,7 +384,7 @@ def main() -> int:
     results = Results(options.out, options.device, options.minutes)
     try:
         for world in sorted({case.world for case in chosen}):
-            for result in run_world(world, [c.name for c in chosen if c.world == world], options.device, results):
+            for result in run_world(world, [c.name for c in chosen if c.world == world], options, results):
                 results.add(result)
                 print(table([result]).splitlines()[-1], flush=True)
     finally:

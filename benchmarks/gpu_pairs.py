@@ -41,7 +41,8 @@ class Pair:
     """Two runs.
 
     Attributes:
-        one, other: arguments of each. ``attention`` is transformers' ``attn_implementation``.
+        one, other: arguments of each. ``attention`` is transformers' ``attn_implementation``; with ``encoder`` the
+            model is a BERT that predicts masked tokens, otherwise a Llama.
         package: what must be installed.
         devices: kinds of devices that can run it.
     """
@@ -64,6 +65,7 @@ def pairs() -> list[Pair]:
         made += [
             Pair(f"packed {name}", {**PACKED, **half}, eager, name),
             Pair(f"packed {name}, zero3", {**PACKED, **half, "zero_stage": 3}, eager, name),
+            Pair(f"packed encoder {name}", {**PACKED, **half, "encoder": True}, {**eager, "encoder": True}, name),
             Pair(f"packed {name}, recomputed", {**PACKED, **half, **RECOMPUTED}, eager, name),
             Pair(f"chunked loss {name}", {**half, "loss_chunk_tokens": 64}, {**half, "loss_chunk_tokens": 0}, name),
             Pair(f"tiled MLPs {name}", {**half, "tiled_mlp": True}, half, name),
@@ -87,23 +89,23 @@ def pairs() -> list[Pair]:
     return made
 
 
-def build_model(attention: str) -> nn.Module:
+def build_model(attention: str, encoder: bool) -> nn.Module:
     """The same weights at every call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4 * LONGEST,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    model: nn.Module = LlamaForCausalLM(config)
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4 * LONGEST}
+    shape["attn_implementation"] = attention
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model: nn.Module
+    if encoder:
+        model = BertForMaskedLM(BertConfig(**shape, **dropout))
+        for name, parameter in model.named_parameters():
+            if name.endswith("key.bias"):  # the softmax does not see it: its gradient is rounding, which Adam enlarges
+                parameter.requires_grad_(False)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, use_cache=False))
     return model
 
 
@@ -140,7 +142,7 @@ def train(given: dict[str, Any], device: str) -> Trajectory:
     from ds_trainer.engine.weights import gathered
 
     values = dict(given)
-    model = build_model(values.pop("attention", "sdpa"))
+    model = build_model(values.pop("attention", "sdpa"), values.pop("encoder", False))
     with tempfile.TemporaryDirectory() as output_dir:
         args = TrainingArguments(
             output_dir,

@@ -1,4 +1,9 @@
-"""Results that are written to disk after every case, so that an interrupted measurement keeps the finished cases."""
+"""Results that are written to disk after every case, so that an interrupted measurement keeps the finished cases.
+
+    python benchmarks/kept_results.py STAGE.json PART OUTCOME SECONDS RESULTS.json LOG
+
+adds a part to the file of a stage: its results, how it ended, and the end of what it printed.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,20 @@ import json
 import os
 import platform
 import signal
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+_PRINTED = 200  # lines of a part that are kept
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "ds-trainer")
 
 
 def environment(device: str) -> dict[str, Any]:
     """Device and versions, for the head of a result file."""
+    import torch
+
     found: dict[str, Any] = {"python": platform.python_version(), "cpu_cores": os.cpu_count(), "device": device}
     for package in _PACKAGES:
         try:
@@ -59,8 +66,25 @@ class Results:
         self.cases.append(case)
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".new")
-        text = json.dumps({"environment": self._environment, "cases": self.cases}, indent=2)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        _write(self.path, {"environment": self._environment, "cases": self.cases})
+
+
+def add_part(stage: Path, name: str, outcome: str, seconds: int, results: Path, log: Path) -> None:
+    """Add a part to the file of its stage: one small file a stage comes back from a borrowed machine."""
+    whole = json.loads(stage.read_text(encoding="utf-8")) if stage.exists() else {"parts": {}}
+    found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    printed = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_PRINTED:]
+    whole["parts"][name] = {"outcome": outcome, "seconds": seconds, **found, "printed": printed}
+    _write(stage, whole)
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".new")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    _stage, _name, _outcome, _seconds, _results, _log = sys.argv[1:]
+    add_part(Path(_stage), _name, _outcome, int(_seconds), Path(_results), Path(_log))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,10 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
 
 
-def kit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(BENCHMARKS / "gpu.sh"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=900)
+def kit(*arguments: str, work: Path | None = None, benchmarks: Path = BENCHMARKS) -> subprocess.CompletedProcess[str]:
+    command = [str(benchmarks / "gpu.sh"), *arguments]
+    variables = environment() if work is None else {**environment(), "GPU_KIT_WORK": str(work)}
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=900)
 
 
 @pytest.mark.parametrize(("limit", "found"), [(50, 0), (64, 64), (1000, 960), (5000, 4096)])
@@ -49,50 +52,93 @@ def test_the_longest_sequence_is_found_by_halving(limit: int, found: int) -> Non
     assert len(tried) < 14
 
 
+STAGES = {
+    "first": ("first-oracle", "shared-2", "shared-4", "endings", "saves-16gb", "masks"),
+    "oracle": ("tests", "oracle", "pairs"),
+    "kernels": ("kernels", "loss"),
+    "speed": ("throughput", "features"),
+    "memory": ("memory", "longest"),
+    "stalls": ("syncs", "saves"),
+}
+
+
 @pytest.mark.slow
 def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
-    completed = kit("--cpu", "--out", str(tmp_path))
+    completed = kit("--cpu", "--out", str(tmp_path / "out"), work=tmp_path / "work")
     assert completed.returncode == 0, completed.stdout[-6000:] + completed.stderr[-4000:]
-    for stage in ("oracle", "kernels", "throughput", "memory", "features", "longest", "stalls"):
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"{stage}.json" for stage in STAGES}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for stage, names in STAGES.items():
         assert f"[gpu] {stage}: passed after" in completed.stdout
-        assert (tmp_path / f"{stage}.log").stat().st_size > 0
-    found: dict[str, list[dict[str, Any]]] = {
-        name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["cases"]
-        for name in (
-            *("oracle", "pairs", "kernels", "loss", "throughput"),
-            *("memory", "features", "longest", "syncs", "saves"),
-        )
-    }
+        parts = json.loads((tmp_path / "out" / f"{stage}.json").read_text(encoding="utf-8"))["parts"]
+        assert tuple(parts) == names
+        assert all(part["outcome"] == "passed" and part["printed"] for part in parts.values())
+        found |= {name: part.get("cases", []) for name, part in parts.items()}
     quick = [case.name for case in gpu_oracle.cases() if case.quick]
     assert [case["name"] for case in found["oracle"]] == quick
-    assert all(case["passed"] for case in found["oracle"])
-    assert len(found["pairs"]) == 2 and all(case["passed"] for case in found["pairs"])
-    assert len(found["loss"]) > 5 and all(case["same"] for case in found["loss"])
     assert {"dp2 zero3 fp32", "tp2 zero1 fp32", "cp2 zero2 fp32", "sp2 zero3 fp32"} <= set(quick)
+    for name in ("oracle", "pairs", "first-oracle", "shared-2", "shared-4", "endings", "masks"):
+        assert found[name] and all(case["passed"] for case in found[name])
+    killed, stopped, bare = found["endings"]
+    assert killed["codes"][1] == -signal.SIGKILL and killed["noticed_after"] < 30
+    assert stopped["codes"] == [77, 77] and stopped["resumed"] == [0, 0] and stopped["difference"] < 1e-5
+    assert bare["codes"] == [0]
+    assert len(found["loss"]) > 5 and all(case["same"] for case in found["loss"])
     for case in found["throughput"]:
         assert all(loop["tokens_per_second"] > 0 for loop in case["loops"].values())
     assert len(found["memory"]) == 11
     assert all(case["predicted"]["tensors"] > 0 and case["measured"]["seconds"] > 0 for case in found["memory"])
-    assert [case["variant"] for case in found["features"]] == [
-        name for name in gpu_features.VARIANTS if "fp8" not in name
-    ]
     assert all(case["targets_per_second"] > 0 for case in found["features"])
+    assert found["features"][0]["profile"]["operators"] and found["features"][0]["profile"]["steps"] == 3
+    assert found["features"][1]["variant"] == gpu_features.DEEPSPEEDS_NORM
     assert found["longest"][-1] == {"longest": 128, "out_of_time": False}
     assert [case["variant"] for case in found["syncs"]] == list(gpu_syncs.VARIANTS)
-    assert found["saves"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
+    for name in ("saves", "saves-16gb"):
+        assert found[name][0]["medians"]["ds_trainer, background"]["held_up"] > 0
+
+
+def test_a_part_that_fails_keeps_what_it_printed(tmp_path: Path) -> None:
+    """A stage whose script cannot start, beside packages that are older than this one asks for."""
+    wheels = tmp_path / "benchmarks" / "wheels"
+    shutil.copytree(BENCHMARKS, wheels.parent, ignore=shutil.ignore_patterns("results", "wheels"))
+    (wheels.parent / "ring_kernels.py").write_text("raise SystemExit('no kernels here')")
+    (wheels.parent / "gpu_loss.py").write_text("print('fine')")
+    shutil.copy(BENCHMARKS.parent / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    old = tmp_path / "work" / "site" / "filelock-3.18.0.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: filelock\nVersion: 3.18.0\n")
+    wheel(wheels, "filelock", "99.0")
+    wheel(wheels, "psutil", "99.0")  # the installed one is new enough
+    completed = kit(
+        "--cpu", "--out", str(tmp_path / "out"), "kernels", work=tmp_path / "work", benchmarks=wheels.parent
+    )
+    assert completed.returncode == 1, completed.stdout + completed.stderr
+    assert "installing 1 packages" in completed.stdout
+    assert (tmp_path / "work" / "site" / "filelock-99.0.dist-info").is_dir()
+    parts = json.loads((tmp_path / "out" / "kernels.json").read_text(encoding="utf-8"))["parts"]
+    assert parts["kernels"]["outcome"] == "failed" and parts["kernels"]["printed"] == ["no kernels here"]
+    assert parts["loss"]["outcome"] == "passed" and parts["loss"]["printed"] == ["fine"]
+
+
+def wheel(directory: Path, name: str, version: str) -> None:
+    """An empty package."""
+    directory.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
 
 
 def test_unknown_commands_are_rejected() -> None:
     unknown = kit("--cpu", "kernel")
     assert unknown.returncode == 2
-    assert (
-        "unknown stage or option 'kernel'. Stages: oracle kernels throughput memory features longest stalls"
-        in unknown.stderr
-    )
+    assert "unknown stage or option 'kernel'. Stages: first oracle kernels speed memory stalls" in unknown.stderr
     assert kit("--minutes", "0").returncode == 2
     if not torch.cuda.is_available():
         assert "--cpu runs the same code" in kit("kernels").stderr
-    assert "throughput" in kit("--help").stdout
+    assert "a killed rank, a stop file" in kit("--help").stdout
 
 
 def test_an_interrupted_oracle_keeps_its_cases_and_leaves_no_process(tmp_path: Path) -> None:
