@@ -153,18 +153,18 @@ run_stage() {
     local all=36000 tests
     case "$stage-$device" in
     first-cuda)
-        part first-oracle 120 gpu_oracle.py --world 1 --cases "zero1 fp32" "zero3 fp32" "zero2 bf16" "resume, zero1 bf16" rollback
-        part shared-2 120 gpu_oracle.py --share-gpu --world 2 --seconds 90 --cases "zero1 fp32" "zero3 fp32" "dp2 resume"
-        part shared-4 100 gpu_oracle.py --share-gpu --world 4 --seconds 90 --cases "dp2 tp2 zero3" "cp2 sp2 zero1" "dp4 resume"
-        part endings 120 gpu_endings.py --share-gpu --cases killed "stop file"
-        part saves-16gb 120 checkpoint.py --only "1b bf16" --background --directory "$work"
-        part masks 60 gpu_pairs.py --cases "packed encoder" "packed bf16"
-        part step 90 gpu_features.py variants --variants profile "as it is" "DeepSpeed's gradient norm"
-        part no-compiler 60 gpu_endings.py --cases "no compiler"
+        part first-oracle 90 gpu_oracle.py --world 1 --cases "zero1 fp32" "zero3 fp32" "zero2 bf16" "resume, zero1 bf16" rollback
+        part shared-2 110 gpu_oracle.py --share-gpu --world 2 --seconds 90 --cases "zero1 fp32" "zero3 fp32" "dp2 resume"
+        part shared-4 70 gpu_oracle.py --share-gpu --world 4 --seconds 90 --cases "dp2 tp2 zero3" "cp2 sp2 zero1" "dp4 resume"
+        part endings 80 gpu_endings.py --share-gpu --cases killed "stop file"
+        part saves-16gb 100 checkpoint.py --only "1b bf16" --background --directory "$work"
+        part masks 40 gpu_pairs.py --cases "packed encoder" "packed bf16"
+        part step 60 gpu_features.py variants --variants profile "as it is" "DeepSpeed's gradient norm"
+        part no-compiler 40 gpu_endings.py --cases "no compiler"
         ;;
     first-cpu)
-        part first-oracle $all gpu_oracle.py --world 1 --cases "resume, zero1 fp32"
-        part shared-2 $all gpu_oracle.py --share-gpu --world 2 --cases "dp2 zero1 fp32"
+        part first-oracle $all gpu_oracle.py --world 1 --quick
+        part shared-2 $all gpu_oracle.py --share-gpu --world 2 --quick
         part shared-4 $all gpu_oracle.py --share-gpu --world 4 --cases "dp2 tp2 zero3"
         part endings $all gpu_endings.py --share-gpu
         part saves-16gb $all checkpoint.py --quick --background --directory "$work"
@@ -173,7 +173,7 @@ run_stage() {
     oracle-*)
         mapfile -t tests < <(grep -rlE 'mark\.gpu\b' "$ROOT/tests" --include='test_*.py')
         part tests $all "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "${tests[@]}"
-        part oracle $all gpu_oracle.py "${small[@]}"
+        part oracle $all gpu_oracle.py "${oracle[@]}"
         part pairs $all gpu_pairs.py "${pairs[@]}"
         ;;
     kernels-*)
@@ -195,9 +195,9 @@ run_stage() {
     esac
 }
 
-small=() pairs=() models=(--models 1b) zero=(0 1 2 3) variants=()
+small=() oracle=() pairs=() models=(--models 1b) zero=(0 1 2 3) variants=()
 if [ "$device" = cpu ]; then
-    small=(--quick) pairs=(--cases "packed fp32, zero3" "tiled MLPs fp32") models=(--rounds 1) zero=(1)
+    small=(--quick) oracle=(--world 1 --cases adamw_torch) pairs=(--cases "packed fp32, zero3" "tiled MLPs fp32") models=(--rounds 1) zero=(1)
     variants=(--variants "profile, compiled blocks" "DeepSpeed's gradient norm" "offloaded activations" "ragged, packed")
 fi
 declare -A results

@@ -46,7 +46,7 @@ def check_compilers(args: TrainingArguments, model: nn.Module, config: CompiledC
         return
     found: list[str | None] = [None, None]
     if uses_tiles or liger:
-        found[0] = _kernels(args, model, layout, device)
+        found[0] = _kernels(args, model, config, layout, device)
     if by_inductor or muon:
         found[1] = inductor_problem(device)
     failed = distributed.agree(torch.tensor([int(one is not None) for one in found]))
@@ -88,12 +88,15 @@ def inductor_problem(device: torch.device) -> str | None:
     return None
 
 
-def _kernels(args: TrainingArguments, model: nn.Module, layout: ParallelLayout, device: torch.device) -> str | None:
+def _kernels(
+    args: TrainingArguments, model: nn.Module, config: CompiledConfig, layout: ParallelLayout, device: torch.device
+) -> str | None:
     head = output_embedding(model)
     rows = int(getattr(head, "out_features", 0)) // layout.tp
     _, width = tile_sizes(args.loss_chunk_tokens or None, device)
     widths = {min(rows, width), rows % width} - {0} or {width}
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtype = dtypes[config.precision.compute]
     return kernel_problem(device, sorted(widths), dtype, bool(args.label_smoothing_factor))
 
 
