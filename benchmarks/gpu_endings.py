@@ -56,6 +56,8 @@ class Ending(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
         if state.global_step == AT_STEP and self._name == STOP and args.process_index == 0:
             (Path(args.output_dir) / "STOP").touch()
+        if state.global_step >= AT_STEP and self._name == STOP:
+            time.sleep(2.0)  # the file is looked for once a second, and read a step later; these steps take less
 
 
 class Ranks:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -34,7 +34,7 @@ def kernels_work(device: torch.device) -> bool:
         problem = kernel_problem(device)
         set_kernel_problem(device, problem)
         if problem is not None:
-            logger.warning("The loss is computed without Triton's kernels: %s", problem)
+            logger.warning("The loss is computed without Triton's kernels: %s", problem, extra=EVERY_RANK)
     return _problems[device.type] is None
 
 
