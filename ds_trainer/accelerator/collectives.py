@@ -22,7 +22,7 @@ from ds_trainer.accelerator.process_control import ProcessControl
 from ds_trainer.data.loader import Dummy
 from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 
 
 class Collectives(ProcessControl):
@@ -209,8 +209,10 @@ class Collectives(ProcessControl):
             return True
         if highest != -lowest:
             descriptions = distributed.gather_objects(", ".join(found) or "nothing")
-            listing = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(descriptions))
-            raise ConfigError(f"accelerator.{operation}: the tensors differ between ranks. {listing}. {remedy}")
+            first = {what: rank for rank, what in reversed(list(enumerate(descriptions)))}  # that has each
+            found = [f"rank {rank}: {what}" for what, rank in reversed(first.items())]
+            differing = listed(found, 8, "; ")
+            raise ConfigError(f"accelerator.{operation}: the tensors differ between ranks. {differing}. {remedy}")
         return False
 
 

@@ -254,7 +254,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     eval_on_start: bool = _evaluation("Evaluate before the first step.", False)
     eval_do_concat_batches: bool = _evaluation("Concatenate the predictions of all batches.", True)
     eval_use_gather_object: bool = _evaluation("Gather predictions as Python objects.", False)
-    eval_accumulation_steps: int | None = _evaluation("Batches of predictions kept on the device.")
+    eval_accumulation_steps: int | None = _evaluation("Batches of predictions kept on the device; default: 256 MB.")
     include_for_metrics: list[str] = _evaluation("Extra inputs of compute_metrics: inputs, loss.", default_factory=list)
     batch_eval_metrics: bool = _evaluation("Call compute_metrics for every batch.", False)
     load_best_model_at_end: bool = _evaluation("Load the best checkpoint when training ends.", False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ds_trainer.launching.hosts import Host, read_hostfile, slurm_hosts
 from ds_trainer.launching.launch_request import LaunchRequest
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.ranks import resolve_ranks
 
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks for one by default
@@ -123,7 +123,7 @@ def _hosts(request: LaunchRequest, environment: Mapping[str, str], in_slurm: boo
     else:
         hosts = [Host("localhost", slots or count_gpus(environment) or 1)]
     if request.nodes is not None and request.nodes > len(hosts):
-        names = ", ".join(host.name for host in hosts)
+        names = listed(host.name for host in hosts)
         source = hostfile or ("SLURM_JOB_NODELIST" if in_slurm else "no --hostfile and no SLURM allocation")
         raise ConfigError(
             f"launch: --nodes {request.nodes}, but only these machines are available: {names} ({source})."

@@ -21,6 +21,7 @@ from ds_trainer.launching.processes import (
     ignore_sigusr1,
     processes_of_job,
 )
+from ds_trainer.utils.errors import listed
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, HUNG, REQUEUE, STOPPED
 from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes
 
@@ -208,10 +209,9 @@ class Supervisor:
                 print_message(f"{outcome}.")
         missing = sorted(set(self.expected) - set(outcomes))
         if missing:
-            listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             print_message(
                 f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of {len(self.expected)} ranks "
-                f"recorded no outcome ({listed})."
+                f"recorded no outcome ({listed(missing, 8)})."
             )
         errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
         for rank, error in [(rank, error) for rank, error in errors if error][:1]:  # the cause, as the last line

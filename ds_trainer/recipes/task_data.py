@@ -29,7 +29,7 @@ from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.files import flush, read_json, write_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -348,7 +348,7 @@ def _write_table(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> Non
             for part in _batches(rows):
                 writer.write_table(_table(part, schema))
         file.flush()
-        os.fsync(file.fileno())
+        flush(file.fileno())
 
 
 def _remove_abandoned(final: Path) -> None:

@@ -24,6 +24,13 @@ class ConfigError(ValueError):
         super().__init__(message)
 
 
+def listed(values: Iterable[object], most: int = 16, separator: str = ", ") -> str:
+    """``values`` with commas; of more than ``most`` the first ones, and the number of the others."""
+    texts = [str(value) for value in values]
+    shown = separator.join(texts[:most])
+    return shown if len(texts) <= most else f"{shown}{separator.rstrip(', ')} and {len(texts) - most:,} more"
+
+
 def did_you_mean(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """``" Did you mean 'x'?"`` for the best match of ``name``, or an empty string if there is none.
 

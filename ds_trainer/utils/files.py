@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -9,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_cannot_flush = False  # said already
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -20,12 +27,45 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())
+            flush(stream.fileno())
         os.chmod(partial, 0o644)  # mkstemp creates private files; results should be readable by other users
         os.replace(partial, target)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def flush(descriptor: int) -> None:
+    """Wait until everything that was written to a file, or to the entries of a directory, is on disk.
+
+    A mount that cannot do that (directories with some FUSE and SMB servers) is no reason to fail: all that has been
+    written is there as long as the machine lives. It is said once.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    global _cannot_flush
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        if not _cannot_flush:
+            _cannot_flush = True
+            logger.warning(
+                "A file system cannot flush files or directories to its disk (fsync: %s). If the machine loses power, "
+                "the newest checkpoint may be incomplete; a resume then takes the one before.",
+                error.strerror,
+            )
+
+
+def flush_path(path: str | os.PathLike[str]) -> None:
+    """:func:`flush` for a file or a directory that is not open."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

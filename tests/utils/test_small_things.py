@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils import files
+from ds_trainer.utils.errors import ConfigError, did_you_mean, listed
 from ds_trainer.utils.files import read_json, write_json, write_text_atomic
 from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process, set_seed
 from ds_trainer.utils.sizes import parse_size, parse_tokens
@@ -19,6 +24,12 @@ from ds_trainer.utils.sizes import parse_size, parse_tokens
 def test_one_problem_is_a_sentence_and_several_are_numbered() -> None:
     assert str(ConfigError("a is wrong.")) == "a is wrong."
     assert str(ConfigError(["a.", "b."])) == "2 problems:\n  1. a.\n  2. b."
+
+
+def test_a_list_of_a_thousand_names_is_short() -> None:
+    assert listed(range(3)) == "0, 1, 2" and listed([]) == ""
+    assert listed(range(2000), 2) == "0, 1 and 1,998 more"
+    assert listed(["a", "b", "c"], 2, "; ") == "a; b; and 1 more" and listed(["a.", "b."], 1, " ") == "a. and 1 more"
 
 
 def test_nearest_name() -> None:
@@ -36,6 +47,27 @@ def test_a_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
     assert read_json(target) == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
     assert json.loads(target.read_text()) == {"a": 1}
+
+
+def test_a_file_system_that_cannot_flush_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """``/proc`` is one: the kernel refuses with EINVAL. A disk that failed is still an error."""
+    monkeypatch.setattr(files, "_cannot_flush", False)
+    with pytest.raises(OSError, match="Invalid argument"), open("/proc/self/status", "rb") as stream:
+        os.fsync(stream.fileno())
+    with caplog.at_level("WARNING", "ds_trainer"):
+        monkeypatch.setattr(logging.getLogger("ds_trainer"), "propagate", True)
+        files.flush_path("/proc/self")
+        files.flush_path("/proc/self/status")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "A file system cannot flush files or directories to its disk (fsync"
+    ]
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        files.flush_path("/proc/self")
 
 
 def test_random_state_can_be_saved_without_pickles(tmp_path: Path) -> None:

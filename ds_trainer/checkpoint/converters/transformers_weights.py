@@ -22,7 +22,7 @@ from ds_trainer.checkpoint.weights.base_digest import BaseDigest
 from ds_trainer.engine.state.state_shards import persistent_buffers
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import read_json
 
 _MAX_NAMES = 3  # names in a message
@@ -49,8 +49,9 @@ class SavedModelWeights:
         """Raise if the files lack one of ``tensors`` (model tensors by name), or contain others."""
         missing = [name for name in self._weights.missing if name in tensors]
         if missing or self._weights.unexpected:
-            reasons = [f"it has no {_listed(missing)}"] if missing else []
-            reasons += [f"the model has no {_listed(self._weights.unexpected)}"] if self._weights.unexpected else []
+            reasons = [f"it has no {listed(missing, _MAX_NAMES)}"] if missing else []
+            if self._weights.unexpected:
+                reasons.append(f"the model has no {listed(self._weights.unexpected, _MAX_NAMES)}")
             raise ConfigError(
                 f"{self._directory} contains the weights of a different model: {'; '.join(reasons)}. Create the model "
                 "that was trained."
@@ -121,8 +122,8 @@ class SavedAdapterWeights:
             key for folder, keys in self._stored.items() for key in sorted(keys) if (folder, key) not in known
         ]
         if missing or unexpected:
-            reasons = [f"it has no {_listed(missing)}, which this run trains"] if missing else []
-            reasons += [f"the model has no {_listed(unexpected)}"] if unexpected else []
+            reasons = [f"it has no {listed(missing, _MAX_NAMES)}, which this run trains"] if missing else []
+            reasons += [f"the model has no {listed(unexpected, _MAX_NAMES)}"] if unexpected else []
             raise ConfigError(
                 f"{self._directory} contains different adapters: {'; '.join(reasons)}. peft saves only adapters and "
                 "modules_to_save. Create the model that was trained, or start a new run."
@@ -153,8 +154,3 @@ class SavedAdapterWeights:
 
 def _floating(types: Iterable[torch.dtype | None]) -> set[torch.dtype]:
     return {dtype for dtype in types if dtype is not None and dtype.is_floating_point}
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

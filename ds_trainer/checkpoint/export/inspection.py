@@ -12,7 +12,7 @@ from ds_trainer.checkpoint.protocol.file_records import find_damage
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, SHARDS, BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, ModelDescription
 from ds_trainer.parallel.layout import AXES
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -43,7 +43,7 @@ def newest_checkpoint(path: Path) -> Path:
         return path
     intact = [entry.path for entry in CheckpointDirectory(path).entries() if entry.manifest is not None]
     if not intact:
-        raise ConfigError(f"{path}: all of its checkpoints are damaged ({', '.join(p.name for p in checkpoints)}).")
+        raise ConfigError(f"{path}: all of its checkpoints are damaged ({listed(p.name for p in checkpoints)}).")
     return intact[-1]
 
 

@@ -38,6 +38,7 @@ from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
 from ds_trainer.engine.quantized_weights import quantized_bits, scale_names
 from ds_trainer.engine.state.flat_partitions import UnknownState
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import listed
 
 if TYPE_CHECKING:
     from ds_trainer.engine.evaluation_engine import EvaluationEngine
@@ -106,8 +107,8 @@ class Verification:
             ]
             problems.append(
                 f"{_count(self.missing, self.tensors)} in no file of {self.directory} and would be trained from "
-                f"random values: {_listed(near)}. Correct the files or the model class, or list new tensors in "
-                "allow_new_weights."
+                f"random values: {listed(near, _MAX_NAMES)}. Correct the files or the model class, or list new tensors "
+                "in allow_new_weights."
             )
         if self.shape_mismatches:
             shapes = [
@@ -116,15 +117,15 @@ class Verification:
             ]
             problems.append(
                 f"{_count(self.shape_mismatches, self.tensors)} of a different shape than in {self.directory}: "
-                f"{_listed(shapes)}. Use the configuration that belongs to the files, or list new tensors in "
-                "allow_new_weights."
+                f"{listed(shapes, _MAX_NAMES)}. Use the configuration that belongs to the files, or list new tensors "
+                "in allow_new_weights."
             )
         if self.different:
             ranks = [f"{name} (rank {rank})" for name, rank in self.different.items()]
             problems.append(
                 f"{_count(self.different, self.tensors)} different from {self.directory} (never loaded, swapped, or "
-                f"changed since): {_listed(ranks)}. Load the model again, or set verify_weights='never' if they were "
-                "changed on purpose."
+                f"changed since): {listed(ranks, _MAX_NAMES)}. Load the model again, or set verify_weights='never' if "
+                "they were changed on purpose."
             )
         return problems
 
@@ -142,11 +143,6 @@ _LABELS = {
 
 def _count(found: Any, tensors: int) -> str:
     return f"{len(found):,} of the model's {tensors:,} tensors {'is' if len(found) == 1 else 'are'}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def verify_weights(

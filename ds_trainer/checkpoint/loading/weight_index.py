@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import read_json
 
 
@@ -39,9 +39,8 @@ def indexed_files(index: Path) -> list[Path]:
     names = sorted(set(read_weight_map(index).values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigError(
-            f"{index} lists {len(names)} files, {len(missing)} of which are missing: {', '.join(missing[:3])}{more}. "
+            f"{index} lists {len(names)} files, {len(missing)} of which are missing: {listed(missing, 3)}. "
             "Copy or download the model again."
         )
     return [index.parent / name for name in names]

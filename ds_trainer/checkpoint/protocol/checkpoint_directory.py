@@ -22,7 +22,7 @@ from ds_trainer.checkpoint.protocol.file_records import find_damage
 from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.other_formats import detect_format
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -207,7 +207,7 @@ def find_checkpoint(requested: str | bool, output_dir: Path) -> Path | None:
     if not (path / MANIFEST_FILE).is_file() and detect_format(path) is None:
         raise ConfigError(
             f"resume_from_checkpoint={str(path)!r} is not a complete checkpoint: it has no {MANIFEST_FILE}. "
-            f"{output_dir} has these: {', '.join(p.name for p in list_checkpoints(output_dir)) or 'none'}."
+            f"{output_dir} has these: {listed(p.name for p in list_checkpoints(output_dir)) or 'none'}."
         )
     return path
 

@@ -12,6 +12,7 @@ from ds_trainer.checkpoint.protocol.crc32 import finalize
 from ds_trainer.checkpoint.protocol.file_records import FileRecord, describe_mismatch, find_damage, partial_checksum
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -53,7 +54,7 @@ def verify_checkpoint(path: Path, writer_group: WriterGroup, communicator: Commu
         verdict = problems, len({save_id for save_id, *_ in results}) > 1
     problems, differ = communicator.broadcast_object(verdict)
     if problems or manifest is None:
-        raise BrokenCheckpoint(f"{path} cannot be resumed from: {'; '.join(problems)}.")
+        raise BrokenCheckpoint(f"{path} cannot be resumed from: {listed(problems, 8, '; ')}.")
     if differ:
         raise BrokenCheckpoint(f"{path} cannot be resumed from: other nodes hold a checkpoint of another save.")
     if manifest.nodes != writer_group.nodes:
@@ -131,6 +132,6 @@ def newest_valid_checkpoint(
         logger.warning("Skipping %s: %s", name, problems[-1])
     raise BrokenCheckpoint(
         f"resume_from_checkpoint=True, but {directory.path} holds no valid checkpoint. "
-        f"{' '.join(problems) or 'It has no checkpoint-N directory.'} Start without resume_from_checkpoint, or give "
-        "the path of another checkpoint."
+        f"{listed(problems, 8, ' ') or 'It has no checkpoint-N directory.'} Start without resume_from_checkpoint, or "
+        "give the path of another checkpoint."
     )

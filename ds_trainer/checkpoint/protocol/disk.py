@@ -10,6 +10,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from ds_trainer.utils import files
+
 
 def make_directory(path: Path) -> None:
     """Create one directory; its parent must exist."""
@@ -53,7 +55,7 @@ def begin_flush(descriptor: int, start: int, size: int) -> None:
 
 def flush(descriptor: int) -> None:
     """Wait until everything written to the descriptor is on disk."""
-    os.fsync(descriptor)
+    files.flush(descriptor)
 
 
 def close(descriptor: int) -> None:
@@ -63,11 +65,7 @@ def close(descriptor: int) -> None:
 
 def flush_file(path: Path) -> None:
     """Wait until a file, or the entries of a directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.flush_path(path)
 
 
 def link(source: Path, target: Path) -> None:

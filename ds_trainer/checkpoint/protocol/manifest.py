@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ from typing import Any
 
 from ds_trainer.checkpoint.protocol.file_records import FileRecord
 from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 
 MANIFEST_FILE = "manifest.json"
 WRITER = "ds_trainer"
@@ -137,10 +138,8 @@ def records_by_name(records: Sequence[FileRecord]) -> dict[str, FileRecord]:
     """
     by_name = {record.name: record for record in records}
     if len(by_name) != len(records):
-        names = [record.name for record in records]
-        raise ValueError(
-            f"two ranks wrote the same file: {', '.join(sorted({name for name in names if names.count(name) > 1}))}"
-        )
+        several = sorted(name for name, number in Counter(record.name for record in records).items() if number > 1)
+        raise ValueError(f"two ranks wrote the same file: {listed(several)}")
     return by_name
 
 

@@ -27,7 +27,7 @@ from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 
 BASE_FILE = "base.json"
 _SAMPLES = 256  # elements per tensor
@@ -114,12 +114,11 @@ class BaseDigest:
         different = [name for name, entry in known.items() if current.tensors.get(name) != entry]
         if not different:
             return
-        listed = "; ".join(self._difference(name, current) for name in different[:_MAX_NAMES])
-        more = f"; and {len(different) - _MAX_NAMES} more" if len(different) > _MAX_NAMES else ""
+        differences = [self._difference(name, current) for name in different]
         raise ConfigError(
             f"{checkpoint} contains adapters of the base model {self.model or '(unnamed)'}, but the base model of this "
             f"run ({current.model or 'unnamed'}) is different: {len(different)} of {len(self.tensors)} frozen tensors "
-            f"differ: {listed}{more}. Load the model that the adapters were trained on."
+            f"differ: {listed(differences, _MAX_NAMES, '; ')}. Load the model that the adapters were trained on."
         )
 
     def check_tensor(self, name: str, tensor: torch.Tensor, source: Path) -> None:

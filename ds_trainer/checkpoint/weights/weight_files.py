@@ -18,7 +18,7 @@ import torch
 
 from ds_trainer.checkpoint.shards.element_types import TYPES
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_json
+from ds_trainer.utils.files import flush, write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -149,7 +149,7 @@ def _write(path: Path, weights: Sequence[WeightSpec], tensors: Iterator[tuple[st
             # No local reference: it would keep this tensor in memory while the next one is gathered.
             checksum = _write_tensor(stream, weight, *next(tensors), checksum)
         stream.flush()
-        os.fsync(stream.fileno())
+        flush(stream.fileno())
     return checksum
 
 

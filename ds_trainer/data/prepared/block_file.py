@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import flush
 
 BLOCK = 2**16  # bytes
 _WRITTEN_AT_ONCE = 16 * BLOCK
@@ -97,7 +98,7 @@ class BlockWriter:
         checksums = np.asarray(self._checksums, "<u4").tobytes()
         with writing(self._path):
             self._write_all(checksums)
-            os.fsync(self._descriptor)
+            flush(self._descriptor)
         self.close()
         return FileRecord(self.size, zlib.crc32(checksums))
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_trainer.data.prepared.block_file import DamagedDataset, FileRecord, writing
+from ds_trainer.utils.files import flush
 
 MANIFEST_FILE = "manifest.json"
 LENGTHS_FILE, OFFSETS_FILE = "lengths", "offsets"
@@ -112,7 +112,7 @@ class Manifest:
         with writing(path), path.open("x", encoding="utf-8") as stream:
             stream.write(self.to_json())
             stream.flush()
-            os.fsync(stream.fileno())
+            flush(stream.fileno())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

@@ -30,6 +30,7 @@ from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
 from ds_trainer.data.prepared.shard import Encode, ShardResult, token_dtype
 from ds_trainer.data.prepared.workers import SHARD_BYTES, Part, Task, tasks_of, write_shards
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import flush_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -214,7 +215,7 @@ class _DatasetWriter:
 
     def _publish(self, partial: Path, key: str) -> None:
         with writing(self._final):
-            _flush_directory(partial)
+            flush_path(partial)
             if self._final.exists() and not _is_whole(self._final, key):
                 damaged = partial.with_suffix(".damaged")
                 self._final.rename(damaged)
@@ -224,7 +225,7 @@ class _DatasetWriter:
             except OSError:
                 if not _is_whole(self._final, key):  # else another process was first, with the same content
                     raise
-            _flush_directory(self._final.parent)
+            flush_path(self._final.parent)
 
 
 class _Index:
@@ -338,11 +339,3 @@ def _remove_leftovers(final: Path) -> None:
         ended = host == socket.gethostname() and not (process.isdigit() and psutil.pid_exists(int(process)))
         if ended or age > _ABANDONED:
             shutil.rmtree(found, ignore_errors=True)
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

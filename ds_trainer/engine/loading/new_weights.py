@@ -29,7 +29,7 @@ from ds_trainer.engine.loading.initialization_record import (
 )
 from ds_trainer.engine.loading.initialization_steps import Step, TensorRecord
 from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.errors import ConfigError, did_you_mean, listed
 
 BLOCK = 2**16
 """Elements per block."""
@@ -206,12 +206,10 @@ def _check_constructor(model: nn.Module) -> None:
 
 def _check_all_initialized(uninitialized: list[str], extent: str = "") -> None:
     if uninitialized:
-        count = len(uninitialized)
-        listed = ", ".join(uninitialized[:10]) + (f" and {count - 10} more" if count > 10 else "")
         raise ConfigError(
-            f"Nothing initializes{extent} {listed}: neither the constructor, nor `_init_weights` of the model, nor "
-            "`reset_parameters()` of the module. Add a `reset_parameters()` method that initializes them, or build "
-            "the model on the CPU."
+            f"Nothing initializes{extent} {listed(uninitialized, 10)}: neither the constructor, nor `_init_weights` "
+            "of the model, nor `reset_parameters()` of the module. Add a `reset_parameters()` method that initializes "
+            "them, or build the model on the CPU."
         )
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from ds_trainer.engine.zero3.deviations import Deviations
 from ds_trainer.engine.zero3.module_paths import ModulePaths
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import listed
 
 _END, _REDUCED = 0, 1
 _FIRST = 2  # from here on, modules have even numbers and gradients odd ones
@@ -211,8 +212,9 @@ class ModuleGuard:
     def _raise(self, events: list[tuple[dict[str, Any], int]]) -> None:
         where = f"optimizer step {self.step}, micro-batch {self.micro_batch}" if self._module.training else "evaluation"
         events = sorted(events, key=lambda entry: entry[0]["rank"])
-        actions = "; ".join(f"rank {one['rank']} {self._name(event)}" for one, event in events)
-        inputs = "; ".join(f"rank {one['rank']}: {', '.join(one['inputs']) or 'positional'}" for one, _ in events)
+        actions = listed((f"rank {one['rank']} {self._name(event)}" for one, event in events), 8, "; ")
+        named = (f"rank {one['rank']}: {', '.join(one['inputs']) or 'positional'}" for one, _ in events)
+        inputs = listed(named, 8, "; ")
         raise ModulesDiffer(
             f"Ranks are about to run different modules under ZeRO-3 ({where}): {actions}. Inputs of their "
             f"micro-batches: {inputs}. {_REMEDY}"

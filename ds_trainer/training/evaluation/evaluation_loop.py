@@ -6,7 +6,7 @@ One pass::
         prediction_step: forward pass -> mean loss of the batch, logits, labels
         preprocess_logits_for_metrics
         gather the results of all ranks, in the dataset's order
-        every eval_accumulation_steps: copy them to host memory, to their position in the result
+        every eval_accumulation_steps, or once they are large: copy them to host memory, to their position in the result
     divide the summed loss by the items of all ranks, once
     compute_metrics
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
 
 _KINDS = ("predictions", "label_ids", "inputs", "losses")
+MOST_ON_DEVICE = 256 * 10**6
+"""Bytes of results that stay on a GPU without ``eval_accumulation_steps``; each has those of all replicas."""
 
 
 class EvalLoop:
@@ -82,7 +84,7 @@ class EvalLoop:
 
     @staticmethod
     def _default_interval(device: torch.device) -> int | None:
-        """Micro-steps whose results stay on ``device`` by default: all of them (None), except on the CPU."""
+        """Micro-steps whose results stay on ``device``: those of :data:`MOST_ON_DEVICE` bytes (None); 1 on the CPU."""
         return 1 if device.type == "cpu" else None
 
     def run(self, model: nn.Module, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
@@ -112,7 +114,8 @@ class EvalLoop:
                 for kind in _KINDS[:2] if self._batch_metrics else _KINDS:
                     result = map_leaves(_copied, found[kind]) if self._copies else found[kind]
                     self._results[kind].add(result, positions)
-            if every is not None and index % every == 0:
+            held = sum(accumulator.device_bytes for accumulator in self._results.values())
+            if held > MOST_ON_DEVICE if every is None else index % every == 0:
                 for accumulator in self._results.values():
                     accumulator.to_host()
         return self._output(prefix)

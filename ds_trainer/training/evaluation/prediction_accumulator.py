@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
-from ds_trainer.training.evaluation.nested import PADDING, concatenate, map_leaves, to_numpy
+from ds_trainer.training.evaluation.nested import PADDING, concatenate, leaves_of, map_leaves, to_numpy
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -71,17 +72,24 @@ class GrowingArray:
 class PredictionAccumulator:
     """One kind of result over all micro-steps: on the device first, in host memory after :meth:`to_host`.
 
+    Attributes:
+        device_bytes: held on a device by the results that :meth:`to_host` would move.
+        host: the kind of device that is host memory.
+
     Args:
         join: return one structure of whole arrays, instead of a list with an entry per micro-step.
         samples_in_lists: see :func:`ds_trainer.training.evaluation.nested.concatenate`.
         rows: number of samples, if known.
     """
 
+    host = "cpu"
+
     def __init__(self, join: bool, samples_in_lists: bool, rows: int = 0) -> None:
         self._join = join
         self._samples_in_lists = samples_in_lists
         self._rows = rows
         self._on_device: list[tuple[Any, np.ndarray | None]] = []
+        self.device_bytes = 0
         self._on_host: list[Any] = []
         self._growing: Any = None
 
@@ -89,10 +97,13 @@ class PredictionAccumulator:
         """Add the results of a micro-step; None for none. ``positions``: their rows in the result, if not in order."""
         if piece is not None:
             self._on_device.append((piece, positions))
+            tensors = [leaf for leaf in leaves_of(piece) if isinstance(leaf, torch.Tensor)]
+            held = [leaf for leaf in tensors if leaf.device.type != self.host]
+            self.device_bytes += sum(leaf.untyped_storage().nbytes() for leaf in held)  # a view holds all of it
 
     def to_host(self) -> None:
         """Move the results added since the last call to host memory."""
-        waiting, self._on_device = self._on_device[::-1], []
+        waiting, self._on_device, self.device_bytes = self._on_device[::-1], [], 0
         while waiting:
             tree, positions = waiting.pop()  # frees each micro-step as soon as it is written
             piece = to_numpy(tree)

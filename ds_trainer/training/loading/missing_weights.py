@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ds_trainer.checkpoint.loading.file_weights import ShapeMismatch
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -42,7 +42,7 @@ def check_missing_weights(
     rejected_shapes = sorted(name for name in differing if not _allowed(name, allow_new_weights))
     problems = []
     if rejected:
-        names = _listed(_with_nearest(rejected, unexpected))
+        names = listed(_with_nearest(rejected, unexpected), _MAX_NAMES)
         problems.append(
             f"{where} has no weights for {len(rejected)} tensors of {model_class}: {names}. If they are new, such as a "
             f"head for another task, pass {_suggested_argument(rejected)} to initialize them. Otherwise the directory "
@@ -51,22 +51,23 @@ def check_missing_weights(
     if rejected_shapes:
         shapes = [str(differing[name]) for name in rejected_shapes]
         problems.append(
-            f"{where} has tensors whose shapes differ from {model_class}: {_listed(shapes)}. Change the configuration "
-            f"(num_labels, vocab_size ...) to match, or pass {_suggested_argument(rejected_shapes)} to initialize them."
+            f"{where} has tensors whose shapes differ from {model_class}: {listed(shapes, _MAX_NAMES)}. Change the "
+            f"configuration (num_labels, vocab_size ...) to match, or pass {_suggested_argument(rejected_shapes)} to "
+            "initialize them."
         )
     if problems:
         raise ConfigError(problems)
     if unexpected:
         logger.warning(
             "%s contains %d tensors that %s does not have; they are ignored: %s.",
-            *(where, len(unexpected), model_class, _listed(sorted(unexpected))),
+            *(where, len(unexpected), model_class, listed(sorted(unexpected), _MAX_NAMES)),
         )
     new = sorted({*missing, *differing})
     if new:
         logger.warning(
             "Newly initialized, because %s does not contain them: %s. Train the model before using it for predictions.",
             where,
-            _listed(new),
+            listed(new, _MAX_NAMES),
         )
     return new
 
@@ -96,14 +97,9 @@ def _with_nearest(names: Sequence[str], candidates: Collection[str]) -> list[str
 
 def _suggested_argument(names: Iterable[str]) -> str:
     patterns = dict.fromkeys(f"{parent}.*" if parent else name for name, parent in _parents(names))
-    listed = ", ".join(f'"{pattern}"' for pattern in list(patterns)[:_MAX_NAMES])
-    return f"allow_new_weights=[{listed}]" if len(patterns) <= _MAX_NAMES else "allow_new_weights=True"
+    quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
+    return f"allow_new_weights=[{quoted}]" if len(patterns) <= _MAX_NAMES else "allow_new_weights=True"
 
 
 def _parents(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, name.rpartition(".")[0]) for name in names]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{', '.join(names[:_MAX_NAMES])}{more}"

@@ -28,6 +28,7 @@ from ds_trainer.monitor.health.divergence import SkippedSteps, SpikeDetector, Tr
 from ds_trainer.monitor.health.replay import save_batches
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -36,6 +37,7 @@ FOLDER = "divergence"
 """Folder in the output directory with the micro-batches of skipped steps."""
 _SAVED_STEPS = 10  # in one training
 _NAMED_SAMPLES = 16  # in one message
+_MOST_FILES = 16  # of one incident: that of a rank more says nothing new
 
 
 class Update(Enum):
@@ -187,9 +189,12 @@ class DivergenceGuard:
         affected = [rank for rank, (found, _) in enumerate(reports) if not all(map(math.isfinite, found))]
         count = incidents.record()
         message = [f"Step {step}: {spike or _nonfinite(affected, reports)}; {_sample_numbers(affected, reports)}."]
-        path = self._save(step, not affected or distributed.rank() in affected, batches, losses, reports)
+        suspects = affected or range(len(reports))
+        kept = suspects[:: -(-len(suspects) // _MOST_FILES)]
+        path = self._save(step, distributed.rank() in kept, batches, losses, reports)
         if path is not None:
-            message.append(f"Its micro-batches are in {path}; ds_trainer.monitor.health.replay runs them again.")
+            whose = "Its" if len(kept) == len(suspects) else f"{len(kept)} of these ranks'"
+            message.append(f"{whose} micro-batches are in {path}; ds_trainer.monitor.health.replay runs them again.")
         if policy == DivergencePolicy.STOP:
             message.append(f"Training stops ({name}=stop); the weights are those before this step.")
             raise TrainingDiverged(" ".join(message))
@@ -203,20 +208,18 @@ class DivergenceGuard:
         counted = f"incident {count} of at most {incidents.limit} in {incidents.window} steps"
         if policy == DivergencePolicy.SKIP:
             incidents.skipped += 1
-            self._warn(f"{' '.join(message)} Its update is skipped ({name}=skip; {counted}).")
+            logger.warning("%s", f"{' '.join(message)} Its update is skipped ({name}=skip; {counted}).")
             return Update.SKIPPED
         incidents.rollbacks += 1
         target = self._roll_back(self._began, " ".join(message))
         skipped = incidents.tried - target.tried
-        self._warn(
+        logger.warning(
+            "%s",
             f"{' '.join(message)} Rolled back to {target.path} ({name}=rollback; {counted}). The run skips the data of "
-            f"{skipped} steps, up to and including this step (at most {skipped * self._global_batch_size} samples)."
+            f"{skipped} steps, up to and including this step (at most {skipped * self._global_batch_size} samples).",
         )
         self._log({"rolled_back_from_step": step, "rolled_back_to_step": self._events.state.global_step})
         return Update.ROLLED_BACK
-
-    def _warn(self, text: str) -> None:
-        logger.warning("%s", text)
 
     def _save(
         self, step: int, wanted: bool, batches: Sequence[Any], losses: list[float], reports: list[Any]
@@ -250,7 +253,7 @@ def _nonfinite(affected: list[int], reports: list[Any]) -> str:
     if not affected:
         return "the gradient is not finite, although the loss is finite on all ranks"
     losses = ", ".join(f"{x:g}" for x in reports[affected[0]][0])
-    ranks = f"rank{'s' if len(affected) > 1 else ''} {', '.join(map(str, affected))}"
+    ranks = f"rank{'s' if len(affected) > 1 else ''} {listed(affected)}"
     return f"the loss is not finite on {ranks} (contributions of the micro-batches of rank {affected[0]}: {losses})"
 
 
@@ -261,5 +264,4 @@ def _sample_numbers(affected: list[int], reports: list[Any]) -> str:
     if any(samples is None for samples in found):
         return "the positions of its samples are unknown"
     numbers = list(dict.fromkeys(number for samples in found for batch in samples for number in batch))
-    more = f" and {len(numbers) - _NAMED_SAMPLES} more" if len(numbers) > _NAMED_SAMPLES else ""
-    return f"samples {', '.join(map(str, numbers[:_NAMED_SAMPLES]))}{more} of the dataset"
+    return f"samples {listed(numbers, _NAMED_SAMPLES)} of the dataset"

@@ -27,6 +27,7 @@ from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.out_of_memory import is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
+from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
@@ -152,7 +153,7 @@ class MemoryRecovery:
             "auto_find_batch_size: out of memory on %s %s in step %d with %d samples in a micro-batch; now %d, with %d "
             "accumulation steps. The global batch does not change, and the step is run again.",
             "ranks" if len(ranks) > 1 else "rank",
-            ", ".join(map(str, ranks)),
+            listed(ranks),
             step + 1,
             before,
             self.rows,

@@ -27,7 +27,7 @@ from ds_trainer.training.loop.loss_rule import LossRule
 from ds_trainer.training.loop.step import MicroBatchRunner
 from ds_trainer.training.out_of_memory import is_out_of_memory
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ def find_batch_size(
         logger.warning(
             "auto_find_batch_size: out of memory on %s %s with %d samples in a micro-batch; now %d, with %d instead of "
             "%d accumulation steps. The global batch stays at %d.",
-            *("ranks" if len(ranks) > 1 else "rank", ", ".join(map(str, ranks)), size, *smaller, accumulation),
+            *("ranks" if len(ranks) > 1 else "rank", listed(ranks), size, *smaller, accumulation),
             global_batch_size,
         )
         args = resize(*smaller)

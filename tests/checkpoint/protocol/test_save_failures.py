@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +116,27 @@ def test_a_deleted_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="failed to create a directory for it: FileNotFoundError"):
         save(directory, 4)
     assert not directory.exists()  # it is not created again on another disk
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_mount_that_cannot_flush_directories_has_checkpoints(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with some FUSE and SMB servers; files are flushed there."""
+    flushed, original = [0, 0], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        flushed[is_directory] += 1
+        if is_directory:
+            raise OSError(code, os.strerror(code))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(tmp_path, 2)
+    save(tmp_path, 4, Retention(keep=1))
+    assert all(flushed) and entries(tmp_path) == ["checkpoint-4"]
+    assert resume(tmp_path)[0].manifest.step == 4
 
 
 @pytest.mark.parametrize("operation", ["make_directory", "open_new", "write", "flush", "flush_file", "rename"])

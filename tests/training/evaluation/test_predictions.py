@@ -162,6 +162,41 @@ def test_host_memory_in_chunks(every: Any, wanted: list[int], tmp_path: Path, mo
     assert chunks == wanted and found.label_ids.tolist() == [i % 3 for i in range(7)]
 
 
+@pytest.mark.parametrize("kind", ["tuple", "nested", "ragged tokens"])
+def test_results_on_a_device_are_bounded_by_default(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """As on a GPU: what the batches hold leaves the device once it is more than the bound, and not before."""
+    wanted = make(kind, tmp_path, 0).predict(KINDS[kind][1](7)).predictions
+    held: list[int] = []
+
+    class OfDevice(eval_loop.PredictionAccumulator):
+        host = "none"  # so host memory counts as a device
+
+        def to_host(self) -> None:
+            held.append(self.device_bytes)
+            super().to_host()
+
+    monkeypatch.setattr(eval_loop, "PredictionAccumulator", OfDevice)
+    monkeypatch.setattr(eval_loop.EvalLoop, "_default_interval", staticmethod(lambda device: None))
+    moves = {}
+    for bound in (10**9, 200, 0):
+        monkeypatch.setattr(eval_loop, "MOST_ON_DEVICE", bound)
+        held.clear()
+        assert_same(make(kind, tmp_path, 0).predict(KINDS[kind][1](7)).predictions, wanted)
+        moves[bound] = [number for number in held if number]
+    kinds = len(moves[10**9])  # all at the end
+    assert max(moves[200]) < max(moves[10**9]) and len(moves[0]) == 4 * kinds > len(moves[200]) > kinds
+    held.clear()
+    make(kind, tmp_path, 0, eval_accumulation_steps=3).predict(KINDS[kind][1](7))
+    assert len([number for number in held if number]) == 2 * kinds  # the argument counts
+
+
+def test_bytes_of_results_on_a_device() -> None:
+    kept = eval_loop.PredictionAccumulator(True, False)
+    kept.add({"a": torch.empty(8, 4096, dtype=torch.long, device="meta"), "b": (torch.empty(8),)})
+    kept.add({"a": torch.empty(8, 4096, dtype=torch.long, device="meta")[:, :1], "b": (torch.empty(8),)})
+    assert kept.device_bytes == 2 * 8 * 4096 * 8  # a part of a tensor holds all of it
+
+
 class ByBatch:
     """``compute_metrics`` that adds up batches, as ``batch_eval_metrics`` asks for."""
 

@@ -16,6 +16,7 @@ import torch
 from ds_trainer import ConfigError, TrainingArguments
 from ds_trainer.monitor.health.replay import replay
 from ds_trainer.monitor.metrics_file import read_records
+from ds_trainer.training.loop import divergence_guard
 from ds_trainer.training.loop.data_cursor import DataCursor
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.utils import distributed
@@ -148,6 +149,24 @@ def test_a_failing_disk_does_not_stop_training(tmp_path: Path) -> None:
     (tmp_path / "divergence").write_text("in the way")
     ((record, counted),) = pool(1).run(partial(run, str(tmp_path), Rows(STEPS, SIZE, bad=(2,))))
     assert (record.step, counted["skipped"]) == (STEPS, 1)
+
+
+def diverged_with_two_files(*arguments: Any, **more: Any) -> str:
+    divergence_guard._MOST_FILES = 2
+    try:
+        return divergence_error(*arguments, **more)
+    finally:
+        divergence_guard._MOST_FILES = 16
+
+
+def test_an_incident_of_many_ranks_has_few_files_and_a_short_message(tmp_path: Path) -> None:
+    data = Rows(STEPS, SIZE, bad=(2,))
+    more = {"nonfinite_policy": "stop", "zero_stage": 2}
+    error, *_ = pool(4).run(partial(diverged_with_two_files, str(tmp_path), data, "gradient", **more))
+    assert "2 of these ranks' micro-batches are in" in error
+    assert sorted(path.name for path in (tmp_path / "divergence" / "step-3").iterdir()) == ["rank_0.pt", "rank_2.pt"]
+    text = divergence_guard._nonfinite(list(range(1024)), [([math.nan], None)] * 1024)
+    assert "on ranks 0, 1, 2," in text and "15 and 1,008 more (contributions" in text and len(text) < 200
 
 
 def test_a_non_finite_gradient_is_saved_by_all_ranks(tmp_path: Path) -> None:
