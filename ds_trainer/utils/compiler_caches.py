@@ -22,7 +22,11 @@ _LITTLE = 2**28  # bytes; the caches of a run take less
 def on_network(path: Path) -> bool:
     """Whether other machines may see the file too; True if its file system is unknown."""
     path = path.resolve()  # first: it may mount the file system
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    try:
+        partitions = psutil.disk_partitions(all=True)
+    except OSError:  # a container that hides /proc
+        return True
+    mounts = [mount for mount in partitions if path.is_relative_to(mount.mountpoint)]
     if not mounts:
         return True
     innermost = sorted(mounts, key=lambda mount: len(mount.mountpoint))[-1]  # of equals, the last one is visible

@@ -55,6 +55,14 @@ def test_a_local_home_is_left_alone(disk: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(disk.iterdir()) == []
 
 
+def test_nothing_is_set_where_no_file_system_is_known(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(all: bool) -> object:
+        raise FileNotFoundError("/proc/self/mounts")
+
+    monkeypatch.setattr(psutil, "disk_partitions", hidden)
+    assert local_caches({}) == {}
+
+
 def test_the_values_of_the_user_stay(disk: Path) -> None:
     shared = str(disk.parent / "home" / "cache")
     assert local_caches({TRITON: shared}) == {}

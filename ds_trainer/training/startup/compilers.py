@@ -126,4 +126,4 @@ def _where(problems: list[tuple[str, str | None]]) -> str:
     more = len(failed) - 1
     hosts = Counter(host for _, host, _ in failed)
     others = f"; nor on {more} other rank{'s' if more > 1 else ''}, of {len(hosts)} hosts in all" if more else ""
-    return f"on rank {rank} ({host}): {text}{others}"
+    return f"on rank {rank} ({host}): {text.rstrip('.')}{others}"
