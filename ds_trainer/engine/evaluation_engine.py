@@ -19,6 +19,7 @@ from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_i
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
 from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.engine.zero3.closing import release_engine
+from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import mark_leaf_modules
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
@@ -86,8 +87,10 @@ class EvaluationEngine:
         allow_empty_slices(self.deepspeed)
         skip_input_check(self.deepspeed)
         self._module_guard = guard_modules(self.deepspeed)
+        self._collectives = None
         if sharded:
             restore_hooks_when_registered(self.deepspeed)
+            self._collectives = vectorize_collectives(self.deepspeed)
 
     def close(self) -> None:
         """Frees memory and removes hooks; the weights stay sharded, as the next engine expects them."""
@@ -95,6 +98,8 @@ class EvaluationEngine:
             self._module_guard.close()
         if self._library_state is not None:
             self._library_state.close()
+        if self._collectives is not None:
+            self._collectives.close()
         self.deepspeed.destroy()
         release_engine(self.deepspeed.module)
         reset_deepspeed_groups()

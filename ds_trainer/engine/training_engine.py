@@ -40,6 +40,7 @@ from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_i
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups, verify_engine_topology
 from ds_trainer.engine.zero3.closing import release_engine
+from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
@@ -140,8 +141,10 @@ class TrainingEngine:
         if self.stage == 3:
             delay_leaf_reduction(model)
         self.module_guard = guard_modules(self.deepspeed)
+        self._collectives = None
         if self.stage == 3:
             restore_hooks_when_registered(self.deepspeed)
+            self._collectives = vectorize_collectives(self.deepspeed)
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
         reduce_norm_once(self.deepspeed.optimizer)
@@ -278,6 +281,8 @@ class TrainingEngine:
             self._accumulation.close()
         if self._library_state is not None:
             self._library_state.close()
+        if self._collectives is not None:
+            self._collectives.close()
         self.deepspeed.destroy()
         release_engine(module)
         reset_deepspeed_groups()

@@ -26,6 +26,8 @@ from ds_trainer.engine.self_test import (
     GradientReport,
     check_gradient,
 )
+from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.engine.zero3.coalesced_collectives import same_as_deepspeed
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.library_changes import warn_of_changes
 from ds_trainer.monitor.doctor.versions import versions
@@ -161,6 +163,15 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
         return None
     config = config or self_test_config(args, compiled, layout)
     began = time.monotonic()
+    dtype = HALF_TYPES.get(config.precision.compute, torch.float32)
+    same = config.zero_stage < 3 or same_as_deepspeed(args.device, dtype)
+    if not same and args.process_index == 0:
+        logger.warning(
+            "The gathers and reductions of ZeRO-3 that ds_trainer has in place of DeepSpeed's "
+            "(ds_trainer/engine/zero3/coalesced_collectives.py) have other results on this installation. This run uses "
+            "DeepSpeed's, with more time of the host in each micro-batch. Please report it with the output of "
+            "ds-trainer doctor."
+        )
     report = check_gradient(config, layout, args.device)
     message = finding_of(report, time.monotonic() - began).message
     if not report.good:
@@ -170,7 +181,7 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
         )
     if args.process_index == 0:
         logger.info("Self-test: the gradient (%s) is %s.", report.title, message, extra={CHECK: "self-test"})
-    if args.local_process_index == 0:
+    if same and args.local_process_index == 0:  # otherwise the next start compares again
         _write_stamp(_stamp(config, args.device), report)
     return report
 
