@@ -219,6 +219,21 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
+        "engine/zero3/coalesced_collectives.py",
+        "weights or gradients of ZeRO-3 are cut at the wrong elements",
+        "self-test: compares with DeepSpeed's own, and leaves it to DeepSpeed if they differ",
+        replaces=(
+            "deepspeed.runtime.comm.coalesced_collectives:reduce_scatter_coalesced",
+            *of(PARTITION, "AllGatherCoalescedHandle.wait", "Init._convert_to_deepspeed_param"),
+            *of(ZERO3, "__avg_scatter_grads"),
+        ),
+        relies_on=(
+            "deepspeed.runtime.comm.coalesced_collectives:all_to_all_quant_reduce",
+            "deepspeed.runtime.comm.coalesced_collectives:_torch_reduce_scatter_fn",
+            *of(PARTITION, "_dist_allgather_fn", "get_allgather_dtype", "MultipleAllGatherHandles"),
+        ),
+    ),
+    Row(
         "engine/zero3/module_guard.py",
         "ranks that call different modules hang, or exchange parameters of different modules",
         UNSEEN,

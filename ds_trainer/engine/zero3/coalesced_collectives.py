@@ -294,7 +294,7 @@ def same_as_deepspeed(device: torch.device, dtype: torch.dtype) -> bool:
     done = SimpleNamespace(wait=lambda: None)
     weights = [_InFlight(tensor, ranks) for tensor in tensors], [_InFlight(tensor, ranks) for tensor in tensors]
     RowsHandle(done, weights[0], ranks, False, flat).wait()
-    AllGatherCoalescedHandle(done, weights[1], flat.chunk(ranks), ranks).wait()  # type: ignore[arg-type]
+    AllGatherCoalescedHandle(done, weights[1], flat.chunk(ranks), ranks).wait()
     pairs += [(one.data, other.data) for one, other in zip(*weights, strict=True)]
     if distributed.agree(torch.tensor([int(not all(torch.equal(*pair) for pair in pairs))]))[0]:
         leave_to_deepspeed()
