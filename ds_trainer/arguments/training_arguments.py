@@ -345,6 +345,11 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
 
     seed: int = _device("Seed of all random number generators.", 42)
     data_seed: int | None = _device("Seed of the sample order; default: seed.")
+    replica_specific_rng: bool = _device(
+        "(own) Draw other random numbers in the model (dropout, NEFTune noise, sampled tokens) on every data-parallel "
+        "replica.",
+        False,
+    )
     full_determinism: bool = _device("Use deterministic kernels only; slower.", False)
     use_cpu: bool = _device("Use the CPU even if a GPU is present.", False)
     debug: list[DebugOption] | str | None = _device("Extra checks: underflow_overflow.", "")

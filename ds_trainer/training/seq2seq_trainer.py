@@ -21,7 +21,7 @@ from ds_trainer.training.generation.generation_config import read_generation_con
 from ds_trainer.training.generation.padding import padded
 from ds_trainer.training.loading.model_argument import resolve_model
 from ds_trainer.training.loop.device_copies import on_device
-from ds_trainer.training.model.micro_batch_rng import micro_batch_rng
+from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -249,7 +249,8 @@ class Seq2SeqTrainer(Trainer):
         # The ranks of a replica must draw the same tokens where they are sampled: its place alone decides.
         place = Coordinates(self.layout.coordinates(distributed.rank()).dp, 0, 0, 0)
         self._batches_generated += 1
-        with micro_batch_rng(self.layout, place, self.args.seed, self.state.global_step, -self._batches_generated):
+        seed = seed_of_micro_batches(self.args, self.layout)
+        with micro_batch_rng(seed, place, self.state.global_step, -self._batches_generated):
             found = self.model.generate(**prepared, **keywords)  # type: ignore[operator]
         return getattr(found, "sequences", found)
 

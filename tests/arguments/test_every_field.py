@@ -331,6 +331,10 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "length_column_name": Shown("tests.data.test_lengths::test_a_length_column_orders_the_batches"),
     "seed": Effect(7, order),
     "data_seed": Effect(7, order),
+    "replica_specific_rng": Shown(
+        "tests.engine.tensor_parallel.test_tensor_parallel_rng"
+        "::test_with_pure_data_parallelism_an_argument_gives_each_replica_its_masks"
+    ),
     "full_determinism": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "use_cpu": Effect(True, lambda args: (args.device_type, args.dataloader_pin_memory)),
     "debug": Refused("tpu_metrics_debug", "makes no sense under a DeepSpeed engine"),

@@ -21,6 +21,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"zero {stage}": (2, {"zero_stage": stage}) for stage in (0, 1, 2, 3)},
     **{f"bf16, zero {stage}": (2, {"zero_stage": stage, "bf16": True}) for stage in (0, 1, 3)},
     "accumulation": (2, {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
+    "random numbers of each replica": (2, {"replica_specific_rng": True, "gradient_accumulation_steps": 2}),
     "offload": (2, {"zero_stage": 2, "offload_optimizer": "cpu"}),
     "linear": (1, {"lr_scheduler_type": "linear"}),
     "restarts": (1, {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}),

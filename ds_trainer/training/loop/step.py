@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.loader import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
@@ -24,7 +25,6 @@ from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter, TimedIterator
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
-from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss
 from ds_trainer.training.loop.index_errors import explain_index_error
@@ -33,7 +33,7 @@ from ds_trainer.training.loop.loss_computation import LossComputation, LossMetho
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.token_counter import TokenCounter
-from ds_trainer.training.model.micro_batch_rng import micro_batch_rng
+from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
@@ -74,7 +74,7 @@ class MicroBatchRunner:
         losses: computes the loss.
         engine: runs forward and backward passes.
         accelerator: ``trainer.accelerator``, for user code.
-        seed: seed of the run.
+        args: the training arguments.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class MicroBatchRunner:
         losses: LossComputation,
         engine: TrainingEngine,
         accelerator: TrainerAccelerator,
-        seed: int,
+        args: TrainingArguments,
     ) -> None:
         self._methods = methods
         self._losses = losses
         self._engine = engine
         self._module = engine.deepspeed.module
         self._accelerator = accelerator if methods.uses_accelerator else None
-        self._seed = seed
+        self._seed = seed_of_micro_batches(args, engine.layout)
         self._layout = engine.layout
-        self._spread = engine.layout.replica_size > 1
+        self._coordinates = engine.layout.coordinates(distributed.rank())
         self._loss_context = methods.loss_context or nullcontext
-        self._plain = self._accelerator is None and not self._spread and not losses.packed
+        self._plain = self._accelerator is None and self._seed is None and not losses.packed
         self.accumulation = 1
         """Micro-batches of this rank in the current step."""
         self.several_micro_batches = True
@@ -120,9 +120,8 @@ class MicroBatchRunner:
             if accelerator is not None:
                 enter(accelerator.batch(batch.local if isinstance(batch, ShardedBatch) else batch))
             local = enter(self._losses.sharded(batch))
-            if self._spread:
-                coordinates = parallel_groups(self._layout).coordinates
-                enter(micro_batch_rng(self._layout, coordinates, self._seed, step, index))
+            if self._seed is not None:
+                enter(micro_batch_rng(self._seed, self._coordinates, step, index))
             loss = self._methods.training_step(self._engine.deepspeed, local, **keywords)
             return loss if accelerator is None else accelerator.loss_contribution(loss)
 

@@ -78,7 +78,7 @@ _ABOUT = {
     "optimizer": "the class that was passed to the Trainer",
 }
 NAMES = (
-    *(*_PLAIN, "grad_accum_dtype", "max_steps", "global_batch", "train_dataset", "optimizer", "deepspeed"),
+    *(*_PLAIN, "grad_accum_dtype", "replica_specific_rng", "max_steps", "global_batch", "train_dataset", "optimizer", "deepspeed"),
     "distillation",
     *_OTHER_NAMES,
 )
@@ -108,6 +108,8 @@ def compatibility_of(
     found = {name: plain(getattr(args, name)) for name in _PLAIN if hasattr(args, name)}
     if str(args.grad_accum_dtype) != "auto":
         found["grad_accum_dtype"] = str(args.grad_accum_dtype)
+    if args.replica_specific_rng:
+        found["replica_specific_rng"] = True
     found["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     found["global_batch"] = batch_plan.global_batch_size

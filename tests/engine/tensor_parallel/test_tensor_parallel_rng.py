@@ -64,7 +64,8 @@ def masks(output_dir: str, recompute: bool, separated: bool = True, **arguments:
         model.get_submodule(name).register_forward_hook(
             lambda module, inputs, output, kept=kept: kept.append((output != 0).detach().clone())
         )
-    torch.manual_seed(torch.distributed.get_rank())  # whatever state the data or a user has left
+    if "replica_specific_rng" not in arguments:
+        torch.manual_seed(torch.distributed.get_rank())  # whatever state the data or a user has left
     original = tensor_parallel_rng.SlicedRegion
     tensor_parallel_rng.SlicedRegion = original if separated else SameRegion  # type: ignore[misc]
     trainer = Trainer(model, args, train_dataset=RaggedTokens(37))
@@ -109,6 +110,19 @@ def test_replicas_draw_different_masks(tmp_path: Any) -> None:
     assert all(same(ranks[2]["outer"], ranks[3]["outer"]))
     assert not any(same(ranks[0]["outer"], ranks[2]["outer"]))
     assert not any(same(ranks[0]["inner"], ranks[2]["inner"]))
+
+
+@pytest.mark.parametrize(("specific", "recompute"), [(False, False), (True, False), (True, True)])
+def test_with_pure_data_parallelism_an_argument_gives_each_replica_its_masks(
+    specific: bool, recompute: bool, tmp_path: Any
+) -> None:
+    run = partial(masks, str(tmp_path), recompute, tensor_parallel_size=1, replica_specific_rng=specific, max_steps=1)
+    first, second = (found["outer"] for found in pool(2).run(run))
+    if recompute:
+        assert all(same(first[0::2], first[1::2]))
+        first, second = first[0::2], second[0::2]
+    assert same(first, second) == [not specific] * 2
+    assert not any(same(first[:-1], first[1:]))
 
 
 def test_seeds_depend_on_coordinates_step_and_micro_batch() -> None:
