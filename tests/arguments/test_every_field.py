@@ -331,19 +331,13 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "length_column_name": Shown("tests.data.test_lengths::test_a_length_column_orders_the_batches"),
     "seed": Effect(7, order),
     "data_seed": Effect(7, order),
-    "replica_specific_rng": Shown(
-        "tests.engine.tensor_parallel.test_tensor_parallel_rng"
-        "::test_with_pure_data_parallelism_an_argument_gives_each_replica_its_masks"
-    ),
+    "replica_specific_rng": Shown("tests.engine.tensor_parallel.test_tensor_parallel_rng::test_masks_of_each_replica"),
     "full_determinism": Shown(_RUN + "test_tf32_determinism_log_level_and_seed"),
     "use_cpu": Effect(True, lambda args: (args.device_type, args.dataloader_pin_memory)),
     "debug": Refused("tpu_metrics_debug", "makes no sense under a DeepSpeed engine"),
     "skip_memory_metrics": Shown("tests.training.loop.test_token_counter::test_memory_of_every_stage_is_reported"),
     "local_rank": Refused(5, "but the environment"),
-    "do_train": ForScripts(),
-    "do_eval": ForScripts(),
-    "do_predict": ForScripts(),
-    "resume_from_checkpoint": ForScripts(),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict", "resume_from_checkpoint"), ForScripts()),
     "accelerator_config": Effect(
         {"gradient_accumulation_kwargs": {"num_steps": 3}}, in_config("gradient_accumulation_steps")
     ),

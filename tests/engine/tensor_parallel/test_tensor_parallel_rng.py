@@ -113,9 +113,7 @@ def test_replicas_draw_different_masks(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("specific", "recompute"), [(False, False), (True, False), (True, True)])
-def test_with_pure_data_parallelism_an_argument_gives_each_replica_its_masks(
-    specific: bool, recompute: bool, tmp_path: Any
-) -> None:
+def test_masks_of_each_replica(specific: bool, recompute: bool, tmp_path: Any) -> None:
     run = partial(masks, str(tmp_path), recompute, tensor_parallel_size=1, replica_specific_rng=specific, max_steps=1)
     first, second = (found["outer"] for found in pool(2).run(run))
     if recompute:
