@@ -341,6 +341,10 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     remove_unused_columns: bool = _data("Drop dataset columns that the model's forward does not accept.", True)
     label_names: list[str] | None = _data("Keys of the batch that are labels.")
     train_sampling_strategy: str = _data("Order of samples: random, sequential, group_by_length.", "random")
+    stream_shards: int | str | None = _data(
+        "(own) Shards of a stream that replicas read side by side: auto (one per replica and worker), a number, own "
+        "(the dataset gives each replica its own samples); default: each replica reads the whole stream."
+    )
     length_column_name: str = _data("Column with the lengths for group_by_length.", "length")
 
     seed: int = _device("Seed of all random number generators.", 42)

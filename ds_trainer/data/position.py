@@ -21,6 +21,8 @@ class DataPosition:
             before the end of the epoch.
         ended: whether all its steps are done, and only the work at its end is missing.
         seed: seed of its order, which does not change before the end of the epoch either; None: that of the run.
+        stream: the order of a stream that is read in shards (:class:`ds_trainer.data.stream_shards.StreamOrder`), which
+            does not change before the end of the epoch either; None: it is read in its own order.
     """
 
     epoch: int = 0
@@ -31,6 +33,7 @@ class DataPosition:
     ordered_for: int = 0
     ended: bool = False
     seed: int | None = None
+    stream: tuple[int, int, bool] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.loader import DummyBatch, as_dummy
 from ds_trainer.data.sequence_sharding import IGNORED, SequenceSharder, unshard
 from ds_trainer.parallel.sequence_plan import SequencePlan
 
@@ -61,6 +61,11 @@ class ShardedBatch:
         """This shard as a batch without effect."""
         facts = self.facts._replace(items=torch.zeros_like(self.facts.items))
         return replace(self, local=DummyBatch(self.local), facts=facts)
+
+
+def dummy_of(batch: Any) -> Any:
+    """``batch``, whole or a shard, as one without effect."""
+    return batch.as_dummy() if isinstance(batch, ShardedBatch) else as_dummy(batch)
 
 
 class BatchSharder:

@@ -4,25 +4,27 @@ Every replica reads the whole stream and selects its samples as for map-style da
 consecutive samples, which the replicas divide in order, those of an incomplete last micro-step as evenly as possible.
 So every layout sees the same global batches. The price: every replica (and every worker) reads everything. Workers
 share the collating, one micro-step each, and read ahead; they do not read faster.
+
+With ``stream_shards`` a replica reads its part of the stream only (:mod:`ds_trainer.data.stream_shards`).
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ds_trainer.data.loader import as_dummy, as_set, pin_what_is_used, show_as
-from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.lockstep import RAGGED, SPARE, WHOLE, Aligned, Lockstep, fingerprint
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.skipping import skip, with_random_state
+from ds_trainer.data.stream_shards import ShardReader, StreamOrder, agreed
 from ds_trainer.parallel.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
@@ -45,11 +47,15 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
+_IN_ITS_ORDER = StreamOrder()
+
+
 class StreamShard(IterableDataset[Any]):
     """The micro-batches of one replica: ``(batch, is_dummy, checksum of the micro-step, state of the stream after
     it)``.
 
-    The state is None except at the end of a step, and for streams without a state.
+    The state is None except at the end of a step, and for streams without a state. Of a stream that is read in shards:
+    ``(batch, is_whole, index of the micro-step, states of shards)``, without micro-steps that have no samples.
 
     Args:
         stream: read again for every epoch. If it has ``set_epoch(epoch)``, that is called; a ``torch.Generator`` in its
@@ -58,17 +64,25 @@ class StreamShard(IterableDataset[Any]):
         dp_rank: index of the replica.
         collate: returns a batch for a list of samples.
         seed: seed of the order.
+        order: the order of every new epoch.
     """
 
     def __init__(
-        self, stream: Any, plan: BatchPlan, dp_rank: int, collate: Callable[[list[Any]], Any], seed: int = 0
+        self,
+        stream: Any,
+        plan: BatchPlan,
+        dp_rank: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int = 0,
+        order: StreamOrder = _IN_ITS_ORDER,
     ) -> None:
         self.stream = stream
         self.plan = plan
         self.dp_rank = dp_rank
         self.collate = collate
-        # Shared with workers that persist from epoch to epoch: epoch, first sample, seed.
-        self._start = torch.tensor([0, 0, seed], dtype=torch.int64).share_memory_()
+        self.order = order
+        # Shared with workers that persist from epoch to epoch: epoch, first sample, seed, order.
+        self._start = torch.tensor([0, 0, seed, *order], dtype=torch.int64).share_memory_()
         self._worker: tuple[int, int] | None = None
         self._is_worker = False  # whether this is a worker process
         self._resumed: StreamResume | None = None
@@ -96,12 +110,19 @@ class StreamShard(IterableDataset[Any]):
             seed: seed of the order.
             resumed: how to get there; only before the first iteration, when there are no workers yet.
         """
-        self._start[0], self._start[1], self._start[2] = epoch, first_sample, seed
+        self._start[:3] = torch.tensor([epoch, first_sample, seed])
         self._resumed = resumed
 
+    def set_order(self, order: StreamOrder) -> None:
+        """Set the order of the next iteration."""
+        self._start[3:] = torch.tensor(order)
+
     def __iter__(self) -> Iterator[tuple[Any, bool, int, Any]]:
-        epoch, first, _ = self._start.tolist()
+        epoch, first, _, shards, run, own = self._start.tolist()
         worker, workers = self._worker_index()
+        if shards:
+            yield from self._read_shards(StreamOrder(shards, run, bool(own)), epoch, first)
+            return
         source = self._begin(epoch, first, show=worker == 0)
         stateful = has_state(self.stream)
         for index in itertools.count():
@@ -122,6 +143,23 @@ class StreamShard(IterableDataset[Any]):
                 yield made.pop()  # nothing here holds the samples while their batch is in use
             if not whole:
                 return
+
+    def _read_shards(self, order: StreamOrder, epoch: int, first: int) -> Iterator[tuple[Any, bool, int, Any]]:
+        resumed = self._resumed if first and self._resumed is not None and self._resumed.epoch == epoch else None
+        if resumed is not None and self._is_worker:
+            resumed = resumed._replace(random=None)
+        reader = ShardReader(
+            self.stream,
+            order,
+            self.plan,
+            self.dp_rank,
+            prepare=partial(seed_stream, seed=self.seed, epoch=epoch),
+            stateful=has_state(self.stream),
+        )
+        for index, rows, states in reader.micro_steps(first, *self._worker_index(), resumed):
+            made = [(self.collate(rows), len(rows) == self.plan.micro_batch, index, states)]
+            rows.clear()
+            yield made.pop()  # nothing here holds the samples while their batch is in use
 
     def _begin(self, epoch: int, first: int, show: bool) -> Iterator[Any]:
         """The stream's samples from ``first`` on."""
@@ -170,11 +208,14 @@ class StreamLoader(DataLoader[Any]):
         collate_fn: returns a batch for a list of samples.
         drop_last: whether samples of an incomplete last micro-step are dropped.
         state: state of the stream after the last micro-step read (those of a step are read together), if the stream has
-            a state and a step ends there; on the reading ranks only.
+            a state and a step ends there; on the reading ranks only. Read in shards: the states of those that this
+            process has read, by number.
+        order: the order of the present epoch.
         sharder, pins_shards: as of :class:`ds_trainer.data.loader.PlannedLoader`.
     """
 
     state: Any = None
+    order: StreamOrder | None = None
     sharder: BatchSharder | None = None
     pins_shards = False
 
@@ -188,6 +229,7 @@ class StreamLoader(DataLoader[Any]):
     ) -> None:
         self._window = window
         self._shard = shard
+        self._resumed_states: dict[int, Any] = {}
         self.seed = shard.seed
         self._worker_seeds = torch.Generator()  # the global generator is for the model
         options: dict[str, Any] = {
@@ -221,7 +263,13 @@ class StreamLoader(DataLoader[Any]):
         return self._shard.stream
 
     def __len__(self) -> int:
+        if self._shard.order.shards:
+            raise TypeError("the lengths of the shards of a stream are not known")
         return self._shard.plan.micro_steps(len(self._shard.stream))
+
+    def shards_of(self, order: StreamOrder, first_sample: int) -> range:
+        """The shards that this replica reads in ``order`` from its sample ``first_sample`` on."""
+        return order.shards_of(self._shard.dp_rank, self._shard.plan, first_sample)
 
     @property
     def is_stateful(self) -> bool:
@@ -233,7 +281,12 @@ class StreamLoader(DataLoader[Any]):
         return self._shard.plan.micro_steps(max(0, len(self._shard.stream) - first_sample))
 
     def start(
-        self, epoch: int, first_sample: int = 0, resumed: StreamResume | None = None, seed: int | None = None
+        self,
+        epoch: int,
+        first_sample: int = 0,
+        resumed: StreamResume | None = None,
+        seed: int | None = None,
+        order: StreamOrder | None = None,
     ) -> None:
         """Set what the next iteration reads: ``epoch``, from its sample ``first_sample`` on.
 
@@ -242,15 +295,25 @@ class StreamLoader(DataLoader[Any]):
             first_sample: index in the order of that epoch.
             resumed: how a resumed run gets there.
             seed: seed of the order; default: :attr:`seed`.
+            order: the order in which the epoch was begun; default: that of a new epoch.
         """
+        self.order = order
         self.state = None
+        self._resumed_states = (resumed.state if resumed is not None and first_sample else None) or {}
         self._shard.start(epoch, first_sample, self.seed if seed is None else seed, resumed)
 
     def __iter__(self) -> Lockstep:  # type: ignore[override]  # an iterator serves as DataLoader's
-        groups = replica_groups(self._shard.plan.layout)
+        shard = self._shard
+        new = agreed(shard.order)
+        if self.order is None:
+            self.order = new
+        self.order.check(shard.stream, shard.plan, new.own)
+        shard.set_order(self.order)
+        groups = replica_groups(shard.plan.layout)
         pin = self.pin_memory or self.pins_shards
-        batches = replica_batches(self._read, groups, pin_memory=pin, sharder=self.sharder)
-        return Lockstep(batches, self._window)
+        read = self._read_shards if self.order.shards else self._read
+        batches = replica_batches(read, groups, pin_memory=pin, sharder=self.sharder)
+        return Aligned(batches, self._window, self.drop_last) if self.order.shards else Lockstep(batches, self._window)
 
     def _read(self) -> Iterator[tuple[Any, int]]:
         self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)
@@ -261,13 +324,28 @@ class StreamLoader(DataLoader[Any]):
             del batch
             yield item.pop()  # nothing here holds the whole batch while its shards are in use
 
+    def _read_shards(self) -> Iterator[tuple[Any, int]]:
+        self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)
+        self._shard.collate = self.collate_fn
+        states: dict[int, Any] = dict(self._resumed_states)
+        self.state = states if self.is_stateful else None
+        done = 0
+        for batch, is_whole, index, state in as_set(self._reader, self):
+            for _ in range(done, index):  # a worker has reached the end of its shards
+                yield as_dummy(batch), RAGGED
+            states.update(state)
+            done = max(done, index + 1)
+            item = [(batch, SPARE if index < 0 else WHOLE if is_whole else RAGGED)]
+            del batch
+            yield item.pop()
+
 
 class StreamResume(NamedTuple):
     """How a stream reaches the position in ``epoch`` from which a run resumes.
 
     Attributes:
         epoch: the epoch.
-        state: state of the stream at that position; None if it has none.
+        state: state of the stream at that position; None if it has none. Read in shards: those of shards, by number.
         random: state of the generators at the beginning of the epoch, for a stream that is read again up to there.
         show: whether this process shows a progress bar.
     """
@@ -310,27 +388,3 @@ def seed_stream(stream: Any, seed: int, epoch: int) -> None:
     generator = getattr(stream, "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed + epoch)
-
-
-def fingerprint(sample: Any) -> int:
-    """A 32-bit checksum of a sample's numbers and strings, and of the types of its other contents."""
-    return _checksum(sample, 0)
-
-
-def _checksum(value: Any, mark: int) -> int:
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            mark = _checksum(value[key], zlib.crc32(str(key).encode(), mark))
-        return mark
-    if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
-        for item in value:
-            mark = _checksum(item, mark)
-        return mark
-    if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous().flatten()
-        return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), mark)
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
-        return zlib.crc32(np.ascontiguousarray(value).tobytes(), mark)
-    if isinstance(value, (str, int, float, bytes, list, tuple)) or value is None:
-        return zlib.crc32(repr(value).encode(), mark)
-    return zlib.crc32(type(value).__name__.encode(), mark)

@@ -254,9 +254,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         self.model_wrapped = engine.deepspeed
         self.model_wrapped.train()
         self.declare_loss()
-        self.micro_batches = MicroBatchRunner(
-            self.step_methods(), self.losses, engine, self.accelerator, self.args
-        )
+        self.micro_batches = MicroBatchRunner(self.step_methods(), self.losses, engine, self.accelerator, self.args)
         handler = self.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         if self.is_world_process_zero():

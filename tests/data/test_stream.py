@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ds_trainer import ConfigError
 from ds_trainer.data.loader import DummyBatch
-from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.lockstep import Lockstep, fingerprint
 from ds_trainer.data.sampler import DistributedBatchSampler
-from ds_trainer.data.stream import StreamLoader, StreamShard, fingerprint, is_stream, length_of
+from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed

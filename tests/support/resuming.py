@@ -115,12 +115,23 @@ class StatefulStream(Stream):
         self._next = state["next"]
 
 
+def table_stream(shuffled: bool = False) -> Any:
+    """The rows as a stream of ``datasets`` with four shards; it has a state unless it is shuffled."""
+    import datasets
+
+    rows = [{name: value.tolist() for name, value in row.items()} for row in Tokens().rows]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+    return (stream.shuffle(seed=3, buffer_size=5) if shuffled else stream).with_format("torch")
+
+
 DATA: dict[str, Callable[[], Any]] = {
     "tokens": Tokens,
     "augmented": Augmented,
     "stream": Stream,
     "augmented_stream": AugmentedStream,
     "stateful_stream": StatefulStream,
+    "table_stream": table_stream,
+    "shuffled_table_stream": lambda: table_stream(shuffled=True),
     "packed": lambda: Packed(SAMPLES, 1),
 }
 

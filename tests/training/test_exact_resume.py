@@ -45,6 +45,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2, zero 3, augmented": (2, {"tensor_parallel_size": 2, "zero_stage": 3, "data": "augmented"}),
     "sp 2": (2, {"sequence_parallel_size": 2, "zero_stage": 1, "dropout": 0.0}),
     "cp 2": (2, {"context_parallel_size": 2, "zero_stage": 2, "dropout": 0.0}),
+    "shards": (2, {"data": "table_stream", "stream_shards": "auto"}),
+    "shards, workers, accumulation": (
+        2,
+        {
+            **{"data": "table_stream", "stream_shards": "auto", "dataloader_num_workers": 2},
+            **{"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "stop": 3},
+        },
+    ),
+    "shards without a state": (2, {"data": "shuffled_table_stream", "stream_shards": 4, "stop": 3}),
     "tp 2, stream": (2, {"tensor_parallel_size": 2, "data": "stream"}),
     "tp 2, stateful stream": (2, {"tensor_parallel_size": 2, "data": "stateful_stream"}),
 }

@@ -73,12 +73,12 @@ def test_losses_are_those_of_plain_pytorch(
         assert_equal(found, reference())
 
 
-def train_on_stream(output_dir: str, **values: Any) -> Trajectory:
+def train_on_stream(output_dir: str, make: Any = Stream, **values: Any) -> Trajectory:
     # The pool's ranks are daemons of a fork server, which may have no children and start them strangely.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    if values["dataloader_num_workers"]:
+    if values.get("dataloader_num_workers"):
         values["dataloader_multiprocessing_context"] = "fork"
-    return train_and_report(tiny_llama, Stream, output_dir, **values)
+    return train_and_report(tiny_llama, make, output_dir, **values)
 
 
 def test_a_stream_with_a_length_needs_no_max_steps(tmp_path: Any) -> None:
@@ -96,6 +96,45 @@ def refusal_of(make: Any, output_dir: str) -> str:
     with pytest.raises(ConfigError) as error:
         train_and_report(tiny_llama, make, output_dir, **arguments(2))
     return str(error.value)
+
+
+# -- shards ----------------------------------------------------------------------------------------------------------
+
+
+class Shards(IterableDataset[Any]):
+    """Four files, of 10, 9, 9 and 9 of the rows."""
+
+    def __init__(self, files: list[int] | None = None) -> None:
+        self.files = [0, 1, 2, 3] if files is None else files
+        self.num_shards = len(self.files)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.files[index::num_shards])
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for file in self.files:
+            yield from RaggedTokens(SAMPLES).rows[file::4]
+
+
+class InTurn(RaggedTokens):
+    """The rows in the order of the shards: four of each in turn, two and three times one at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES)
+        places = [place // 4 % 4 + 4 * (place // 16 * 4 + place % 4) for place in range(48)]
+        self.rows = [self.rows[row] for row in places if row < SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("world", "more"), [(2, {"zero_stage": 3}), (4, {"tensor_parallel_size": 2, "dataloader_num_workers": 2}), (4, {})]
+)
+def test_shards_are_trained_like_their_order_in_plain_pytorch(world: int, more: dict[str, Any], tmp_path: Any) -> None:
+    """Every third step has the five samples that are left of the epoch, on ranks with some and on ranks with none."""
+    wanted = train_plainly(tiny_llama(), InTurn(), learning_rate=2e-3, steps=STEPS, seed=None)
+    replicas = world // more.get("tensor_parallel_size", 1)
+    values = arguments(replicas, 4 // replicas, stream_shards=4, **more)
+    for found in pool(world).run(partial(train_on_stream, str(tmp_path), make=Shards, **values)):
+        assert_equal(found, wanted)
 
 
 # -- epochs ----------------------------------------------------------------------------------------------------------

@@ -130,6 +130,9 @@ def _number_problems(args: TrainingArguments) -> list[str]:
         value = getattr(args, name)
         if value is not None and value < 0:
             problems.append(f"{name}={value!r} must be an integer that is not negative.")
+    shards = args.stream_shards
+    if shards not in (None, "auto", "own") and not (type(shards) is int and shards > 0):
+        problems.append(f"stream_shards={shards!r} must be a positive integer, 'auto', 'own' or None.")
     return problems + _limit_problems(args.save_total_limit)
 
 

@@ -17,6 +17,7 @@ from ds_trainer.arguments.enums import PackingStrategy
 from ds_trainer.data.packing.rows import WINDOW_ROWS, PackedRows, PackingSummary, packed_window
 from ds_trainer.data.packing.token_counts import token_count
 from ds_trainer.data.stream import has_state
+from ds_trainer.data.stream_shards import shards_in
 
 
 class Piece(NamedTuple):
@@ -104,6 +105,18 @@ class PackedStream(IterableDataset[Row]):
         self._counts = torch.zeros(6, dtype=torch.int64).share_memory_()
         self._restored: dict[str, Any] | None = None
         self._position: dict[str, Any] | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that can be packed each by itself."""
+        return shards_in(self.stream)
+
+    def shard(self, num_shards: int, index: int) -> PackedStream:
+        """The rows of a shard; its counts are added to those of this stream."""
+        inner = self.stream.shard(num_shards=num_shards, index=index)
+        rows = packed_stream(inner, self.max_length, self.strategy, self.seed)
+        rows._counts = self._counts
+        return rows
 
     @property
     def summary(self) -> PackingSummary:

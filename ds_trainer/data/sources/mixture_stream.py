@@ -9,6 +9,7 @@ them, and encodes one window.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -46,6 +47,8 @@ class SourceStream:
         seed: of the order of files and records.
         window: records that are shuffled together.
         bad_lines: ``error`` or ``skip``.
+        part: number of parts and index of this one: every so many-th file, or every so many-th record if there are
+            fewer files or a limit.
 
     Raises:
         ConfigError: when samples are read: a bad line, a record that cannot be encoded, or a whole pass that gives no
@@ -53,8 +56,17 @@ class SourceStream:
     """
 
     def __init__(
-        self, source: Source, encode: Callable[[Record], Encoding], seed: int, window: int, bad_lines: Policy
+        self,
+        source: Source,
+        encode: Callable[[Record], Encoding],
+        seed: int,
+        window: int,
+        bad_lines: Policy,
+        part: tuple[int, int] = (1, 0),
     ) -> None:
+        by_file = source.spec.limit is None and len(source.files) >= part[0]
+        self._files = source.files[part[1] :: part[0]] if by_file else source.files
+        self._part = (1, 0) if by_file else part
         self._source, self._encode, self._seed, self._size = source, encode, seed, window
         self._bad_lines: Policy = bad_lines
         self.load({**_START, "drawn": 0})
@@ -79,7 +91,9 @@ class SourceStream:
         while self._drawn >= len(self._samples):
             self._position, self._drawn = self._next, 0
             if self._position["turn"] > turns + 1:
-                raise ConfigError(f"{self._source.key} ({self._source.name}): no record gives a sample.")
+                parts, index = self._part
+                of = f", of the records for shard {index} of {parts}," if parts > 1 else ""
+                raise ConfigError(f"{self._source.key} ({self._source.name}): no record{of} gives a sample.")
             self._samples = self._window()
         self._drawn += 1
         return self._samples[self._drawn - 1]
@@ -101,15 +115,16 @@ class SourceStream:
         """The records from ``at`` on, each with the position after it, and None at the end of each pass."""
         source = self._source
         limit, format = source.spec.limit, source.find_format()
+        parts, own = self._part
         turn, first, skipped, taken = at.values()
         while True:
-            order = list(range(len(source.files)))
+            order = list(range(len(self._files)))
             if limit is None:  # else the first records in the order of the files
                 order = np.random.default_rng([self._seed, turn]).permutation(len(order)).tolist()
             for place in range(first, len(order)):
                 if taken == limit:
                     break
-                for number, found in enumerate(read_file(source.files[order[place]], format, source.spec.kind)):
+                for number, found in enumerate(read_file(self._files[order[place]], format, source.spec.kind)):
                     if number < skipped:
                         continue
                     if isinstance(found, BadLine):
@@ -118,7 +133,8 @@ class SourceStream:
                         refused.check()
                         continue
                     taken += 1
-                    yield found, {"turn": turn, "file": place, "record": number + 1, "taken": taken}
+                    if (taken - 1) % parts == own:
+                        yield found, {"turn": turn, "file": place, "record": number + 1, "taken": taken}
                     if taken == limit:
                         break
                 skipped = 0
@@ -159,6 +175,7 @@ class MixtureStream(IterableDataset[dict[str, torch.Tensor]]):
         self.seed = seed
         self._sources, self._encode = list(sources), encode
         self._window, self._bad_lines = window, bad_lines
+        self._part = (1, 0)
         self._streams: list[SourceStream] = []
         self._draw = 0
         self._restored: dict[str, Any] | None = None
@@ -166,7 +183,9 @@ class MixtureStream(IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         at, self._restored = self._restored, None
         self._streams = [
-            SourceStream(source, self._encode, self.seed + 1_000_003 * (number + 1), self._window, self._bad_lines)
+            SourceStream(
+                *(source, self._encode, self.seed + 1_000_003 * (number + 1), self._window, self._bad_lines, self._part)
+            )
             for number, source in enumerate(self._sources)
         ]
         self._draw = 0
@@ -179,12 +198,24 @@ class MixtureStream(IterableDataset[dict[str, torch.Tensor]]):
     def _samples(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
             block = self._draw // _DRAWS
-            draws = np.random.default_rng([self.seed, block]).random(_DRAWS)
+            own = self._part[1:] if self._part[0] > 1 else ()  # each shard draws for itself
+            draws = np.random.default_rng([self.seed, block, *own]).random(_DRAWS)
             chosen = np.searchsorted(np.cumsum(self.shares)[:-1], draws, side="right").tolist()
             for number in chosen[self._draw % _DRAWS :]:
                 sample = self._streams[number].read()
                 self._draw += 1
                 yield sample if self.source_names is None else with_source(sample, number)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of files of the source that has the most."""
+        return max(len(source.files) for source in self._sources)
+
+    def shard(self, num_shards: int, index: int) -> MixtureStream:
+        """Every ``num_shards``-th file of each source, or record if it has fewer files, from number ``index`` on."""
+        part = copy.copy(self)
+        part._part, part._streams, part._restored = (num_shards, index), [], None
+        return part
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the number of the next sample, and the position in each source."""

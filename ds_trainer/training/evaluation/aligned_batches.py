@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.loader import PlannedLoader, as_dummy
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.replica import batches_of
-from ds_trainer.data.sharded_batch import ShardedBatch
+from ds_trainer.data.sharded_batch import ShardedBatch, dummy_of
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.batches import checked_batch
@@ -57,7 +57,7 @@ def aligned_batches(
             yield last
         else:
             assert last is not None  # agreed above
-            yield last.as_dummy() if isinstance(last, ShardedBatch) else as_dummy(last)
+            yield dummy_of(last)
 
 
 def mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -26,6 +26,7 @@ from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.data.sampler_order import SamplerOrder
 from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
+from ds_trainer.data.stream_shards import stream_order, warn_of_readers
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -62,7 +63,8 @@ def check_run_length(dataset: Any, args: TrainingArguments) -> None:
     Raises:
         ConfigError: asks for ``max_steps``.
     """
-    if args.max_steps <= 0 and is_stream(dataset) and (packs(args) or length_of(dataset) is None):
+    unknown = packs(args) or length_of(dataset) is None or args.stream_shards is not None
+    if args.max_steps <= 0 and is_stream(dataset) and unknown:
         raise ConfigError(_NO_LENGTH.format(f"train_dataset, a {type(dataset).__name__},", args.max_steps))
 
 
@@ -204,7 +206,11 @@ def planned_loader(
         }
     workers = args.dataloader_num_workers
     if is_stream(dataset):
-        share = StreamShard(dataset, plan, dp_rank, collate, 0 if sampling is None else sampling.seed)
+        setting = None if sampling is None else args.stream_shards  # results of an evaluation are in its order
+        stream = stream_order(dataset, plan, dp_rank, setting, workers)
+        if sampling is not None:
+            warn_of_readers(dataset, stream, plan.layout.dp, setting)
+        share = StreamShard(dataset, plan, dp_rank, collate, 0 if sampling is None else sampling.seed, stream)
         # Evaluation has no steps: the ranks synchronize after a fixed number of micro-batches instead.
         return StreamLoader(share, _EVAL_WINDOW if sampling is None else plan.accumulation, workers, pin, **options)
     sampler: DistributedBatchSampler

@@ -12,6 +12,7 @@ from ds_trainer.data.lockstep import Lockstep
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.replica import batches_of
 from ds_trainer.data.stream import StreamLoader, StreamResume, has_state
+from ds_trainer.data.stream_shards import StreamOrder
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.training.loop.batches import set_epoch
 from ds_trainer.training.loop.run_plan import RunPlan
@@ -78,13 +79,15 @@ class DataCursor:
         self._first_sample, self._first_micro_step = 0, 0
         self._ordered_for = self._batch.global_batch_size
         self._seed: int | None = self.loader.seed if self.is_ours else None
+        self._stream_order: StreamOrder | None = None  # the loader's, when it reads
         self._ended = False
 
     def _enter_at(self, at: DataPosition) -> None:
         self.steps, self._ended = at.steps, at.ended
         self._ordered_for = at.ordered_for or self._batch.global_batch_size
-        if at.seed is not None and self.is_ours and self.is_inside and not self._args.ignore_data_skip:
-            self._seed = at.seed
+        if self.is_ours and self.is_inside and not self._args.ignore_data_skip:
+            self._seed = self._seed if at.seed is None else at.seed
+            self._stream_order = StreamOrder(*(at.stream or ()))
         # A checkpoint without sample counts is assumed to have the current batch sizes.
         self._first_sample = (
             at.samples if at.samples_per_micro_step else at.micro_steps * self._batch.samples_per_micro_step
@@ -131,8 +134,11 @@ class DataCursor:
             return iter(self.loader)
         if isinstance(self.loader, StreamLoader):
             state = self._saved.get("state") if at is not None and sample else None
-            self.loader.start(epoch, sample, StreamResume(epoch, state, epoch_random_state, show), self._seed)
-            return iter(self.loader)
+            resumed = StreamResume(epoch, state, epoch_random_state, show)
+            self.loader.start(epoch, sample, resumed, self._seed, self._stream_order)
+            micro_batches = iter(self.loader)
+            self._stream_order = self.loader.order
+            return micro_batches
         set_epoch(self.loader, epoch)
         if at is not None and micro_steps and has_state(self.loader) and "state" in self._saved:
             self.loader.load_state_dict(self._saved["state"])
@@ -208,7 +214,8 @@ class DataCursor:
             samples = min(samples, self.loader.samples)
         size, ordered_for = self._batch.samples_per_micro_step, self._ordered_for
         return DataPosition(
-            self.epoch, samples, self.steps, self.micro_steps, size, ordered_for, self._ended, self._seed
+            *(self.epoch, samples, self.steps, self.micro_steps, size, ordered_for, self._ended, self._seed),
+            self._stream_order if self._stream_order is not None and self._stream_order.shards else None,
         )
 
     def reader_state(self) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class Checkpointer:
         else:
             run.lr_scheduler.load_state_dict(schedule)
         manifest = Manifest.read(resumption.path)
-        self.cursor = self._new_cursor(at, resumption.reader_state(run.loader, manager.is_same_layout(manifest)))
+        same_layout = manager.is_same_layout(manifest)
+        self.cursor = self._new_cursor(at, resumption.reader_state(run.loader, at, manifest, same_layout))
         self.guard = self._new_guard((resumption.run or {}).get("divergence"))
         self._print(report(run, resumption, changes, manifest, self.cursor))
 

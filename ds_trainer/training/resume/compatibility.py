@@ -78,7 +78,8 @@ _ABOUT = {
     "optimizer": "the class that was passed to the Trainer",
 }
 NAMES = (
-    *(*_PLAIN, "grad_accum_dtype", "replica_specific_rng", "max_steps", "global_batch", "train_dataset", "optimizer", "deepspeed"),
+    *(*_PLAIN, "grad_accum_dtype", "replica_specific_rng", "stream_shards", "max_steps", "global_batch"),
+    *("train_dataset", "optimizer", "deepspeed"),
     "distillation",
     *_OTHER_NAMES,
 )
@@ -110,6 +111,8 @@ def compatibility_of(
         found["grad_accum_dtype"] = str(args.grad_accum_dtype)
     if args.replica_specific_rng:
         found["replica_specific_rng"] = True
+    if args.stream_shards is not None:
+        found["stream_shards"] = args.stream_shards
     found["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     found["global_batch"] = batch_plan.global_batch_size

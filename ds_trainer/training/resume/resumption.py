@@ -8,6 +8,7 @@ needs it (state of a stream or loader).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.stream import StreamLoader
+from ds_trainer.data.stream_shards import StreamOrder
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.data_cursor import DataCursor
@@ -164,18 +166,33 @@ class Resumption:
             return Changes({"max_steps": (before, now)} if longer else {})
         return compare(self.run["compatibility"], fingerprint, args, self.path)
 
-    def reader_state(self, loader: Any, same_layout: bool) -> dict[str, Any]:
+    def reader_state(self, loader: Any, at: DataPosition, manifest: Manifest, same_layout: bool) -> dict[str, Any]:
         """The saved :meth:`DataCursor.reader_state`: for streams that of the main process, otherwise that of this rank.
+
+        For a stream that is read in shards, the states of this replica's shards, from the ranks that have read them.
 
         Args:
             loader: the loader of this run.
+            at: the position in the data.
+            manifest: the manifest of the checkpoint.
             same_layout: whether the layout is that of the checkpoint.
         """
-        stream = isinstance(loader, StreamLoader)
-        file = self.path / _data_file(0 if stream else distributed.rank())
-        if not file.is_file() or not (stream or same_layout):
-            return {}
-        return dict(load_pickle(file, trusted=True))  # the checkpoint has been verified
+        order = StreamOrder(*(at.stream or ()))
+        if not isinstance(loader, StreamLoader):
+            return self._state_on(distributed.rank()) if same_layout else {}
+        if not order.shards:
+            return self._state_on(0)
+        written, found = _layout_of(manifest), dict[str, Any]()
+        shards = loader.shards_of(order, at.samples)
+        for replica in sorted({number % math.gcd(written.dp, order.shards) for number in shards}):
+            saved = self._state_on(written.rank_at(dp=replica))
+            states = {number: state for number, state in saved.pop("state", {}).items() if number in shards}
+            found = {**saved, "state": found.get("state", {}) | states}
+        return found
+
+    def _state_on(self, rank: int) -> dict[str, Any]:
+        file = self.path / _data_file(rank)
+        return dict(load_pickle(file, trusted=True)) if file.is_file() else {}  # the checkpoint has been verified
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
@@ -193,8 +210,8 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
     """
     state, engine, args = run.events.state, run.engine, run.events.args
     now = _describe(engine.layout.describe(), engine.stage, engine.precision)
-    sizes = {name: manifest.layout[name] for name in ("world_size", "tp", "cp", "sp")}
-    before = _describe(ParallelLayout(**sizes).describe(), manifest.zero_stage, manifest.precision)
+    written = _layout_of(manifest)
+    before = _describe(written.describe(), manifest.zero_stage, manifest.precision)
     same = before == now
     rates = ", ".join(f"{float(g['lr']):g}" for g in {float(g["lr"]): g for g in run.optimizer.param_groups}.values())
     schedule = type(run.lr_scheduler).__name__
@@ -215,7 +232,7 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
         consequences = Consequences(
             changes,
             args,
-            world_size=(sizes["world_size"], engine.layout.world_size),
+            world_size=(written.world_size, engine.layout.world_size),
             max_steps=(resumption.run["steps"], run.plan.max_steps),
             step=state.global_step,
             position=cursor.position,
@@ -228,6 +245,10 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
     if state.global_step >= run.plan.max_steps or cursor.epoch >= run.plan.epochs:
         lines += finished(args, state.global_step, resumption.path)
     return "\n".join(lines)
+
+
+def _layout_of(manifest: Manifest) -> ParallelLayout:
+    return ParallelLayout(*(manifest.layout[name] for name in ("world_size", "tp", "cp", "sp")))
 
 
 def _describe(layout: str, stage: int, precision: str) -> str:
