@@ -324,6 +324,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "remove_unused_columns": Effect(False, columns),
     "label_names": Effect(["y"], of_trainer(lambda job: job.label_names)),
     "train_sampling_strategy": Effect("sequential", order),
+    "stream_shards": Shown("tests.data.test_stream_shards::test_each_replica_reads_what_it_trains_on"),
     "packing": Shown("tests.training.test_packed_runs::test_every_layout_trains_like_the_samples_alone"),
     "packing_strategy": Shown("tests.training.test_packed_runs::test_every_layout_trains_like_the_samples_alone"),
     "eval_packing": Shown("tests.training.test_packed_runs::test_metrics_of_single_samples_are_not_packed"),
