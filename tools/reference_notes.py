@@ -57,6 +57,8 @@ BETTER: dict[str, str] = {
     "hang_policy": "An addition: a job that ends can be restarted.",
     "torch_compile_regional": "An addition: compiles equal blocks once.",
     "profile_steps": "An addition: profiles steps, and says where the time goes.",
+    "stream_shards": "An addition: a replica reads its part of a stream only, with exact resume.",
+    "replica_specific_rng": "An addition: every replica draws its own dropout masks.",
     "straggler_steps": "An addition: names a slow rank and the cause.",
     "run_report": "An addition: a page that says what happened, also after a crash.",
     "report_device_hour_price": "An addition: the cost of the run in its report.",

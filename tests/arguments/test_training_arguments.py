@@ -43,6 +43,8 @@ OWN = {
     "hang_factor",
     "hang_policy",
     "straggler_steps",
+    "stream_shards",
+    "replica_specific_rng",
     "run_report",
     "report_device_hour_price",
     "profile_steps",
