@@ -176,6 +176,13 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
 
     replace(dist, "all_reduce", summed)
 
+    def message(real: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            counts.add("messages")  # of votes, each after the one before
+            return real(*args, **named)
+
+        return call
+
     def received(real: Any) -> Any:
         def call(operations: list[Any]) -> Any:
             sent = [one.tensor for one in operations if one.op is dist.isend]
@@ -245,6 +252,19 @@ def _counted(counts: Counts, rank: int) -> list[tuple[Any, str, Any]]:
     from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 
     replace(SharedFiles, "create", made)
+
+    def gather_objects(real: Any) -> Any:
+        def call(value: Any) -> list[Any]:
+            size = len(pickle.dumps(value))
+            counts.add("object_gathers")
+            counts.add("objects", dist.get_world_size())
+            counts.add("object_bytes", dist.get_world_size() * size)
+            return list(real(value))
+
+        return call
+
+    replace(distributed, "_swap", message)
+    replace(distributed, "gather_objects", gather_objects)
     replace(distributed, "gather_to_main", gather)
     replace(distributed, "broadcast_object", broadcast)
     replace(distributed, "broadcast_from_main", broadcast)

@@ -31,7 +31,7 @@ STEPS, SAVED_AFTER = 6, 5
 PHASES = ("start", "step", "save", "resume")
 SHOWN = (
     *("groups", "groups_of_others", "store_operations", "store_keys", "store_bytes", "object_gathers", "objects"),
-    *("object_bytes", "collectives", "files_opened", "sockets", "descriptors", "seconds"),
+    *("object_bytes", "collectives", "messages", "files_opened", "sockets", "descriptors", "seconds"),
 )
 
 

@@ -110,10 +110,11 @@ def reachable_group(make: Callable[[timedelta], ProcessGroup], seconds: float | 
     limit = timedelta(seconds=CONNECT_SECONDS if seconds is None else seconds)
     if dist.get_backend() not in ("nccl", "gloo"):
         return make(limit)  # no network
+    distributed.await_ranks(collective_limit())  # a rank that comes late is not a rank that cannot be reached
     group, failure = None, ""
     try:
         group = make(limit)
-        dist.all_reduce(torch.zeros(1), group=group, async_op=True).wait(limit)
+        distributed.connect(group, limit)
     except (RuntimeError, ValueError) as error:
         failure = str(error).splitlines()[0]
         logger.debug("rank %d: gloo does not connect: %s", dist.get_rank(), failure)

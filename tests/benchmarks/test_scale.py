@@ -77,6 +77,28 @@ def test_rank_0_receives_little_and_requests_it_at_once(lines: Lines, layout: st
     assert many["manifest_bytes"] <= 200 * 1024
 
 
+def votes_by_hand(ranks: int) -> dict[str, float]:
+    """A vote, a barrier and a gather of numbers, which ranks wait for."""
+    import torch
+    from fake_world import Counts, fake_world
+
+    from ds_trainer.utils import distributed
+
+    counts = Counts()
+    with fake_world(ranks, counts):
+        distributed.agree(torch.tensor([1]))
+        distributed.barrier()
+        distributed.gather_numbers(torch.tensor([1]))
+    return counts.now()
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(8, 3), (1024, 10), (4096, 12)])
+def test_a_vote_is_a_message_for_each_doubling_of_the_ranks(ranks: int, rounds: int) -> None:
+    counts = in_a_fork(votes_by_hand, ranks)
+    assert counts["messages"] == 3 * rounds
+    assert counts.get("collectives", 0) == counts.get("object_gathers", 0) == counts.get("store_operations", 0) == 0
+
+
 def counted_by_hand() -> dict[str, float]:
     """What a program does that does not scale."""
     import torch.distributed as dist

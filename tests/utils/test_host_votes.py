@@ -93,6 +93,65 @@ def test_a_stop_vote_is_the_same_over_gloo_and_the_store(ranks: int) -> None:
         assert group[:4] == [None] * 4 and "SIGTERM on rank 1" in group
 
 
+# -- ranks that come late (before the tests that follow, which leave groups of one rank behind) ------------------------
+
+
+def group_of_late_ranks(seconds: float) -> tuple[bool, list[str]]:
+    """Whether a group beside NCCL's results if rank 1 comes late, and what is logged."""
+    from ds_trainer.parallel.groups import forget_groups, parallel_groups
+    from ds_trainer.parallel.layout import ParallelLayout
+    from ds_trainer.utils import host_votes
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    backend, limits = dist.get_backend, (host_votes.CONNECT_SECONDS, distributed.REPORT_SECONDS)
+    real, distributed.collective_device = distributed.collective_device, lambda: torch.device("cpu")
+    forget_groups()
+    dist.get_backend = lambda group=None: "nccl" if group is None else backend(group)
+    host_votes.CONNECT_SECONDS, distributed.REPORT_SECONDS = 2.0, 1.0
+    logging.getLogger("ds_trainer").addHandler(handler)
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(seconds)
+        return parallel_groups(ParallelLayout(2)).world_host is not None, messages
+    finally:
+        logging.getLogger("ds_trainer").removeHandler(handler)
+        dist.get_backend, distributed.collective_device = backend, real
+        host_votes.CONNECT_SECONDS, distributed.REPORT_SECONDS = limits
+        forget_groups()
+
+
+def test_a_rank_that_comes_late_is_waited_for_and_named() -> None:
+    """It came later than ranks may take to connect, and not because gloo could not reach it."""
+    (first, said), (second, silent) = pool(2).run(group_of_late_ranks, 4.0)
+    assert first and second and silent == []
+    assert said[0].startswith("Rank 0 has waited 1 s for 1 of 2 ranks: 1")
+    assert "the last one was rank 1 on" in said[-1] and "late" in said[-1]
+    assert not any("gloo" in text for text in said)
+
+
+def test_ranks_that_are_a_little_apart_are_not_mentioned() -> None:
+    assert pool(2).run(group_of_late_ranks, 0.2) == [(True, [])] * 2
+
+
+def missing_rank() -> str:
+    """What rank 0 says of rank 1, which does not come."""
+    distributed.barrier()
+    turn = distributed._turn()
+    distributed._turns = (dist.group.WORLD, iter(range(turn + 1, 1000)))
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(TimeoutError) as found:
+        distributed.await_ranks(timedelta(seconds=0.5))
+    return str(found.value)
+
+
+def test_a_rank_that_never_comes_is_named_when_the_time_is_over() -> None:
+    said, _ = pool(2).run(missing_rank)
+    assert "Rank 0 has waited" in said and "for 1 of 2 ranks: 1" in said and "ddp_timeout" in said
+
+
 # -- where gloo cannot connect -----------------------------------------------------------------------------------------
 
 
@@ -112,20 +171,19 @@ def connected(how: str) -> tuple[str, float, list[str]]:
         finally:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
-    real = dist.all_reduce
+    real = dist.isend
     if how == "silence" and dist.get_rank() == 1:  # as if its packets were lost
 
         class Lost:
             def wait(self, limit: timedelta) -> None:
-                time.sleep(limit.total_seconds())
-                raise RuntimeError("timed out")
+                pass
 
-        dist.all_reduce = lambda *arguments, **named: Lost()
+        dist.isend = lambda *arguments, **named: Lost()
     started = time.monotonic()
     try:
         group = reachable_group(make_group, seconds=3.0)
     finally:
-        dist.all_reduce = real
+        dist.isend = real
         logger.removeHandler(handler)
     seconds = time.monotonic() - started
     if group is None:

@@ -177,7 +177,7 @@ def verify_weights(
     votes = [_verdict_of_files(entry, expected) for entry in tensors]
     masters = _compare(tensors, votes, expected, _loaded_as(base), engine)
     # One integer per tensor, so that all ranks know every rank's result.
-    verdicts = distributed.agree(torch.tensor(votes, dtype=torch.int64))
+    verdicts = distributed.agree(torch.tensor(votes, dtype=torch.int64), patient=True)
 
     quantized = {name for entry in tensors if quantized_bits(entry.tensor) for name in entry.names}
     verified, computed, new = 0, 0, []

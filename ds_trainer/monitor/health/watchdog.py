@@ -145,9 +145,10 @@ class Watchdog:
         frame = frame_of(self._training_thread)
         stack = frame_lines(frame)
         waiting = self.waits.waiting()
-        if waiting is None:
+        if waiting is None or waiting[0] in ("send", "recv"):  # of a vote, which consists of messages
             collective = collective_frame(stack)
-            waiting = None if collective is None else (collective, self.heartbeat.seconds_in_phase())
+            if collective is not None:
+                waiting = collective, waiting[1] if waiting else self.heartbeat.seconds_in_phase()
         return RankReport(
             rank=self.rank,
             host=self._host,

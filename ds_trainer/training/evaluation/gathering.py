@@ -2,11 +2,12 @@
 
 A micro-step is one batch of each replica; its samples are in the order of the replicas
 (:mod:`ds_trainer.parallel.batch_plan`). Batches may have different sizes, and a replica may have a dummy, which does
-not count. So ranks first exchange the shapes, and then send their tensors as bytes in one collective.
+not count. So ranks first exchange the shapes if these differ, and then send their tensors as bytes in one collective.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ def gather_micro_steps(tree: Any, dummy: bool, layout: ParallelLayout, as_object
         everything = distributed.gather_objects((dummy, map_leaves(_to_host, tree)))
         trees = [everything[rank][1] for rank in layout.replica_leaders if not everything[rank][0]]
         return _concatenate(trees, samples_in_lists=True)
-    parts = distributed.gather_objects(_describe(tree, dummy))
+    parts = _parts_of_all(_describe(tree, dummy))
     problem = next((part.problem for part in parts if part.problem), None)
     if problem:
         raise ConfigError(problem)
@@ -66,6 +67,26 @@ def gather_micro_steps(tree: Any, dummy: bool, layout: ParallelLayout, as_object
     received = _exchange(leaves_of(tree), [parts[rank] for rank in layout.replica_leaders], parallel_groups(layout))
     pairs = zip(layout.replica_leaders, received, strict=True)
     return _concatenate([_filled(template, tensors) for rank, tensors in pairs if rank in sources])
+
+
+def _parts_of_all(part: _Part) -> list[_Part]:
+    """The descriptions of all ranks. Collective.
+
+    Usually they are equal, or equal but for sizes: that is one vote, or a vote and a few numbers of each rank.
+    """
+    forms = part._replace(dummy=False, tensors=[((len(shape),), dtype) for shape, dtype in part.tensors])
+    same, same_form = distributed.alike_each(repr(part), repr(forms))
+    if same:
+        return [part] * distributed.world_size()
+    if not same_form:
+        return distributed.gather_objects(part)
+    sizes = [int(part.dummy), *(size for shape, _ in part.tensors for size in shape)]
+    parts = []
+    for dummy, *numbers in distributed.gather_numbers(torch.tensor(sizes)).tolist():
+        left = iter(numbers)
+        tensors = [(tuple(itertools.islice(left, len(shape))), dtype) for shape, dtype in part.tensors]
+        parts.append(part._replace(dummy=bool(dummy), tensors=tensors))
+    return parts
 
 
 def _describe(tree: Any, dummy: bool) -> _Part:

@@ -53,8 +53,9 @@ class LogitsToHost:
         hidden = logits.hidden if unshard is None else unshard(logits.hidden)
         tokens = hidden.shape[1]
         # All ranks make the same pieces; those that have no more tokens give none.
-        sizes = distributed.gather_objects((tokens, max(1, logits.reader.chunk_tokens // max(1, len(hidden)))))
-        longest, size = max(length for length, _ in sizes), min(one for _, one in sizes)
+        own = max(1, logits.reader.chunk_tokens // max(1, len(hidden)))
+        longest, smallest = distributed.agree(torch.tensor([tokens, -own]))
+        size = -smallest
         if longest <= size:
             return None
 

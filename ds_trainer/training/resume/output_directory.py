@@ -88,7 +88,7 @@ class OutputDirectory:
                 problem = str(error)
             except OSError as error:
                 problem = f"output_dir={self.path} ({args.where('output_dir')}) cannot be used: {error}."
-        if distributed.agree(torch.tensor([int(problem is not None)]))[0]:
+        if distributed.agree(torch.tensor([int(problem is not None)]), patient=True)[0]:
             problems = [message for message in distributed.gather_objects(problem) if message is not None]
             self.release()
             raise ConfigError(list(dict.fromkeys(problems)))
