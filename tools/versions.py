@@ -1,0 +1,121 @@
+"""The parts of tools/versions.sh that are Python.
+
+python tools/versions.py lowest         the lower bounds of pyproject.toml, as constraints
+python tools/versions.py installed      versions of the installed packages, as JSON
+python tools/versions.py page RESULTS   docs/reference/versions.md and the file that ds-trainer doctor reads
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "ds_trainer" / "monitor" / "doctor" / "tested_versions.json"
+PAGE = ROOT / "docs" / "reference" / "versions.md"
+BOUNDED = ("hf", "peft", "plot", "optimizers", "optuna", "trackers")
+"""The extras whose lower bounds are tested; those of the tools that test are not."""
+SETS = {
+    "pins": "the exact versions of constraints.txt, which `launch/test.sh` and CI use",
+    "newest": "what pip installs without constraints",
+    "oldest": "the lower bounds of pyproject.toml",
+}
+SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors", "numpy")
+
+
+def lowest(project: dict[str, Any]) -> list[str]:
+    """``name==version`` for every lower bound of the dependencies and of the extras in :data:`BOUNDED`."""
+    extras = [line for name in BOUNDED for line in project["optional-dependencies"][name]]
+    found = (re.match(r"([\w.-]+)(?:\[.*?\])?>=([\w.]+)", line) for line in [*project["dependencies"], *extras])
+    return [f"{match[1]}=={match[2]}" for match in found if match]
+
+
+def installed() -> dict[str, str]:
+    """Versions by package, without the part that names a build, and that of Python."""
+    found = {one.metadata["Name"].lower(): one.version.partition("+")[0] for one in importlib.metadata.distributions()}
+    return {"python": platform.python_version(), **dict(sorted(found.items()))}
+
+
+def result(name: str, folder: Path) -> dict[str, Any]:
+    """What the files of pytest in ``folder`` say about one set."""
+    counts = {"passed": 0, "skipped": 0}
+    failed, files = [], sorted(folder.glob("*.xml"))
+    for file in files:
+        for case in ET.parse(file).getroot().iter("testcase"):
+            kinds = {child.tag for child in case}
+            if kinds & {"failure", "error"}:
+                failed.append(f"{case.get('classname')}.{case.get('name')}")
+            else:
+                counts["skipped" if "skipped" in kinds else "passed"] += 1
+    packages = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
+    newest = datetime.date.fromtimestamp(max(file.stat().st_mtime for file in files))
+    return {
+        "name": name,
+        "date": newest.isoformat(),
+        "packages": {package: packages[package] for package in ("python", *SHOWN)},
+        **counts,
+        "failed": sorted(set(failed)),
+        "files": [file.stem for file in files],
+    }
+
+
+def page(sets: list[dict[str, Any]]) -> str:
+    """The page."""
+    rows = [
+        "# Tested versions",
+        "",
+        "The default tests were run with these sets of versions. `tools/versions.sh` makes the environments (`make`),",
+        "tests them (`test`) and writes this page (`page`). `ds-trainer doctor` compares the installed set with this",
+        "table, and the functions that ds_trainer replaces or relies on with those of these versions",
+        "([What we patch](../explanation/deepspeed-patches.md)).",
+        "",
+        "| | " + " | ".join(f"`{one['name']}`" for one in sets) + " |",
+        "|---" * (len(sets) + 1) + "|",
+        "| what | " + " | ".join(SETS[one["name"]] for one in sets) + " |",
+    ]
+    for package in ("python", *SHOWN):
+        rows.append(f"| {package} | " + " | ".join(one["packages"][package] for one in sets) + " |")
+    for title in ("date", "passed", "skipped"):
+        rows.append(f"| {title} | " + " | ".join(str(one[title]) for one in sets) + " |")
+    rows.append("| failed | " + " | ".join(str(len(one["failed"])) for one in sets) + " |")
+    rows += ["", *(f"- Fails with `{one['name']}`: `{test}`" for one in sets for test in one["failed"])]
+    return "\n".join(rows).rstrip() + "\n"
+
+
+def write(results: Path) -> None:
+    """Write the record and the page. Sets without results keep what is recorded."""
+    known = {one["name"]: one for one in json.loads(RECORD.read_text(encoding="utf-8"))["sets"]}
+    for name in SETS:
+        if (results / name / "packages.json").is_file():
+            known[name] = result(name, results / name)
+    sets = [known[name] for name in SETS if name in known]
+    RECORD.write_text(json.dumps({"sets": sets}, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(sets), encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command."""
+    if arguments == ["lowest"]:
+        import tomllib
+
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        print("\n".join(lowest(project)))
+    elif arguments == ["installed"]:
+        print(json.dumps(installed(), indent=1))
+    elif len(arguments) == 2 and arguments[0] == "page":
+        write(Path(arguments[1]))
+    else:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
