@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from ds_trainer.engine.library_rows import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +17,8 @@ FOREIGN = ("deepspeed", "torch", "transformers", "accelerate", "peft", "datasets
 OPEN = re.compile(
     r"torch\.utils\._(pytree|python_dispatch)|torch\._subclasses|torch\._foreach_\w+|torch\.testing\._internal"
     r"|torch\._C\.(DisableTorchFunctionSubclass|_disabled_torch_function_impl|_swap_tensor_impl|_distributed_c10d)"
-    r"|torch\._(assert_async|fused_sdp_choice)|torch\.ops\.aten\._\w+|huggingface_hub"
+    r"|torch\.nn\.modules\.\w+\._\w+Norm|torch\.nn\.modules\.dropout\._DropoutNd"
+    r"|torch\.Tensor\._make_wrapper_subclass|torch\._C$|torch\._(assert_async|fused_sdp_choice)|torch\.ops\.aten\._\w+|huggingface_hub"
 )
 
 
@@ -37,12 +36,18 @@ def bound_names(tree: ast.AST) -> dict[str, str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in FOREIGN:
-                    found[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                    found[alias.asname or alias.name.split(".")[0]] = (
+                        alias.name if alias.asname else alias.name.split(".")[0]
+                    )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
             for alias in node.names:
                 found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     for node in ast.walk(tree):  # optimizer = stage3.Optimizer
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Attribute):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Attribute)
+        ):
             dotted = dotted_name(node.value, found)
             if dotted is not None:
                 found.setdefault(node.targets[0].id, dotted)

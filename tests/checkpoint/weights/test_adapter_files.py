@@ -18,6 +18,7 @@ from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 from tests.support.reference_run import OURS, reference_run
 from tests.support.runs import compatibility_of, train_and_report
+from tests.support.transformers_version import needs_add_adapter
 
 peft = pytest.importorskip("peft")
 
@@ -111,6 +112,7 @@ def inject_adapters(output_dir: Path, stage: int) -> None:
     job.engine.close()
 
 
+@needs_add_adapter
 def test_adapters_injected_into_a_hugging_face_model_are_saved(tmp_path: Path) -> None:
     pool(2).run(partial(inject_adapters, tmp_path, 3))
     saved = load_file(tmp_path / "adapter_model.safetensors")

@@ -14,6 +14,7 @@ from torch import nn
 from ds_trainer.engine.tiling import per_token
 from ds_trainer.engine.tiling.per_token import remove_tiling, tile_modules
 from ds_trainer.engine.tiling.tiled_forward import TiledForward, tiled_forward
+from ds_trainer.training.model.gradient_checkpointing import enable_gradient_checkpointing
 from tests.support.compare import weight_distance
 
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ def test_control_a_lost_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recomputation_inside_activation_checkpointing(reentrant: bool) -> None:
     _, wanted = results(MODELS["Llama"]())
     model: Any = MODELS["Llama"]()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable_gradient_checkpointing(model, {"use_reentrant": reentrant})
     tile_modules(model, CPU)
     _, found = results(model)
     assert weight_distance(found, wanted) < 2e-6
@@ -144,7 +145,7 @@ def test_dropout_draws_the_same_numbers_again(
     def make() -> Any:
         model: Any = of("GPT2", "LMHeadModel", **{**_GPT2, "resid_pdrop": 0.3})()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            enable_gradient_checkpointing(model, {"use_reentrant": False})
         return model
 
     if broken:
