@@ -7,6 +7,7 @@ elements of which sources the result consists of.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,9 +56,12 @@ class SymbolicTensor:
         """The tensor itself: its layout is symbolic."""
         return self
 
-    def squeeze(self, dim: int) -> SymbolicTensor:
-        """The tensor without a dimension of size 1."""
-        return _squeezed(self, dim)
+    def squeeze(self, dim: int | None = None) -> SymbolicTensor:
+        """The tensor without dimension ``dim``, or without any, of size 1."""
+        if dim is not None:
+            return _squeezed(self, dim)
+        ones = [axis for axis, size in enumerate(self.shape) if size == 1]
+        return functools.reduce(_squeezed, reversed(ones), self)  # from the last, so that the others keep their number
 
     def __getitem__(self, index: Any) -> SymbolicTensor:
         if index is not Ellipsis:

@@ -205,7 +205,8 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
         labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
+            caches = ["past_key_values", "cache"]  # the second since transformers 5.24
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", caches) if config else []
         has_loss = self._has_loss(inputs)
         items = count_for(self.device, self.loss_rule.count(inputs)).clamp(min=1).to(torch.float32)
         with torch.no_grad(), self.losses.sharded(inputs, has_loss) as own, self.compute_loss_context_manager():
