@@ -43,7 +43,7 @@ class DirectoryLock:
         if unknown:
             raise ConfigError(
                 f"filelock {filelock_version} is installed, which ignores {', '.join(sorted(unknown))}: two trainings "
-                "could write to one directory. Install a newer one: pip install 'filelock>=3.30'."
+                "could write to one directory. Install a newer one: pip install 'filelock>=4.1'."
             )
         self._path = directory / LOCK_FILE
         # No fallback to a lock by existence: a killed process would leave its directory locked.
