@@ -109,6 +109,6 @@ def test_an_old_filelock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             super().__init__(lock_file, timeout, mode, thread_local)
 
     monkeypatch.setattr(directory_lock, "FileLock", Old)
-    with pytest.raises(ConfigError, match=r"which ignores fallback_to_soft, on_acquired.*'filelock>=3\.30'"):
+    with pytest.raises(ConfigError, match=r"which ignores fallback_to_soft, on_acquired.*'filelock>=4\.1'"):
         DirectoryLock(tmp_path)
     assert '"filelock>=4.1"' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
