@@ -149,6 +149,15 @@ part() {
     [ "$outcome" = passed ] || result="$outcome"
 }
 
+# host_time MODEL [OPTIONS]: the host's time of a micro-batch at ZeRO 3, with few and with many ranks.
+host_time() {
+    local seconds=40
+    [ -e "$HERE/host_time.py" ] || return 0
+    [ "$device" = cuda ] || seconds=600
+    part host-time "$seconds" "$PYTHON" "$HERE/host_time.py" --device "$device" --models "$1" --stages 3 --ranks 8 1024 "${@:2}" \
+        --out "$work/host-time.json"
+}
+
 run_stage() {
     local all=36000 tests
     case "$stage-$device" in
@@ -160,20 +169,22 @@ run_stage() {
         part saves-16gb 100 checkpoint.py --only "1b bf16" --background --directory "$work"
         part masks 40 gpu_pairs.py --cases "packed encoder" "packed bf16"
         part step 60 gpu_features.py variants --variants profile "as it is" "DeepSpeed's gradient norm"
+        host_time 8B
         part no-compiler 40 gpu_endings.py --cases "no compiler"
         ;;
     first-cpu)
-        part first-oracle $all gpu_oracle.py --world 1 --quick
-        part shared-2 $all gpu_oracle.py --share-gpu --world 2 --quick
+        part first-oracle $all gpu_oracle.py --world 1 --cases "resume, zero1 fp32"
+        part shared-2 $all gpu_oracle.py --share-gpu --world 2 --cases "dp2 zero1 fp32"
         part shared-4 $all gpu_oracle.py --share-gpu --world 4 --cases "dp2 tp2 zero3"
         part endings $all gpu_endings.py --share-gpu
         part saves-16gb $all checkpoint.py --quick --background --directory "$work"
         part masks $all gpu_pairs.py --cases "packed encoder fp32"
+        host_time 8B --ranks 8
         ;;
     oracle-*)
         mapfile -t tests < <(grep -rlE 'mark\.gpu\b' "$ROOT/tests" --include='test_*.py')
         part tests $all "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "${tests[@]}"
-        part oracle $all gpu_oracle.py "${oracle[@]}"
+        part oracle $all gpu_oracle.py "${small[@]}"
         part pairs $all gpu_pairs.py "${pairs[@]}"
         ;;
     kernels-*)
@@ -195,10 +206,10 @@ run_stage() {
     esac
 }
 
-small=() oracle=() pairs=() models=(--models 1b) zero=(0 1 2 3) variants=()
+small=() pairs=() models=(--models 1b) zero=(0 1 2 3) variants=()
 if [ "$device" = cpu ]; then
-    small=(--quick) oracle=(--world 1 --cases adamw_torch) pairs=(--cases "packed fp32, zero3" "tiled MLPs fp32") models=(--rounds 1) zero=(1)
-    variants=(--variants "profile, compiled blocks" "DeepSpeed's gradient norm" "offloaded activations" "ragged, packed")
+    small=(--quick) pairs=(--cases "packed fp32, zero3" "tiled MLPs fp32") models=(--rounds 1) zero=(1)
+    variants=(--variants "profile, compiled blocks" "DeepSpeed's gradient norm" "ragged, packed")
 fi
 declare -A results
 bad=0

@@ -73,6 +73,7 @@ def add_part(stage: Path, name: str, outcome: str, seconds: int, results: Path, 
     """Add a part to the file of its stage: one small file a stage comes back from a borrowed machine."""
     whole = json.loads(stage.read_text(encoding="utf-8")) if stage.exists() else {"parts": {}}
     found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    found = {"cases": found} if isinstance(found, list) else found
     printed = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_PRINTED:]
     whole["parts"][name] = {"outcome": outcome, "seconds": seconds, **found, "printed": printed}
     _write(stage, whole)

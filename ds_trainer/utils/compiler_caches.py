@@ -7,6 +7,7 @@ default is in the temporary directory, which ``TMPDIR`` may put on such a file s
 
 from __future__ import annotations
 
+import getpass
 import os
 import stat
 import tempfile
@@ -36,7 +37,10 @@ def on_network(path: Path) -> bool:
 def compiler_caches(environment: Mapping[str, str]) -> dict[str, Path]:
     """The directories of Triton and of inductor, by the environment variable that sets each."""
     home = environment.get("TRITON_HOME") or os.path.expanduser("~")
-    user = environment.get("USER", os.getuid())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry for this user
+        user = f"uid_{os.getuid()}"
     defaults = {
         "TRITON_CACHE_DIR": Path(home) / ".triton" / "cache",
         "TORCHINDUCTOR_CACHE_DIR": Path(tempfile.gettempdir()) / f"torchinductor_{user}",
