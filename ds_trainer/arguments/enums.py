@@ -98,6 +98,7 @@ class SelfTest(NamedValue):
 class HangPolicy(NamedValue):
     """What happens to a job that has stalled."""
 
+    AUTO = "auto"
     REPORT = "report"
     ABORT = "abort"
 

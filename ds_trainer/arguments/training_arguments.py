@@ -236,7 +236,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     )
     hang_factor: float = _health("(own) Median step times without progress after which a job can count as hung.", 20.0)
     hang_policy: HangPolicy | str = _health(
-        "(own) After the report of a hang: report keeps waiting, abort ends the job with exit code 76.", "report"
+        "(own) After the report of a hang: report keeps waiting, abort ends the job with exit code 76, auto aborts on "
+        "several machines.",
+        "auto",
     )
     straggler_steps: int = _health("(own) Steps between reports of slow ranks; 0: no reports.", 50)
     run_report: bool = _health(

@@ -34,7 +34,7 @@ from ds_trainer.cli import (
 from ds_trainer.cli.argv import refuse_misspelled, split_overrides, unknown_choice, without_local_rank
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED
+from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, code_of
 from ds_trainer.utils.outcomes import record_outcome
 from ds_trainer.utils.ranks import likely_rank
 
@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run_reporting_errors(args)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
+        raise
+    except Exception as error:
+        code = code_of(error)
         raise
     finally:
         if "train" in args[:2]:  # deepspeed may insert --local_rank=N before it

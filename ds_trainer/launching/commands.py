@@ -102,12 +102,14 @@ def _torchrun(
 def _srun(plan: LaunchPlan, tasks: int, environment: Mapping[str, str]) -> list[str]:
     """The ``srun`` command with ``tasks`` per machine, without the program."""
     argv = ["srun", "--nodes", str(len(plan.hosts)), "--ntasks", str(tasks * len(plan.hosts))]
-    argv += ["--ntasks-per-node", str(tasks), *_srun_options(tasks, environment)]
+    argv += ["--ntasks-per-node", str(tasks), *_srun_options(plan, tasks, environment)]
     return [*argv, *plan.request.launcher_args]
 
 
-def _srun_options(tasks: int, environment: Mapping[str, str]) -> list[str]:
+def _srun_options(plan: LaunchPlan, tasks: int, environment: Mapping[str, str]) -> list[str]:
     argv = ["--kill-on-bad-exit=1", "--mpi=none", "--export=ALL"]
+    if plan.excluded:
+        argv += ["--exclude", ",".join(plan.excluded)]
     # By default srun gives a task one core, whatever the job has.
     cores = re.match(r"\d+", environment.get("SLURM_CPUS_ON_NODE") or "")
     if cores:
@@ -167,7 +169,7 @@ def _deepspeed_multi_node(
         if plan.launcher == "slurm":
             tasks = plan.hosts[0].slots
             options = ["--nodes", str(len(plan.hosts)), "--ntasks-per-node", str(tasks), *options]
-            options += [arg for arg in _srun_options(tasks, environment) if arg != "--export=ALL"]
+            options += [arg for arg in _srun_options(plan, tasks, environment) if arg != "--export=ALL"]
             module = [_RANK_FILE]
         else:
             names = ["MASTER_ADDR", "MASTER_PORT", *default_exports(environment), *exports]

@@ -23,12 +23,13 @@ _PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "srun", "srun": "srun
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The launcher (never ``auto``), the machines, and what is started on them."""
+    """The launcher (never ``auto``), the machines, what is started on them, and the machines to do without."""
 
     request: LaunchRequest
     launcher: str
     hosts: tuple[Host, ...]
     in_slurm: bool
+    excluded: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -42,6 +43,10 @@ class LaunchPlan:
             len(self.hosts) == 1 or self.request.node_rank is not None
         )
 
+    def host_of(self, rank: int) -> Host:
+        """The machine of a rank."""
+        return [host for host in self.hosts for _ in range(host.slots)][rank]
+
     @property
     def ranks_started(self) -> range:
         """The ranks that this launcher starts: all of them, or with ``node_rank`` those of this machine."""
@@ -51,15 +56,15 @@ class LaunchPlan:
         return range(first, first + self.hosts[self.request.node_rank].slots)
 
 
-def plan_launch(request: LaunchRequest, environment: Mapping[str, str]) -> LaunchPlan:
-    """Select the launcher and the machines.
+def plan_launch(request: LaunchRequest, environment: Mapping[str, str], excluded: tuple[str, ...] = ()) -> LaunchPlan:
+    """Select the launcher and the machines, which are none of ``excluded``.
 
     Raises:
         ConfigError: the request does not fit this environment, or this process is already a rank; lists all problems.
     """
     _reject_nested_launch(environment)
     in_slurm = bool(environment.get("SLURM_JOB_ID") and environment.get("SLURM_JOB_NODELIST"))
-    hosts = _hosts(request, environment, in_slurm)
+    hosts = _hosts(request, environment, in_slurm, excluded)
     launcher = request.launcher
     if launcher == "auto":
         if request.node_rank is not None or (len(hosts) == 1 and _is_this_machine(hosts[0])):
@@ -70,7 +75,7 @@ def plan_launch(request: LaunchRequest, environment: Mapping[str, str]) -> Launc
             launcher = "srun"
         else:
             launcher = "pdsh"
-    plan = LaunchPlan(request, launcher, tuple(hosts), in_slurm)
+    plan = LaunchPlan(request, launcher, tuple(hosts), in_slurm, excluded)
     problems = _problems(plan)
     if problems:
         raise ConfigError(problems)
@@ -98,7 +103,9 @@ def _reject_nested_launch(environment: Mapping[str, str]) -> None:
         )
 
 
-def _hosts(request: LaunchRequest, environment: Mapping[str, str], in_slurm: bool) -> list[Host]:
+def _hosts(
+    request: LaunchRequest, environment: Mapping[str, str], in_slurm: bool, excluded: tuple[str, ...]
+) -> list[Host]:
     slots, hostfile = request.nproc_per_node, request.hostfile
     if hostfile is None and not in_slurm and request.node_rank is None and os.path.isfile(DEEPSPEED_HOSTFILE):
         hostfile = DEEPSPEED_HOSTFILE
@@ -122,6 +129,9 @@ def _hosts(request: LaunchRequest, environment: Mapping[str, str], in_slurm: boo
         return [Host(f"machine{number}", slots) for number in range(count)]
     else:
         hosts = [Host("localhost", slots or count_gpus(environment) or 1)]
+    hosts = [host for host in hosts if host.name not in excluded]
+    if not hosts:
+        raise ConfigError(f"launch: no machine is left; excluded: {', '.join(excluded) or 'none'}.")
     if request.nodes is not None and request.nodes > len(hosts):
         names = listed(host.name for host in hosts)
         source = hostfile or ("SLURM_JOB_NODELIST" if in_slurm else "no --hostfile and no SLURM allocation")

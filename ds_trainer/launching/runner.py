@@ -9,14 +9,18 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ds_trainer.launching.commands import build
 from ds_trainer.launching.job import CONNECTION, JOB_ID, SHARED_NAME, STOP_FILE, Job
 from ds_trainer.launching.launch_plan import LaunchPlan, plan_launch
 from ds_trainer.launching.launch_request import LaunchRequest
+from ds_trainer.launching.restarts import EXCLUDED_AFTER, JobEnd, decide
 from ds_trainer.launching.supervision import Requests, Supervisor, print_message
-from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, REQUEUE, STOPPED
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import REQUEUE
 
 CLEAN_UP_SECONDS = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -49,34 +53,55 @@ def run(request: LaunchRequest) -> int:
     job = Job(directory, Path(stop_file) if stop_file else directory / "stop")
     requests = Requests()
     pause = _FIRST_PAUSE
+    ends: dict[int, JobEnd] = {}
     try:
         with requests.handled():
             for number in range(request.max_restarts + 1):
-                code = _run_once(plan, job, number, requests)
-                if (
-                    number == request.max_restarts
-                    or requests.any
-                    or not should_restart(code, request.restart_preempted)
-                ):
+                ends[number] = end = _on_machine_of(plan, _run_once(plan, job, number, requests))
+                decision = decide(ends)
+                # A preempted job is left to the scheduler.
+                wanted = decision.restart and (end.code != REQUEUE or request.restart_preempted)
+                if end.is_fault and not requests.any:
+                    print_message("; ".join(decision.why) + ".")
+                if number == request.max_restarts or requests.any or not wanted:
                     break
-                print_message(f"exit code {code}; restart {number + 1} of {request.max_restarts} in {pause:.0f} s.")
+                plan = _without(plan, decision.exclude)
+                print_message(f"exit code {end.code}; restart {number + 1} of {request.max_restarts} in {pause:.0f} s.")
                 _pause(pause, requests)
                 if requests.any:
                     break
                 pause = min(2 * pause, _LONGEST_PAUSE)
     finally:
         job.remove()
-    return code
+    return end.code
 
 
-def should_restart(code: int, preempted: bool) -> bool:
-    """Whether to restart a job that ended with ``code``: yes after crashes and hangs; no after success, a request that
-    cannot work, or a stop by the user. A preempted job is left to the scheduler unless ``preempted``.
-    """
-    return code not in (DONE, CANNOT_WORK, STOPPED) and (code != REQUEUE or preempted)
+def _on_machine_of(plan: LaunchPlan, end: JobEnd) -> JobEnd:
+    """``end`` with the name that ``plan`` has for the machine, which may differ from the machine's own."""
+    return end if end.rank is None else replace(end, host=plan.host_of(end.rank).name)
 
 
-def _run_once(plan: LaunchPlan, job: Job, number: int, requests: Requests) -> int:
+def _without(plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
+    """``plan`` on other machines than ``names``, if the hostfile or the allocation has enough of them."""
+    excluded = (*plan.excluded, *(name for name in names if name not in ("localhost", *plan.excluded)))
+    if excluded == plan.excluded:
+        return plan
+    try:
+        spared = plan_launch(plan.request, os.environ, excluded)
+    except ConfigError:
+        spared = None
+    listed = ", ".join(names)
+    if spared is None or len(spared.hosts) < len(plan.hosts):
+        print_message(
+            f"{listed} has failed {EXCLUDED_AFTER} times, but no other machine is left for its ranks: it is used "
+            "again. Replace it, or set --nodes to fewer than the machines that there are, to have spare ones."
+        )
+        return plan
+    print_message(f"{listed} has failed {EXCLUDED_AFTER} times and is not used again.")
+    return spared
+
+
+def _run_once(plan: LaunchPlan, job: Job, number: int, requests: Requests) -> JobEnd:
     attempt = job.attempt(number)
     command = build(plan, attempt.directory, attempt.environment(), os.environ)
     print_message(shlex.join(command.argv))

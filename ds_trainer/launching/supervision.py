@@ -21,8 +21,9 @@ from ds_trainer.launching.processes import (
     ignore_sigusr1,
     processes_of_job,
 )
+from ds_trainer.launching.restarts import JobEnd, job_end
 from ds_trainer.utils.errors import listed
-from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, HUNG, REQUEUE, STOPPED
+from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes
 
 POLL_SECONDS = 0.2
@@ -30,9 +31,6 @@ POLL_SECONDS = 0.2
 FAILURE_SECONDS = 30.0
 TERMINATION_SECONDS = 45.0  # torchrun and deepspeed wait 30 s for their ranks
 REMOTE_SECONDS = 15.0
-# Codes that apply to the whole job as soon as one rank exits with them: all ranks have agreed on them (2: the request
-# cannot work), and the launcher may have killed the other ranks because of them.
-_AGREED_CODES = (CANNOT_WORK, STOPPED, REQUEUE, HUNG)
 
 
 def print_message(message: str) -> None:
@@ -106,8 +104,8 @@ class Supervisor:
         self._deadline: float | None = None
         self._known: dict[int, RankOutcome] = {}  # so that a poll does not open the files of all ranks
 
-    def run(self) -> int:
-        """Run the launcher until it ends; returns the exit code of the job (:mod:`ds_trainer.utils.exit_codes`)."""
+    def run(self) -> JobEnd:
+        """Run the launcher until it ends; returns how the job ended."""
         adopt_orphans()
         environment = os.environ | self.command.environment
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # of the world of one in which this process runs
@@ -126,7 +124,7 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
         finally:
             self._clean_up_processes(launcher)
-        return self._code(launcher.returncode)
+        return self._end(launcher.returncode)
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -201,7 +199,7 @@ class Supervisor:
     def _is_complete(self) -> bool:
         return set(self.expected) <= set(self._outcomes())
 
-    def _code(self, launcher_code: int) -> int:
+    def _end(self, launcher_code: int) -> JobEnd:
         outcomes = read_outcomes(self.attempt.outcome_dir)  # again: a wrapper may correct what its rank has recorded
         ended = sorted(outcomes.values(), key=lambda outcome: outcome.time)
         for outcome in ended[:8]:
@@ -213,29 +211,12 @@ class Supervisor:
                 f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of {len(self.expected)} ranks "
                 f"recorded no outcome ({listed(missing, 8)})."
             )
+        end = job_end(self.attempt.outcome_dir, launcher_code, outcomes, len(self.expected))
         errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
-        for rank, error in [(rank, error) for rank, error in errors if error][:1]:  # the cause, as the last line
+        rank, error = (end.rank, end.error) if end.error else next((one for one in errors if one[1]), (None, ""))
+        if error:  # the cause, as the last line
             print_message(f"rank {rank} failed: {error}")
-        return job_code(launcher_code, outcomes, self.expected)
-
-
-def job_code(launcher_code: int, outcomes: dict[int, RankOutcome], expected: Sequence[int]) -> int:
-    """The exit code of a job, from that of its launcher (negative: killed by that signal) and those of its ranks.
-
-    The job succeeded only if every rank did. Codes that the ranks agreed on take precedence over that of the rank that
-    failed first.
-    """
-    codes = {outcome.code for outcome in outcomes.values()}
-    for code in _AGREED_CODES:
-        if code in codes:
-            return code
-    failed = [outcome for outcome in outcomes.values() if outcome.code != DONE]
-    if failed:
-        return min(failed, key=lambda outcome: outcome.time).code
-    code = launcher_code if launcher_code >= 0 else 128 - launcher_code
-    if code == DONE and not set(expected) <= set(outcomes):
-        return FAILED
-    return code
+        return end
 
 
 def _prepare_launcher() -> None:

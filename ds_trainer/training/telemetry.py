@@ -105,7 +105,7 @@ class Telemetry:
             hang_seconds=args.hang_timeout,
             hang_factor=args.hang_factor,
             patience=float(args.ddp_timeout),
-            abort=args.hang_policy == HangPolicy.ABORT,
+            abort=None if args.hang_policy == HangPolicy.AUTO else args.hang_policy == HangPolicy.ABORT,
             straggler_steps=args.straggler_steps,
         )
 

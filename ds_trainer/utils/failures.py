@@ -9,7 +9,10 @@ briefly:
   usable.
 * Only some failed: each of them aborts its process group and raises its own error. The others get a
   :class:`PeerFailure` that names the rank and its error: at once if the broken connection ends their collective (gloo),
-  after an abort if it does not (NCCL). A process that is still stuck then ends with exit code 1.
+  after an abort if it does not (NCCL). A process that is still stuck then ends.
+
+A process that ends with a lost device or connection, its own or that of the rank it failed for, has exit code 74
+(:mod:`ds_trainer.utils.exit_codes`), and 1 otherwise.
 
 The cost: a thread of each rank reads the store once a second (with 4,096 ranks every two seconds).
 
@@ -28,11 +31,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.exit_codes import FAILED, FAULT, code_of
 from ds_trainer.utils.outcomes import record_error
 from ds_trainer.utils.store import RankStore, expiry, group_store, pause_of, side_store
 from ds_trainer.utils.threads import new_thread
@@ -56,7 +61,22 @@ R = TypeVar("R")
 
 
 class PeerFailure(RuntimeError):
-    """Another rank failed, so this one cannot continue. The message names that rank and its error."""
+    """Another rank failed, so this one cannot continue. The message names that rank and its error.
+
+    Attributes:
+        exit_code: of this process, if nobody catches the exception: that of the other rank.
+    """
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Failure(NamedTuple):
+    """What another rank has reported."""
+
+    text: str
+    exit_code: int
 
 
 class _Watch:
@@ -83,22 +103,25 @@ class _Watch:
     def report(self, error: BaseException, grace: float) -> bool:
         """Report this rank's failure to the others; whether all ranks failed within ``grace`` seconds."""
         if not isinstance(error, PeerFailure):  # otherwise the others would see it instead of its cause
-            self.notes.set_first(self._key("first"), {"rank": self.rank, "error": _described(error)})
+            found = {"rank": self.rank, "error": _described(error), "exit_code": code_of(error)}
+            self.notes.set_first(self._key("first"), found)
         self.notes.add(self._key("count"))
         if self.notes.wait_for_count(self._key("count"), self.world_size, expiry(grace)) < self.world_size:
             return False
         self.generation += 1
         return True
 
-    def peer_failure(self, wait: float = 0.0) -> str | None:
-        """The first failure that another rank has reported within ``wait`` seconds, as text; None without one."""
+    def peer_failure(self, wait: float = 0.0) -> _Failure | None:
+        """The first failure that another rank has reported within ``wait`` seconds; None without one."""
         try:
             first = self.notes.wait(self._key("first"), expiry(wait))
         except TimeoutError:
             return None
         except (RuntimeError, OSError) as error:
-            return f"the rank that holds the rendezvous store is gone ({error})"
-        return None if first["rank"] == self.rank else f"rank {first['rank']} failed with {first['error']}"
+            return _Failure(f"the rank that holds the rendezvous store is gone ({error})", FAULT)
+        if first["rank"] == self.rank:
+            return None
+        return _Failure(f"rank {first['rank']} failed with {first['error']}", first["exit_code"])
 
     def abort(self) -> None:
         """Abort the process group on this rank alone; ends collectives of this rank that hang (NCCL).
@@ -143,9 +166,9 @@ class _Watch:
                 if dist.is_initialized() and dist.get_backend() == "nccl":
                     self.abort()
                 if self._still_inside(generation, (PATIENT_SECONDS if _surviving else EXIT_SECONDS) - ABORT_SECONDS):
-                    _print(f"rank {self.rank} ends: {failure}")
-                    _act_before_exit(failure)
-                    os._exit(1)
+                    _print(f"rank {self.rank} ends: {failure.text}")
+                    _act_before_exit(failure.text)
+                    os._exit(failure.exit_code)
 
     def _still_inside(self, generation: int, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -160,14 +183,34 @@ _watch: _Watch | None = None
 _stores: list[Any] = []  # kept alive: one of them is the server, which would end with the process group
 _surviving = False  # whether failed ranks continue, see survive_failures
 _rendezvous = 0
+_exit_code = FAILED  # of a process that an exception has ended
 _depth = 0  # nesting of the sections that this process is in
 
 
 def watch_peers() -> None:
-    """Start to watch for failures of other ranks, once the process group exists. Does nothing in a world of one."""
+    """Start to watch for failures of other ranks, once the process group exists. In a world of one there are none.
+
+    From then on an exception that ends this process gives it the exit code of the table.
+    """
     global _watch
+    if not getattr(sys.excepthook, "gives_exit_code", False) and not hasattr(sys, "ps1"):
+        sys.excepthook = _with_exit_code(sys.excepthook)
     if distributed.world_size() > 1 and (_watch is None or _watch.group is not dist.group.WORLD):
         _watch = _Watch()
+
+
+def _with_exit_code(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, after which the process ends with the exit code of the exception: ``SystemExit`` in a hook sets it."""
+
+    def gives_exit_code(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _exit_code
+        hook(kind, error, trace)
+        _exit_code = code_of(error)
+        if _exit_code != FAILED:
+            raise SystemExit(_exit_code)
+
+    gives_exit_code.gives_exit_code = True  # type: ignore[attr-defined]
+    return gives_exit_code
 
 
 def fails_together(function: Callable[P, R]) -> Callable[P, R]:
@@ -217,7 +260,8 @@ def cause_of(error: BaseException) -> str | None:
     """The failure of another rank that has led to ``error``, as text; None if ``error`` is this rank's own."""
     if _watch is None or not (_watch.aborted or _is_broken_connection(error)):
         return None
-    return _watch.peer_failure(wait=2 * POLL_SECONDS)
+    failure = _watch.peer_failure(wait=2 * POLL_SECONDS)
+    return None if failure is None else failure.text
 
 
 @contextmanager
@@ -256,7 +300,7 @@ def end_if_stuck() -> None:
     if _watch.stuck is not None:
         _print(f"rank {_watch.rank} ends without leaving its process group")
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(_exit_code)
 
 
 def rendezvous_again() -> Any:
@@ -273,16 +317,16 @@ def rendezvous_again() -> Any:
         _watch.notes.add(name)
         arrived = _watch.notes.wait_for_count(name, world_size, expiry(RENDEZVOUS_SECONDS))
     except (RuntimeError, OSError) as error:
-        raise PeerFailure(f"the rank that holds the rendezvous store is gone ({error}).") from error
+        raise PeerFailure(f"the rank that holds the rendezvous store is gone ({error}).", FAULT) from error
     if arrived < world_size:
-        raise PeerFailure(f"Only {arrived} of {world_size} ranks came back within {RENDEZVOUS_SECONDS:.0f} s.")
+        raise PeerFailure(f"Only {arrived} of {world_size} ranks came back within {RENDEZVOUS_SECONDS:.0f} s.", FAULT)
     return dist.distributed_c10d.PrefixStore(f"{_PREFIX}/{name}/group", _watch.store)
 
 
 def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
     """Report ``error``, or raise PeerFailure if another rank caused it."""
     broken = (watch is not None and watch.aborted) or _is_broken_connection(error)
-    if not broken and isinstance(error, Exception) and not isinstance(error, PeerFailure):
+    if isinstance(error, Exception) and not isinstance(error, PeerFailure) and not (broken and watch is not None):
         record_error(error)
     if watch is None:
         return
@@ -291,8 +335,11 @@ def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
         if failure is not None:
             watch.abort()
             raise PeerFailure(
-                f"{failure}. Rank {watch.rank} was waiting for it and ends too; the traceback is in that rank's output."
+                f"{failure.text}. Rank {watch.rank} was waiting for it and ends too; the traceback is in that rank's "
+                "output.",
+                failure.exit_code,
             ) from error
+        record_error(error)
     # A connection that broke without a report is that of a rank that was killed; it will not report a failure.
     if not watch.report(error, POLL_SECONDS if broken else GRACE_SECONDS):
         watch.abort()

@@ -19,6 +19,7 @@ from ds_trainer.utils.files import read_json, write_json
 from ds_trainer.utils.ranks import likely_rank
 
 VARIABLE = "DS_TRAINER_OUTCOME_DIR"
+_BLAME, _SAVED = "blame.json", "checkpoint-written"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class RankOutcome:
         return f"rank {self.rank} on {self.host} {how}"
 
 
+@dataclass(frozen=True)
+class Blame:
+    """The rank that others have found to be the cause: their reports say why, as it can no longer report itself."""
+
+    rank: int
+    host: str
+    error: str
+
+
+def host_name() -> str:
+    """The name of this machine, as SLURM has it if it started this process."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def record_outcome(code: int, environment: Mapping[str, str] = os.environ) -> bool:
     """Record in the directory ``DS_TRAINER_OUTCOME_DIR``, if set, that this rank ends with ``code``.
 
@@ -48,7 +63,7 @@ def record_outcome(code: int, environment: Mapping[str, str] = os.environ) -> bo
         return True
     if not os.path.isdir(directory):
         return False
-    outcome = RankOutcome(likely_rank(environment), code, socket.gethostname(), time.time())
+    outcome = RankOutcome(likely_rank(environment), code, host_name(), time.time())
     write_json(_path(Path(directory), outcome.rank), asdict(outcome))
     return True
 
@@ -73,6 +88,31 @@ def read_error(directory: Path, rank: int) -> str:
     """The error that :func:`record_error` recorded for ``rank``; empty if there is none."""
     path = _error_path(directory, rank)
     return str(read_json(path)) if path.exists() else ""
+
+
+def record_blame(blame: Blame) -> None:
+    """Record which rank the others wait for, or have lost. Without ``DS_TRAINER_OUTCOME_DIR`` nothing is written."""
+    directory = os.environ.get(VARIABLE)
+    if directory and os.path.isdir(directory):
+        write_json(Path(directory, _BLAME), asdict(blame))
+
+
+def read_blame(directory: Path) -> Blame | None:
+    """What :func:`record_blame` recorded last."""
+    path = directory / _BLAME
+    return Blame(**read_json(path)) if path.exists() else None
+
+
+def record_checkpoint() -> None:
+    """Record that this start has written a checkpoint, so another one would not repeat all of it."""
+    directory = os.environ.get(VARIABLE)
+    if directory and os.path.isdir(directory):
+        Path(directory, _SAVED).touch()
+
+
+def checkpoint_was_written(directory: Path) -> bool:
+    """Whether :func:`record_checkpoint` was called in this start."""
+    return (directory / _SAVED).exists()
 
 
 def read_outcomes(directory: Path, known: Mapping[int, RankOutcome] = {}) -> dict[int, RankOutcome]:

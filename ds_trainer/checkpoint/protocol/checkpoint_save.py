@@ -33,6 +33,7 @@ from ds_trainer.checkpoint.protocol.manifest import Manifest, records_by_name, v
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile, SharedFiles, combine_records
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+from ds_trainer.utils.outcomes import record_checkpoint
 
 logger = get_logger(__name__)
 
@@ -214,6 +215,7 @@ class CheckpointSave:
     def _publish(self, partial: Path) -> None:
         if self._writer_group.is_leader:
             self._replaced = self._directory.publish(partial, self._step)
+            record_checkpoint()
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

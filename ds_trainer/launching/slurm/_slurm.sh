@@ -10,8 +10,9 @@
 #   MAX_RESTARTS          how often the job may be restarted in total (default 50)
 #   DS_TRAINER_AUTO_RESUME=0   start over after a restart instead of resuming from the latest checkpoint
 #
-# The ranks' exit codes decide what follows: 75 (stopped at a checkpoint) and 76 (stalled) requeue the job, all other
-# codes are final. After a preemption or the loss of a node SLURM requeues the job. See docs/how-to/slurm.md.
+# The ranks' exit codes decide what follows: after a stop at a checkpoint, a lost GPU, an NCCL abort or a hang the job is
+# requeued, after an error of the program it ends. `python -m ds_trainer.launching.restarts` has the rules. After a
+# preemption or the loss of a node SLURM requeues the job. See docs/how-to/slurm.md.
 
 say() { printf '[slurm] %s\n' "$*"; }
 
@@ -42,9 +43,9 @@ prepare() {
 
     # Files of this run of the job on the shared disk, next to its log: the stop request, the ranks' exit codes.
     state="$PWD/slurm-$SLURM_JOB_ID.state"
-    export DS_TRAINER_RANK_CODES="$state/codes.$restarts" DS_TRAINER_STOP_FILE="$state/stop.$restarts"
-    rm -rf "$DS_TRAINER_RANK_CODES" "$DS_TRAINER_STOP_FILE"
-    mkdir -p "$DS_TRAINER_RANK_CODES"
+    export DS_TRAINER_OUTCOME_DIR="$state/outcomes.$restarts" DS_TRAINER_STOP_FILE="$state/stop.$restarts"
+    rm -rf "$DS_TRAINER_OUTCOME_DIR" "$DS_TRAINER_STOP_FILE"
+    mkdir -p "$DS_TRAINER_OUTCOME_DIR"
     # If only a slurmd died and not its node, ranks of an earlier run are still running: ask them to stop.
     for ((earlier = 0; earlier < restarts; earlier++)); do touch "$state/stop.$earlier"; done
     export DS_TRAINER_AUTO_RESUME="${DS_TRAINER_AUTO_RESUME:-1}"
@@ -84,8 +85,8 @@ agent=(bash -c 'trap "" USR1; exec "$@"' agent)
 
 # Prefix of a rank. USR1 would kill a Python process that has no handler yet, so it starts with the signal ignored; the
 # trainer later installs its handler. Bash handles TERM after its child, which receives it too, has ended. The exit code
-# is written to a file, since torchrun turns all codes into 1 and srun returns only the highest. Codes that the ranks have
-# agreed on count as success for srun and torchrun; otherwise the first rank to end would have the others killed.
+# is written to a file (ds_trainer/utils/outcomes.py), since torchrun turns all codes into 1 and srun returns only the
+# highest. Codes that the ranks have agreed on count as success for srun and torchrun; otherwise the first rank to end would have the others killed.
 # shellcheck disable=SC2016
 rank=(bash -c '
     trap "" USR1
@@ -95,7 +96,10 @@ rank=(bash -c '
     fi
     code=0
     "$@" || code=$?
-    printf "%d\n" "$code" >"$DS_TRAINER_RANK_CODES/$RANK"
+    out="$DS_TRAINER_OUTCOME_DIR/rank-$RANK.json"
+    printf "{\"rank\": %d, \"code\": %d, \"host\": \"%s\", \"time\": %s}\n" \
+        "$RANK" "$code" "${SLURMD_NODENAME:-$HOSTNAME}" "$(date +%s.%N)" >"$out.partial"
+    mv -f "$out.partial" "$out"
     case "$code" in 75 | 77) exit 0 ;; *) exit "$code" ;; esac' rank)
 
 # Runs the job step and ends the script. The arguments are those of srun.
@@ -132,22 +136,42 @@ restarts_now() {
     printf '%s' "${shown##*=}" | grep . || printf '%s' "$restarts"
 }
 
+# Sets `code` and `verdict` (restart or end), `hosts` to be excluded, and says why. Where the package is in a container
+# that srun starts, it is asked there. If it cannot be asked, only a stop at a checkpoint restarts the job.
+judge() {
+    local ask=("${container[@]}" python -m ds_trainer.launching.restarts) answer lines line
+    if [ ${#srun_args[@]} -gt 0 ]; then ask=(srun --nodes=1 --ntasks=1 "${srun_args[@]}" "${ask[@]}"); fi
+    if answer="$("${ask[@]}" "$state" "$restarts" "$1")"; then
+        mapfile -t lines <<<"$answer"
+        read -r code verdict hosts <<<"${lines[0]}"
+        for line in "${lines[@]:1}"; do say "$line"; done
+    else
+        code="$1" verdict=end hosts=""
+        if grep -qs '"code": 75,' "$DS_TRAINER_OUTCOME_DIR"/rank-*.json; then code=75 verdict=restart; fi
+        say "${ask[*]} failed; the ranks ended with code $code, srun with $1"
+    fi
+}
+
+# Has the next start of this job, which is pending, do without some nodes, if the partition has enough others.
+exclude() {
+    local before others
+    others="$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,mixed,allocated,completing -o %N | sort -u |
+        grep -cvxF -- "${1//,/$'\n'}")" || true
+    if [ "${others:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
+        say "not excluded: $1; only ${others:-0} other nodes of partition $SLURM_JOB_PARTITION are usable"
+        return
+    fi
+    before="$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o ' ExcNodeList=[^ ]*')" || true
+    before="${before##*=}"
+    if [ "$before" = "(null)" ]; then before=""; fi
+    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1" &&
+        say "excluded from this job: $1 (to undo: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$before)"
+}
+
 # Ends the script with the code of the ranks; requeues the job first if that code requests it.
 finish() {
-    local code="$1" codes again=0 now
-    codes=" $({ cat "$DS_TRAINER_RANK_CODES"/* 2>/dev/null || true; } | sort -nu | tr '\n' ' ')"
-    # The failure of one rank has srun end the others by a signal (128 and more): the smallest code is the cause.
-    if [[ "$codes" =~ ' '([1-9][0-9]*) ]]; then code="${BASH_REMATCH[1]}"; fi
-    case "$codes" in
-        *" 2 "*) code=2 ;;
-        *" 77 "*) code=77 ;;
-        *" 75 "*) code=75 again=1 ;;
-        *" 76 "*) code=76 again=1 ;;
-    esac
-    if [ "$codes" = " " ]; then # the ranks and their wrappers were killed, and srun may return 0
-        codes=" no exit codes " code="$((code > 0 ? code : 1))"
-    fi
-    say "the ranks ended with${codes% }, srun with $1"
+    local code verdict hosts now
+    judge "$1"
     if [ "$(restarts_now)" -gt "$restarts" ]; then
         say "this was run $restarts; SLURM has already restarted the job, and that run continues it"
         exit "$code"
@@ -157,14 +181,18 @@ finish() {
         say "SLURM ended the job (scancel, preemption, a dead node) and decides whether to restart it"
         exit "$code"
     fi
-    if [ "$again" = 0 ]; then
+    if [ "$verdict" = end ]; then
         rm -rf "$state"
     elif [ "$restarts" -ge "$max_restarts" ]; then
         say "not requeued: no restarts left (MAX_RESTARTS=$max_restarts)"
     else
         say "requeueing"
-        scontrol requeue "$SLURM_JOB_ID" ||
+        trap '' TERM # SLURM now ends this script, and only a pending job can be changed
+        if scontrol requeue "$SLURM_JOB_ID"; then
+            if [ -n "$hosts" ]; then exclude "${hosts// /,}"; fi
+        else
             say "not requeued by this script: SLURM has already done it, or the job was submitted with --no-requeue"
+        fi
     fi
     exit "$code"
 }

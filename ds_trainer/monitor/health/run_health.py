@@ -35,14 +35,14 @@ class HealthSettings:
         hang_seconds, hang_factor: a hang is no progress for this many seconds and this many median steps; 0 seconds: no
             watchdog.
         patience: limit in seconds for phases that may take long: the first step, an evaluation, a save.
-        abort: whether a hang ends the job.
+        abort: whether a hang ends the job; None: on several machines.
         straggler_steps: steps between reports on slow ranks; 0: none.
     """
 
     hang_seconds: float
     hang_factor: float
     patience: float
-    abort: bool
+    abort: bool | None
     straggler_steps: int
 
 
@@ -81,8 +81,9 @@ class RunHealth:
         if self._times is not None and several:
             self._report = StragglerReport(self._times, self._directory / STRAGGLERS)
         limit = Limit(watch.hang_seconds or math.inf, watch.hang_factor, watch.patience)
+        abort = not distributed.alike(socket.gethostname()) if watch.abort is None else watch.abort
         self._watchdog = Watchdog(
-            WatchdogRules.of(limit, watch.abort, self._on_abort, board.world_size),
+            WatchdogRules.of(limit, abort, self._on_abort, board.world_size),
             self._heartbeat,
             self._waits,
             self._directory,
