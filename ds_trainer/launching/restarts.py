@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ds_trainer.utils import exit_codes, outcomes
-from ds_trainer.utils.exit_codes import DONE, FAILED, FAULT, HUNG, TERMINATED, Restart, row_of
+from ds_trainer.utils.exit_codes import DONE, FAILED, FAULT, HUNG, TERMINATED, Restart, row_of, signal_name
 from ds_trainer.utils.files import read_json, write_json
 from ds_trainer.utils.outcomes import RankOutcome
 
@@ -99,12 +99,13 @@ def decide(ends: Mapping[int, JobEnd]) -> Decision:
     """
     last, previous = ends[max(ends)], ends.get(max(ends) - 1)
     row = row_of(last.code)
-    meaning = f"exit code {last.code}: {row.meaning}"
+    meaning = f"exit code {last.code}: {signal_name(last.code) or row.meaning}"
     if not last.is_fault:
         return Decision(row.restart is Restart.ALWAYS, (meaning,))
     of_host = sum(end.is_fault and end.host == last.host for end in ends.values())
-    where = f"fault {of_host} of {last.host} (rank {last.rank})" if last.host else "which machine failed is not known"
-    why = [f"{meaning}; {where}"]
+    why = [
+        f"{meaning}; " + (f"fault {of_host} of {last.host} (rank {last.rank})" if last.host else "no machine is named")
+    ]
     if last.saved:
         why.append("a checkpoint was written since this start: it continues from there")
     elif previous is None or not previous.is_fault:

@@ -81,6 +81,11 @@ def precedence(code: int) -> int:
     return TABLE.index(row_of(FAULT if row_of(code).code == _SIGNAL else code))
 
 
+def signal_name(code: int) -> str:
+    """The name of the signal that has ended a process with this exit code; empty if none has."""
+    return signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
+
+
 def code_of(error: BaseException) -> int:
     """The exit code of a process that ends with ``error``, which is not a ``SystemExit``."""
     return FAULT if is_fault(error) else FAILED

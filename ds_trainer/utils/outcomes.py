@@ -7,7 +7,6 @@ code. So each rank writes a small file when it ends; a rank without one did not 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 import traceback
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ds_trainer.utils.exit_codes import signal_name
 from ds_trainer.utils.files import read_json, write_json
 from ds_trainer.utils.ranks import likely_rank
 
@@ -32,9 +32,8 @@ class RankOutcome:
     time: float
 
     def __str__(self) -> str:
-        how = f"ended with exit code {self.code}"
-        if self.code - 128 in set(signal.Signals):
-            how = f"was killed by {signal.Signals(self.code - 128).name}"
+        name = signal_name(self.code)
+        how = f"was killed by {name}" if name else f"ended with exit code {self.code}"
         return f"rank {self.rank} on {self.host} {how}"
 
 

@@ -5,6 +5,7 @@ They mostly wait, so they run side by side, on machines of their own, while othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from tests.cluster.long_training import FREE_STEPS
 from tests.cluster.machines import Cluster
 
 PATIENCE = 240  # seconds; all of them start at once, on two cores
-NODES = 15
+NODES = 18
+FAULTS = ("SIGABRT", "SIGSEGV", "stop", "SIGKILL", "error")
 
 
 class Scenario:
@@ -27,10 +29,10 @@ class Scenario:
         self.job = 0
         self.accident: Future[Any] = Future()
 
-    def begin(self, *argv: str, save_steps: int = 0) -> Scenario:
+    def begin(self, *argv: str, save_steps: int = 0, faults: Sequence[str] = ()) -> Scenario:
         gpus = 2 if self.script == "one_node" else 1
         size = sbatch_arguments(self.log, 1, f"--gpus-per-node={gpus}", self._place(), *argv)
-        training = ["tests/cluster/long_training.py", str(self.output), str(self.starts), str(save_steps)]
+        training = ["tests/cluster/long_training.py", str(self.output), str(self.starts), str(save_steps), *faults]
         command = [*size, f"launch/{self.script}.sbatch", *training]
         self.job = self.cluster.submit(*command, cwd=self._folder, env=environment())
         return self
@@ -60,11 +62,11 @@ class Scenario:
 
         self.cluster.wait_until(lambda: restarts() >= times, PATIENCE, self.text)
 
-    def end(self) -> dict[str, str]:
-        """What SLURM says of the job at its end, which was a good one."""
+    def end(self, state: str = "COMPLETED", patience: int = PATIENCE) -> dict[str, str]:
+        """What SLURM says of the job at its end, which is ``state``."""
         self.accident.result(timeout=PATIENCE)
-        job_state = self.cluster.wait_for(self.job, PATIENCE, self.log)
-        assert job_state["JobState"] == "COMPLETED", self.text()
+        job_state = self.cluster.wait_for(self.job, patience, self.log)
+        assert job_state["JobState"] == state, self.text()
         return job_state
 
     def text(self) -> str:
@@ -85,6 +87,7 @@ def start_scenarios(cluster: Cluster, folder: Path) -> dict[str, Scenario]:
         "first_crash": Scenario(cluster, folder, "first_crash", "one_node", "node[7,10]", 2),
         "slurmd": Scenario(cluster, folder, "slurmd", "nodes_srun", "node[11-13]", 2),
         "first_slurmd": Scenario(cluster, folder, "first_slurmd", "one_node", "node[14-15]", 2),
+        "faults": Scenario(cluster, folder, "faults", "nodes_srun", "node[16-18]", 99),
     }
     accidents = {
         "whole": lambda scenario: scenario.begin(),
@@ -93,6 +96,7 @@ def start_scenarios(cluster: Cluster, folder: Path) -> dict[str, Scenario]:
         "crash": lambda scenario: _lose_node(scenario, "node6"),
         "first_crash": lambda scenario: _lose_node(scenario, "node7"),
         "slurmd": lambda scenario: _kill_slurmd(scenario, "node12"),
+        "faults": lambda scenario: scenario.begin(save_steps=5, faults=FAULTS),
         "first_slurmd": lambda scenario: _kill_slurmd(scenario, "node14"),
     }
     threads = ThreadPoolExecutor(len(scenarios))

@@ -64,6 +64,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     lines = {
         "again": f'{IF_AGAIN} echo "again $RANK/$WORLD_SIZE $1" && exit 0; sleep $RANK; exit 75',
         "hung": "[ $RANK = 0 ] && exit 76; exec sleep 100",
+        "twice": "[ $RANK = 0 ] && exec sleep 100; kill -ABRT $$",
         "signal": f"""
             {IF_AGAIN} {{ [ ! -e "$DS_TRAINER_STOP_FILE" ] && echo fresh && exit 0; exit 1; }}
             [ $RANK = 0 ] && exec python -c '{HANDLER}'
@@ -92,7 +93,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ("exit $((RANK == 1 ? 1 : 0))", ("FAILED", "1", "0")),
         ("exit $((RANK == 1 ? 2 : 75))", ("FAILED", "2", "0")),
         ("exit 77", ("FAILED", "77", "0")),
-        ("kill -KILL $$", ("FAILED", "137", "0")),
+        ('touch "$DS_TRAINER_OUTCOME_DIR/checkpoint-written"; exit 3', ("FAILED", "3", "0")),
     ],
 )
 def test_final_exit_codes_are_not_requeued(
@@ -111,7 +112,7 @@ def test_ranks_without_an_outcome_have_failed(cluster: Cluster, jobs: dict[str, 
     """
     both_ignore = "trap '' TERM; touch deaf.$RANK; until [ -e deaf.0 ] && [ -e deaf.1 ]; do sleep 0.1; done"
     job = Job(cluster, tmp_path, f"{both_ignore}\nkill -KILL $PPID $$")
-    assert job.end() == ("FAILED", "137", "0"), job.text()
+    assert job.end() == ("FAILED", "137", "1"), job.text()
     assert "the ranks ended with no exit codes, srun with 137" in job.text()
     assert job.remaining_processes() == []
 
@@ -183,6 +184,14 @@ def test_restarts_are_counted(jobs: dict[str, Job]) -> None:
     job = jobs["hung"]
     assert job.end() == ("FAILED", "76", "1"), job.text()
     assert "not requeued: no restarts left (MAX_RESTARTS=1)" in job.text()
+
+
+def test_a_crash_that_comes_back_without_a_checkpoint_ends_after_two(jobs: dict[str, Job]) -> None:
+    job = jobs["twice"]
+    assert job.end() == ("FAILED", "134", "1"), job.text()
+    assert "SIGABRT; fault 2 of node2 (rank 1)" in job.text()
+    assert "the second fault in a row" in job.text()
+    assert job.remaining_processes() == []
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.long_training import STEPS
-from tests.cluster.scenarios import Scenario
+from tests.cluster.scenarios import FAULTS, PATIENCE, Scenario
 
 pytestmark = pytest.mark.slurm
 
@@ -62,6 +62,28 @@ def test_a_slurmd_dies_and_its_ranks_do_not(scenarios: dict[str, Scenario], name
     else:
         assert steps[2][0] == steps[1][-1] + 1, "from the checkpoint at which they stopped"
         assert "that run continues it" in scenario.text()
+
+
+def test_a_chain_of_faults(scenarios: dict[str, Scenario]) -> None:
+    """Each start continues from a checkpoint of the one before; a machine that fails twice is replaced by the spare
+    one, and where there is none it is used again; an error of the program ends the job."""
+    scenario = scenarios["faults"]
+    assert scenario.end("FAILED", 2 * PATIENCE)["Restarts"] == "4", scenario.text()
+    steps = {start: [step for by, step in scenario.trace() if by == start] for start in range(1, 6)}
+    for start in range(2, 6):
+        assert steps[start][0] % 5 == 1 and steps[start - 1][0] < steps[start][0] <= steps[start - 1][-1] + 1
+    places = dict(line.split() for line in (scenario.output / "faults").read_text(encoding="utf-8").splitlines())
+    assert places == dict(zip(FAULTS, ["node17", "node17", "node18", "node18", "node18"], strict=True))
+    for text in (
+        "SIGABRT; fault 1 of node17 (rank 1)",
+        "SIGSEGV; fault 2 of node17 (rank 1)",
+        "excluded from this job: node17",
+        "stalled, ended by the watchdog; fault 1 of node18 (rank 1)",
+        "SIGKILL; fault 2 of node18 (rank 1)",
+        "not excluded: node18, since partition main has only",
+        "rank 1 on node18: ValueError: of the program",
+    ):
+        assert text in scenario.text(), scenario.text()
 
 
 def test_control_different_weights_are_detected(scenarios: dict[str, Scenario]) -> None:

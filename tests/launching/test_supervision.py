@@ -15,9 +15,13 @@ import psutil
 import pytest
 
 import ds_trainer
+from ds_trainer.launching import runner
+from ds_trainer.launching.hosts import read_hostfile
+from ds_trainer.launching.launch_plan import LaunchPlan
+from ds_trainer.launching.launch_request import LaunchRequest, Target
 from ds_trainer.launching.processes import end_processes, processes_of_job
-from ds_trainer.launching.supervision import job_code
-from ds_trainer.utils.outcomes import RankOutcome
+from ds_trainer.launching.restarts import JobEnd, decide, job_code, job_end
+from ds_trainer.utils.outcomes import Blame, RankOutcome, record_blame, record_checkpoint
 from tests.launching import fake_launcher
 
 # A rank: rank 1 does what the first word says, rank 0 waits for its end (or, with "all", does the same).
@@ -158,7 +162,10 @@ def test_a_crash_is_restarted_and_resumes(job: Launch) -> None:
 
 @pytest.mark.parametrize(
     ("given", "options", "starts"),
-    [(2, [], 1), (77, [], 1), (75, [], 1), (75, ["--restart-preempted"], 2), (76, [], 2), (3, [], 2)],
+    [
+        *((2, [], 1), (77, [], 1), (75, [], 1), (75, ["--restart-preempted"], 2), (76, [], 2), (74, [], 2)),
+        *((3, [], 1), (1, [], 1)),
+    ],
 )
 def test_which_exit_codes_are_restarted(job: Launch, given: int, options: list[str], starts: int) -> None:
     code, errors = job.run(str(given), "--max-restarts", "1", *options)
@@ -185,10 +192,74 @@ def outcomes(*codes: int) -> dict[int, RankOutcome]:
         (1, (1, 1, 2), 2),
         (1, (75, 77), 77),
         (0, (0, 3), 3),
+        (1, (143, 134), 134),  # whoever ended a rank had a reason
+        (1, (74, 134), 74),  # the rank that lost its GPU, not the others that NCCL's watchdog ended for it
+        (1, (134, 139, 74), 134),
+        (1, (74, 134, 1), 1),  # a Python error of one rank; the others lost the connection
+        (1, (76, 137), 76),
+        (1, (137, 77), 77),
     ],
 )
 def test_the_code_of_a_job(launcher: int, codes: tuple[int, ...], expected: int) -> None:
-    assert job_code(launcher, outcomes(*codes), range(max(2, len(codes)))) == expected
+    assert job_code(launcher, outcomes(*codes), max(2, len(codes)))[0] == expected
+
+
+def end(code: int, host: str = "a", saved: bool = False) -> JobEnd:
+    return JobEnd(code, 0, host, saved)
+
+
+@pytest.mark.parametrize("code", [74, 76, 134, 135, 137, 139])
+def test_a_deterministic_fault_ends_after_two(code: int) -> None:
+    """With a checkpoint before the first fault, and with none at all."""
+    for saved in (True, False):
+        ends = {0: end(code, saved=saved)}
+        assert decide(ends).restart
+        ends[1] = end(code)
+        assert not decide(ends).restart
+    assert decide({0: end(75, saved=True), 1: end(code)}).restart  # the start before was no fault
+    assert decide({0: end(code), 2: end(code)}).restart  # something else has ended start 1
+
+
+def test_a_machine_that_fails_twice_is_excluded() -> None:
+    ends = {0: end(134, "a", True), 1: end(139, "b", True)}
+    assert decide(ends).exclude == ()
+    decision = decide({**ends, 2: end(74, "a", True)})
+    assert decision.restart and decision.exclude == ("a",)
+    assert "fault 2 of a (rank 0)" in decision.why[0]
+    assert decide({0: end(1, "a", True), 1: end(134, "a", True)}).exclude == ()  # the first was no fault
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 77, 130])
+def test_what_ends_although_there_is_a_checkpoint(code: int) -> None:
+    assert not decide({0: end(code, saved=True)}).restart
+
+
+def test_a_hang_is_that_of_the_machine_that_the_others_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_TRAINER_OUTCOME_DIR", str(tmp_path))
+    record_blame(Blame(1, "stopped", "it does not respond"))
+    assert job_end(tmp_path, 1, outcomes(76, 137), 2) == JobEnd(76, 1, "stopped", False, "it does not respond")
+    record_checkpoint()
+    assert job_end(tmp_path, 1, outcomes(137, 76), 2).saved
+    assert job_end(tmp_path, 1, outcomes(1, 76, 1), 3).code == 76
+    assert job_end(tmp_path, 1, outcomes(143), 2) == JobEnd(143, saved=True)  # by somebody outside: no machine is named
+
+
+def test_a_machine_that_failed_twice_is_replaced_by_a_spare_one(
+    job: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = job.folder / "hosts"
+    hosts.write_text("a slots=2\nb slots=2\nc slots=2\n")
+    request = LaunchRequest(Target("x.py"), nodes=2, hostfile=str(hosts), launcher="openmpi")
+    plan = LaunchPlan(request, "openmpi", tuple(read_hostfile(str(hosts), None))[:2], False)
+    assert plan.host_of(1).name == "a" and plan.host_of(2).name == "b"
+    monkeypatch.setenv("PATH", str(job.folder))
+    (job.folder / "mpirun").touch(0o755)  # only looked for
+    spared = runner._without(plan, ("a",))
+    assert [host.name for host in spared.hosts] == ["b", "c"] and spared.excluded == ("a",)
+    assert runner._without(spared, ("b",)) is spared
+    assert "no other machine is left" in capsys.readouterr().err
 
 
 def test_a_signal_on_the_way_out_does_not_replace_the_exit_code() -> None:

@@ -152,20 +152,21 @@ judge() {
     fi
 }
 
-# Has the next start of this job, which is pending, do without some nodes, if the partition has enough others.
+# Has the next start of this job, which is pending, do without some nodes, if its partition has enough others.
 exclude() {
-    local before others
-    others="$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,mixed,allocated,completing -o %N | sort -u |
-        grep -cvxF -- "${1//,/$'\n'}")" || true
-    if [ "${others:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
-        say "not excluded: $1; only ${others:-0} other nodes of partition $SLURM_JOB_PARTITION are usable"
-        return
-    fi
+    local before all others
     before="$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o ' ExcNodeList=[^ ]*')" || true
-    before="${before##*=}"
-    if [ "$before" = "(null)" ]; then before=""; fi
-    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1" &&
+    before="${before##*=}" before="${before/#(null)/}"
+    all="${before:+$before,}$1"
+    others="$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,mixed,allocated,completing -o %N | sort -u |
+        grep -cvxF -- "$(scontrol show hostnames "$all")")" || true
+    if [ "${others:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
+        say "not excluded: $1, since partition $SLURM_JOB_PARTITION has only ${others:-0} other nodes for this job"
+    elif scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$all"; then
         say "excluded from this job: $1 (to undo: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$before)"
+    else
+        say "not excluded: $1, since scontrol failed"
+    fi
 }
 
 # Ends the script with the code of the ranks; requeues the job first if that code requests it.

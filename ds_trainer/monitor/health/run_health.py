@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ds_trainer.monitor.health.waits import WaitClock
 from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
 from ds_trainer.monitor.throughput import PhaseClock, TimedIterator
 from ds_trainer.utils import distributed
+from ds_trainer.utils.outcomes import host_name
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class RunHealth:
         self._watch, self._directory, self._on_abort = watch, directory / FOLDER, on_abort
         self._heartbeat, self._waits = Heartbeat(step), WaitClock()
         self.clock = PhaseClock(lambda: self._waits.seconds)
-        self._times = StepTimes(watch.straggler_steps, socket.gethostname()) if watch.straggler_steps else None
+        self._times = StepTimes(watch.straggler_steps, host_name()) if watch.straggler_steps else None
         self._report: StragglerReport | None = None
         self._watchdog: Watchdog | None = None
         self._waited = self._waited_paused = 0.0
@@ -81,7 +81,7 @@ class RunHealth:
         if self._times is not None and several:
             self._report = StragglerReport(self._times, self._directory / STRAGGLERS)
         limit = Limit(watch.hang_seconds or math.inf, watch.hang_factor, watch.patience)
-        abort = not distributed.alike(socket.gethostname()) if watch.abort is None else watch.abort
+        abort = not distributed.alike(host_name()) if watch.abort is None else watch.abort
         self._watchdog = Watchdog(
             WatchdogRules.of(limit, abort, self._on_abort, board.world_size),
             self._heartbeat,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.outcomes import host_name
 from ds_trainer.utils.store import RankStore, expiry
 
 _PREFIX = "ds_trainer/health"
@@ -30,7 +30,7 @@ class StatusBoard:
 
     def __init__(self) -> None:
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
-        here = socket.gethostname(), os.getpid()
+        here = host_name(), os.getpid()
         name, *keeper = distributed.broadcast_object((secrets.token_hex(8), *here))
         self.keeper: tuple[str, int] = (keeper[0], keeper[1])
         self._values: dict[str, str] = {}  # used if there is one rank

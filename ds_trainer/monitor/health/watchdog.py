@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -49,6 +48,7 @@ from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
 from ds_trainer.monitor.health.waits import WaitClock, collective_counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+from ds_trainer.utils.outcomes import Blame, host_name, record_blame
 from ds_trainer.utils.store import pause_of
 from ds_trainer.utils.threads import new_thread
 
@@ -121,7 +121,7 @@ class Watchdog:
         self._reason: str | None = None  # why this rank would declare a hang
         self._exchanged_at = time.monotonic()
         self._neighbor: tuple[Any, float] = (None, self._exchanged_at)
-        self._host = socket.gethostname()
+        self._host = host_name()
         self._threads = [new_thread(self._exchange, name=OWN_THREADS[0])]
         if math.isfinite(rules.limit.floor):
             self._threads.append(new_thread(self._watch_self, name=OWN_THREADS[1]))
@@ -216,6 +216,8 @@ class Watchdog:
             keeper = self._silent_report(0, self._keeper)
             self._write(folder, keeper)
             text = summary([keeper, own], Verdict((keeper.rank,), "it serves the store"), reason)
+            if self.rules.abort and os.environ.get("LOCAL_RANK") == "0":
+                self._blame([keeper])
         self._write(folder, own, text)
         self._log_report(text, folder)
         if self.rules.abort:
@@ -305,8 +307,11 @@ class Watchdog:
         if any(one.debugged for one in in_order):
             logger.info("No progress, but a rank is in a debugger: this is not a hang.")
             return False
-        text = summary(in_order, judge(in_order), reason)
+        verdict = judge(in_order)
+        text = summary(in_order, verdict, reason)
         self._write(folder, None, text)
+        if self.rules.abort:
+            self._blame([reports[rank] for rank in verdict.slow])
         self._log_report(text, folder)
         return self.rules.abort
 
@@ -344,6 +349,12 @@ class Watchdog:
                 write_report(folder, text)
         except OSError as error:
             logger.error("The report of a hang could not be written to %s: %s", folder, error)
+
+    def _blame(self, slow: list[RankReport]) -> None:
+        """Record for the launcher on which machine the others wait, if it is one."""
+        if len({one.host for one in slow}) == 1:
+            first = slow[0]
+            record_blame(Blame(first.rank, first.host, first.sentence()))
 
     def _log_report(self, text: str, folder: Path) -> None:
         end = f" Ending the job with exit code {HUNG}." if self.rules.abort else ""
