@@ -17,6 +17,7 @@ from tests.support.compare import assert_equal, distances
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, stack, train_plainly
 from tests.support.pool import pool
+from tests.support.resuming import make
 from tests.support.runs import compatibility_of, train_and_report
 
 SAMPLES = 37  # 2 global batches of 16 and one of 5 in every epoch
@@ -283,3 +284,34 @@ def test_a_loader_of_a_subclass_may_have_no_length(tmp_path: Path) -> None:
 def test_uneven_loaders_without_length_are_reported_on_all_ranks(tmp_path: Path) -> None:
     for message in pool(2).run(run_with, UnevenLoader, str(tmp_path)):
         assert "the ranks have read [4, 5] batches" in message
+
+
+# -- shards in another layout ----------------------------------------------------------------------------------------
+
+
+def losses_of_shards(output_dir: str, resume: bool, stop_at: int | None, **values: Any) -> list[float]:
+    trainer = make(
+        *(output_dir, "table_stream", stop_at),
+        **{"per_device_train_batch_size": 2, "save_steps": 2, "max_steps": 6, "dropout": 0.0, **values},
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.engine.close()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (2, {}),
+        pytest.param(1, {"gradient_accumulation_steps": 4}, marks=pytest.mark.extended),
+        pytest.param(4, {"tensor_parallel_size": 2}, marks=pytest.mark.extended),
+    ],
+)
+def test_shards_resume_in_another_layout(world: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """The epoch of four replicas goes on in its order, and with ``stream_shards=4`` the next ones have it too."""
+    values = {"stream_shards": 4, "gradient_accumulation_steps": 1}
+    whole = pool(4).run(partial(losses_of_shards, str(tmp_path / "whole"), False, None, **values))[0]
+    pool(4).run(partial(losses_of_shards, str(tmp_path / "parts"), False, 2, **values))
+    values = {"stream_shards": 4, "gradient_accumulation_steps": 2, **more}
+    for found in pool(world).run(partial(losses_of_shards, str(tmp_path / "parts"), True, None, **values)):
+        assert found == pytest.approx(whole, rel=1e-5) and len(set(found)) == 6

@@ -217,3 +217,22 @@ def test_a_wrong_position_is_noticed(folder: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(MixtureStream, "load_state_dict", lambda self, state: None)
     with pytest.raises(AssertionError):
         test_a_run_resumed_twice_reads_the_samples_of_the_unbroken_run(folder, tmp_path)
+
+
+@pytest.mark.parametrize(("shards", "limit"), [(3, None), (2, None), (4, None), (3, 50)])
+def test_shards_divide_the_records_of_every_source(shards: int, limit: int | None, folder: Path) -> None:
+    """By files where there are enough, else by records; each shard draws its sources for itself, and resumes."""
+    parts = [stream(folder, limit=limit).shard(num_shards=shards, index=index) for index in range(shards)]
+    found = [numbers(part, 300) for part in parts]
+    sources = [
+        {n for n in numbers(stream(folder, limit=limit), 900) if (n >= 1000) == large} for large in (False, True)
+    ]
+    for large, wanted in zip((False, True), sources, strict=True):
+        own = [{n for n in ns if (n >= 1000) == large} for ns in found]
+        assert set.union(*own) == wanted and sum(map(len, own)) == len(wanted)
+    assert len({tuple(n >= 1000 for n in ns) for ns in found}) == shards
+    first, rest = stream(folder, limit=limit).shard(shards, 1), stream(folder, limit=limit).shard(shards, 1)
+    reader = iter(first)
+    assert [number_of(next(reader)) for _ in range(70)] == found[1][:70]
+    rest.load_state_dict(first.state_dict())
+    assert numbers(rest, 230) == found[1][70:]
