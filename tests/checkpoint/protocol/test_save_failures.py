@@ -8,8 +8,10 @@ import resource
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,11 @@ from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave, SaveFailed
+from ds_trainer.checkpoint.protocol.checkpoint_selection import verify_checkpoint
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.utils import distributed
+from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
 from ds_trainer.utils.errors import ConfigError
 from tests.support.checkpoints import METADATA, ONE, alone, bytes_of, files_of, on_ranks, resume, save
 from tests.support.pool import pool
@@ -266,3 +271,27 @@ def test_a_second_training_is_rejected_on_all_ranks(tmp_path: Path) -> None:
         messages = pool(2).run(rejection, str(tmp_path))
     assert messages[0] == messages[1]
     assert f"output_dir={tmp_path} (argument) is in use by another training: process {process} on" in messages[0]
+
+
+def slow_save(folder: str) -> list[str]:
+    """A save that waits for training, in which the disk of rank 1 takes longer than a collective may."""
+
+    class OnASlowDisk(InMemoryFile):
+        def write(self, stream: Any) -> None:
+            time.sleep(1.6 * distributed.rank())
+            super().write(stream)
+
+    directory, usual = CheckpointDirectory(Path(folder)), collective_limit()
+    group = WriterGroup.of(False, distributed.rank(), 2, distributed)
+    set_collective_limit(timedelta(seconds=1))
+    try:
+        name = f"rank_{distributed.rank():05d}.safetensors"
+        path = CheckpointSave(directory, group, 2, METADATA, distributed).run([OnASlowDisk(name, b"bytes")])
+        return sorted(verify_checkpoint(path, group, distributed).manifest.files)
+    finally:
+        set_collective_limit(usual)
+
+
+def test_a_slow_disk_of_one_rank_is_waited_for(tmp_path: Path) -> None:
+    written = ["rank_00000.safetensors", "rank_00001.safetensors"]
+    assert pool(2).run(slow_save, str(tmp_path)) == [written] * 2

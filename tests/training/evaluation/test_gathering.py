@@ -11,6 +11,7 @@ import torch
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
 from ds_trainer.training.evaluation.nested import concatenate
+from ds_trainer.utils import distributed
 from tests.support.pool import pool
 from tests.support.predictions import refusal_of
 
@@ -53,3 +54,34 @@ def test_joining_rejects_mismatched_structures() -> None:
             concatenate(structures)
     assert concatenate(["x", "y"], samples_in_lists=True) == ["x", "y"]
     assert concatenate([rows, np.ones((1, 5, 2))[..., 0]]).shape == (3, 5)
+
+
+def exchanges_of_shapes() -> list[tuple[int, int]]:
+    """How often whole descriptions, and only their numbers, are exchanged: for equal and other shapes, and a dummy."""
+    layout, rank = ParallelLayout(distributed.world_size()), distributed.rank()
+    kept, found = (distributed.gather_objects, distributed.gather_numbers), []
+    for rows, dummy in ((3, False), (3 + rank, False), (3, rank == 1)):
+        calls = [0, 0]
+
+        def objects(value: Any, calls: list[int] = calls) -> Any:
+            calls[0] += 1
+            return kept[0](value)
+
+        def numbers(value: Any, calls: list[int] = calls) -> Any:
+            calls[1] += 1
+            return kept[1](value)
+
+        distributed.gather_objects, distributed.gather_numbers = objects, numbers
+        try:
+            tree = gather_micro_steps({"logits": torch.full((rows, 2), float(rank))}, dummy, layout)
+        finally:
+            distributed.gather_objects, distributed.gather_numbers = kept
+        sizes = distributed.gather_objects(0 if dummy else rows)
+        wanted = torch.cat([torch.full((size, 2), float(other)) for other, size in enumerate(sizes)])
+        assert torch.equal(tree["logits"], wanted)
+        found.append((calls[0], calls[1]))
+    return found
+
+
+def test_shapes_are_exchanged_only_if_they_differ_and_never_as_objects() -> None:
+    assert pool(2).run(exchanges_of_shapes) == [[(0, 0), (0, 1), (0, 1)]] * 2
