@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ds_trainer.monitor.health.verdict import RankReport, Verdict
+from ds_trainer.monitor.health.verdict import RankReport, Verdict, joined
 from ds_trainer.monitor.health.waits import flight_record
 from ds_trainer.utils.files import write_text_atomic
 
@@ -56,6 +56,7 @@ def summary(reports: list[RankReport], verdict: Verdict, reason: str) -> str:
         lines.append(f"Slow: {', '.join(one.name for one in slow)}: {verdict.why}.")
     else:
         lines.append(f"No rank is behind: {verdict.why}.")
+    lines.append(f"In short: {joined(reports, verdict.slow)}.")
     lines += [f"- {one.sentence()}" for one in (*slow, *others)]
     for one in slow:
         lines += ["", f"Stack of rank {one.rank}{' in its last report' if one.silent else ''}, innermost call last:"]

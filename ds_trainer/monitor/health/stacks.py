@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from torch import nn
+
 _DEBUGGERS = ("bdb.py", "pdb.py")
 _DEBUGGER_FOLDERS = ("debugpy", "pydevd")
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
@@ -45,6 +47,31 @@ def collective_frame(stack: list[str]) -> str | None:
     near = [frame for frame in stack[-_NEAR:] if any(path in frame for path in _WAITING_FILES)]
     # The outermost one has the name that people know: all_reduce, not the decorators around it.
     return near[0].rpartition(" in ")[2] if near else None
+
+
+def position(frame: FrameType | None) -> str:
+    """The innermost module whose code this thread runs, by its name in the outermost one, and the micro-batch.
+
+    Empty if it runs none, such as while it loads data. Called for reports only: it searches the modules.
+    """
+    modules: list[nn.Module] = []
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            modules.append(owner)
+        frame = frame.f_back
+    if not modules:
+        return ""
+    root = modules[-1]
+    names = {module: name for name, module in root.named_modules()}
+    where = next((names[module].removeprefix("module.") for module in modules if names.get(module)), "")
+    if where == "module":
+        where = "the model"
+    done = getattr(root, "micro_steps", None)  # of DeepSpeed's engine
+    if done is None:
+        return where
+    batch = f"micro-batch {done % root.gradient_accumulation_steps() + 1}"  # type: ignore[operator]
+    return f"{where} of {batch}" if where else batch
 
 
 def in_debugger(frame: FrameType | None) -> bool:

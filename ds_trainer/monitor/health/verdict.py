@@ -12,10 +12,12 @@ slow ranks are:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ds_trainer.monitor.health.stacks import user_frame
+from ds_trainer.utils.errors import listed
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class RankReport:
         ended: whether its training is over.
         silent: whether its process does not respond; the other values are then those of its last report.
         reported_at: time of the report, by its wall clock.
+        position: module and micro-batch, if it runs a module.
         state: state of a silent process according to the operating system, if known.
     """
 
@@ -53,6 +56,7 @@ class RankReport:
     silent: bool = False
     reported_at: float = 0.0
     state: str = ""
+    position: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data; ``RankReport(**data)`` restores it."""
@@ -62,6 +66,16 @@ class RankReport:
     def name(self) -> str:
         """The rank, its host and its process ID."""
         return f"rank {self.rank} ({self.host}, process {self.pid})"
+
+    def activity(self) -> str:
+        """What the rank is doing, in the words that ranks which do the same share."""
+        if self.ended:
+            return "finished"
+        if self.silent:
+            return f"silent, last in {self.position or self.phase}"
+        if self.collective is not None:
+            return f"waiting in {self.collective}{f' in {self.position}' if self.position else ''}"
+        return f"in {self.position or self.phase}"
 
     def sentence(self) -> str:
         """What the rank is doing."""
@@ -115,6 +129,23 @@ def judge(reports: list[RankReport]) -> Verdict:
     if len(late) < len(live):
         return Verdict(tuple(late), "it has done fewer steps")
     return Verdict((), "all ranks are at the same step")
+
+
+def joined(reports: list[RankReport], slow: Sequence[int]) -> str:
+    """What all ranks do, as one sentence: the slow ones first, the largest group of the others last."""
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for one in reports:
+        groups.setdefault((one.rank not in slow, one.activity()), []).append(one.rank)
+    order = sorted(groups.items(), key=lambda item: (item[0][0], len(item[1])))
+    parts = []
+    for index, ((_, activity), ranks) in enumerate(order):
+        last = 0 < index == len(order) - 1
+        verb = "is" if len(ranks) == 1 else "are"
+        who = (
+            f"the other {len(ranks)}" if last and len(ranks) > 1 else f"rank{'s'[: len(ranks) > 1]} {listed(ranks, 8)}"
+        )
+        parts.append(f"{who} {verb} {activity}")
+    return "; ".join(parts)
 
 
 def _behind(reports: list[RankReport]) -> list[int]:

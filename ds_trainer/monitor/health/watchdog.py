@@ -41,6 +41,7 @@ from ds_trainer.monitor.health.stacks import (
     frame_lines,
     frame_of,
     in_debugger,
+    position,
 )
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StragglerReport
@@ -140,8 +141,8 @@ class Watchdog:
 
     # -- what this rank is doing -----------------------------------------------------------------------------------
 
-    def report(self, ended: bool = False) -> RankReport:
-        """The current state of this rank."""
+    def report(self, ended: bool = False, located: bool = False) -> RankReport:
+        """The current state of this rank; with ``located`` also its module, which takes a search."""
         frame = frame_of(self._training_thread)
         stack = frame_lines(frame)
         waiting = self.waits.waiting()
@@ -164,6 +165,7 @@ class Watchdog:
             debugged=in_debugger(frame),
             ended=ended,
             reported_at=time.time(),
+            position=position(frame) if located else "",
         )
 
     # -- the thread that watches this rank -------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Watchdog:
     def _report_alone(self) -> None:
         """Report without the store, which does not respond."""
         self._fired_at = self.heartbeat.progress_at
-        own = self.report()
+        own = self.report(located=True)
         if own.debugged:
             return
         reason = f"{self._reason}, and the store of the process group does not respond"
@@ -274,7 +276,7 @@ class Watchdog:
         """Contribute to the report of a hang that this rank or another one declared."""
         self._fired_at = self.heartbeat.progress_at
         number, folder, board = self._hangs, Path(hang["folder"]), self._board
-        own = self.report()
+        own = self.report(located=True)
         board.put(f"report/{number}/{self.rank}", own.to_dict())
         if not own.debugged:
             self._write(folder, own)

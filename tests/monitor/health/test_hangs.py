@@ -30,6 +30,7 @@ def test_a_sleeping_rank_is_named(tmp_path: Path) -> None:
     text = found(tmp_path, {"rank_0.txt", "rank_1.txt"})
     assert "has made no progress for 2." in text and f"(limit {hung_runs.LIMIT:.1f} s" in text
     assert "Slow: rank 1 (" in text and "Slow: rank 0" not in text
+    assert "In short: rank 1 is in forward and backward; rank 0 is waiting in all_reduce" in text
     assert "has been waiting in all_reduce for " in text
     assert "rank 1 (" in text and "has been in forward and backward for 2." in text
     stack = (tmp_path / "health" / f"hang-step-{STEP}" / "rank_1.txt").read_text(encoding="utf-8")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from ds_trainer.monitor.health.stacks import collective_frame, frame_lines, in_debugger
-from ds_trainer.monitor.health.verdict import RankReport, judge
+from ds_trainer.monitor.health.stacks import collective_frame, frame_lines, in_debugger, position
+from ds_trainer.monitor.health.verdict import RankReport, joined, judge
 
 
 def report(rank: int, **more: Any) -> RankReport:
@@ -54,3 +57,30 @@ def test_stack_frames_distinguish_collectives_from_debuggers() -> None:
     assert collective_frame(stack) is None and not debugged
     assert stack[-1] == "/somewhere/train.py:2 in ask"
     assert code_in("/somewhere/pdb.py")()[1] and code_in("/somewhere/debugpy/server/api.py")()[1]
+
+
+def test_one_sentence_joins_what_all_ranks_do() -> None:
+    gather = {"collective": "all_gather", "position": "layers.13 of micro-batch 3"}
+    reports = [report(rank, **gather) for rank in range(8)]
+    reports[6] = report(6, position="layers.12.mlp of micro-batch 3")
+    assert joined(reports, judge(reports).slow) == (
+        "rank 6 is in layers.12.mlp of micro-batch 3; "
+        "the other 7 are waiting in all_gather in layers.13 of micro-batch 3"
+    )
+    reports[5] = report(5, phase="data loading")
+    assert joined(reports, (5, 6)).startswith("rank 5 is in data loading; rank 6 is in layers.12.mlp")
+
+
+class Where(nn.Module):
+    """Keeps its position while it runs."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.found = position(sys._getframe())
+        return inputs
+
+
+def test_a_position_is_the_innermost_module() -> None:
+    where = Where()
+    nn.Sequential(nn.Linear(2, 2), nn.Sequential(where))(torch.ones(2))
+    assert where.found == "1.0"
+    assert position(sys._getframe()) == ""
