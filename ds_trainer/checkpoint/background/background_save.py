@@ -53,6 +53,7 @@ class BackgroundTask(Generic[T]):
             self._result = self._function()
         except BaseException as error:  # raised again by result()
             self._failure = error
+        del self._function  # often a method of this object: with it, the memory of a save would wait for the collector
         self.ended = time.perf_counter()
 
     @property

@@ -60,6 +60,17 @@ class StagingBuffer:
                 for start in range(0, block.numel(), _CHUNK):
                     block[start : start + _CHUNK].zero_()
 
+    def release(self) -> None:
+        """Give all memory back to the system; no snapshot may be in use.
+
+        torch keeps freed page-locked blocks for itself: a later training of this process would count them as used, and
+        find no room for its own. Source: ``CachingHostAllocatorImpl::empty_cache`` (aten/src/ATen/core).
+        """
+        self._files = []
+        empty_cache = getattr(torch._C, "_host_emptyCache", None)  # only in builds with a GPU
+        if self.pinned and empty_cache is not None:
+            empty_cache()
+
     def _block_sizes(self, size: int) -> list[int]:
         """Sizes of blocks that hold ``size`` bytes together; page-locked blocks are powers of two."""
         if size <= 0:

@@ -28,6 +28,10 @@ RUN = 64
 RUNS = 4
 """Minimum number of samples at random positions of a tensor, in addition to one at each end of the local shard."""
 MAX_RUNS = 4096
+SAMPLERS = 8
+"""Minimum number of ranks with shards of a tensor that sample it, if there are as many."""
+LEAST = 8
+"""Tensors that every rank samples at least."""
 
 
 @dataclass
@@ -182,6 +186,44 @@ class _SwappedMemory:
         return self._partition.tensor.device
 
 
+def sampling(held: Sequence[LocalShard], sources: Sequence[int], rank: int, ranks: int) -> list[bool]:
+    """Returns for each entry whether this rank samples it, or only the ends of the tensor that it has.
+
+    The ranks that sample a tensor are evenly spread, others for each tensor; their number does not grow with the
+    ranks, so that a thousand ranks do not read a thousand times as much of the files. Each rank samples a few tensors.
+
+    Args:
+        held: elements on this rank, sorted by tensor.
+        sources: see :func:`sampled_positions`.
+        rank: position of this rank among those that share the elements, or have the same.
+        ranks: their number.
+    """
+    chosen = []
+    for part, stored in zip(held, sources, strict=True):
+        every = -(-ranks // max(SAMPLERS, _wanted(part, stored)))
+        chosen.append((rank + zlib.crc32(part.tensor.names[0].encode())) % every == 0)
+    for kind in {part.kind for part in held}:
+        own = [number for number, part in enumerate(held) if part.kind == kind]
+        step = max(1, len(own) // LEAST)
+        for number in own[rank % step :: step]:
+            chosen[number] = True
+    return chosen
+
+
+def ends_of_tensor(held: LocalShard) -> Indices:
+    """Returns the positions of the first and the last elements of the slice that is sharded, if this rank has them."""
+    size, whole = len(held.slice), held.slice.slice_numel
+    ends = [np.arange(min(RUN, size))] if held.slice.start == 0 else []
+    ends += [np.arange(max(0, size - RUN), size)] if held.slice.start + size == whole else []
+    return np.unique(np.concatenate(ends)) if ends and size < whole else np.arange(0)
+
+
+def _wanted(held: LocalShard, sources: int) -> int:
+    """Samples of a whole tensor."""
+    rows = held.tensor.shape[0] if len(held.tensor.shape) > 2 else 1
+    return max(RUNS, 2 * sources, 2 * rows, RUNS * len(held.slice.bands))
+
+
 def sampled_positions(held: LocalShard, sources: int, seed: int) -> Indices:
     """Returns positions within the local elements, ascending: runs at both ends and one in each of several parts.
 
@@ -191,9 +233,7 @@ def sampled_positions(held: LocalShard, sources: int, seed: int) -> Indices:
         seed: ranks that hold the same elements sample different positions when their seeds differ.
     """
     size, whole = len(held.slice), max(1, held.slice.slice_numel)
-    rows = held.tensor.shape[0] if len(held.tensor.shape) > 2 else 1
-    wanted = max(RUNS, 2 * sources, 2 * rows, RUNS * len(held.slice.bands))
-    parts = min(MAX_RUNS, max(RUNS, math.ceil(wanted * size / whole)))
+    parts = min(MAX_RUNS, max(RUNS, math.ceil(_wanted(held, sources) * size / whole)))
     if size <= (parts + 2) * RUN:
         return np.arange(size)
     random = np.random.default_rng([zlib.crc32(held.tensor.names[0].encode()), seed])

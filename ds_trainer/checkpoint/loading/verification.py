@@ -27,11 +27,13 @@ from ds_trainer.checkpoint.loading.local_weights import (
     LocalShard,
     ModelTensor,
     base_model,
+    ends_of_tensor,
     local_masters,
     local_weights,
     model_tensors,
     sample,
     sampled_positions,
+    sampling,
     whole_indices,
 )
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
@@ -254,8 +256,15 @@ def _compare(
             held += master_shards
     held = [part for part in held if len(part.slice) and votes[number_of[id(part.tensor)]] == _GOOD]
     held.sort(key=lambda part: number_of[id(part.tensor)])  # samples of one stored tensor are read together
-    seed = distributed.rank()
-    positions = [sampled_positions(part, _sources(part.tensor, expected), seed) for part in held]
+    tp, rank = 1 if engine is None else engine.groups.layout.tp, distributed.rank()
+    sources = [_sources(part.tensor, expected) for part in held]
+    chosen = sampling(held, sources, rank // tp, distributed.world_size() // tp)
+    positions = [
+        sampled_positions(part, stored, rank) if whole else ends_of_tensor(part)
+        for part, stored, whole in zip(held, sources, chosen, strict=True)
+    ]
+    held = [part for part, at in zip(held, positions, strict=True) if len(at)]
+    positions = [at for at in positions if len(at)]
     for part, at, found in zip(held, positions, sample(held, positions), strict=True):
         number = number_of[id(part.tensor)]
         names = [name for name in part.tensor.names if expected.shapes.get(name) == part.tensor.shape]

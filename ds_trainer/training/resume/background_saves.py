@@ -184,6 +184,12 @@ class BackgroundSaves:
             pass
         self._report(flight)
 
+    def release(self) -> None:
+        """Give the memory of the copy back, for a later training of this process. Call no other method afterwards."""
+        if self._preparing is not None:
+            self._preparing.wait()
+        self._staging.release()
+
     def _report(self, flight: InFlight) -> None:
         self._in_progress = None
         self.in_flight = None

@@ -294,8 +294,9 @@ class Checkpointer:
         if self._background is not None:
             # A signal now means that the launcher ends all ranks: the missing parts of the save will never come.
             self._background.finish(AFTER_FAILURE_SECONDS, lambda: self._stop.signaled)
-            self._background = None  # releases the memory
-            self._run.engine.before_step = None
+            self._run.engine.before_step = None  # which holds the last copy
+            self._background.release()
+            self._background = None
 
     def keep_best(self) -> None:
         """At the end of training, load the checkpoint of the best evaluation if ``load_best_model_at_end``."""
