@@ -37,6 +37,7 @@ def suffer(folder: Path, fault: str) -> None:
     if fault == "stop":
         os.kill(os.getppid(), signal.SIGSTOP)  # what started this rank
         os.kill(os.getpid(), signal.SIGSTOP)
+        return  # SLURM has continued it to end it
     os.kill(os.getpid(), signal.Signals[fault])
 
 

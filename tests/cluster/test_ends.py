@@ -63,7 +63,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """Jobs that are started again, which takes seconds."""
     lines = {
         "again": f'{IF_AGAIN} echo "again $RANK/$WORLD_SIZE $1" && exit 0; sleep $RANK; exit 75',
-        "hung": "[ $RANK = 0 ] && exit 76; exec sleep 100",
+        "hung": 'touch "$DS_TRAINER_OUTCOME_DIR/checkpoint-written"; [ $RANK = 0 ] && exit 76; exec sleep 100',
         "twice": "[ $RANK = 0 ] && exec sleep 100; kill -ABRT $$",
         "signal": f"""
             {IF_AGAIN} {{ [ ! -e "$DS_TRAINER_STOP_FILE" ] && echo fresh && exit 0; exit 1; }}
