@@ -55,6 +55,7 @@ def result(name: str, folder: Path) -> dict[str, Any]:
             else:
                 counts["skipped" if "skipped" in kinds else "passed"] += 1
     packages = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
+    note = folder / "note.txt"  # what the reader must know: versions that were changed between two parts
     newest = datetime.date.fromtimestamp(max(file.stat().st_mtime for file in files))
     return {
         "name": name,
@@ -62,7 +63,8 @@ def result(name: str, folder: Path) -> dict[str, Any]:
         "packages": {package: packages[package] for package in ("python", *SHOWN)},
         **counts,
         "failed": sorted(set(failed)),
-        "files": [file.stem for file in files],
+        "parts": [file.stem for file in files],
+        "note": note.read_text(encoding="utf-8").strip() if note.is_file() else "",
     }
 
 
@@ -71,7 +73,7 @@ def page(sets: list[dict[str, Any]]) -> str:
     rows = [
         "# Tested versions",
         "",
-        "The default tests were run with these sets of versions. `tools/versions.sh` makes the environments (`make`),",
+        "The default tests were run, in part, with these sets. `tools/versions.sh` makes the environments (`make`),",
         "tests them (`test`) and writes this page (`page`). `ds-trainer doctor` compares the installed set with this",
         "table, and the functions that ds_trainer replaces or relies on with those of these versions",
         "([What we patch](../explanation/deepspeed-patches.md)).",
@@ -85,6 +87,12 @@ def page(sets: list[dict[str, Any]]) -> str:
     for title in ("date", "passed", "skipped"):
         rows.append(f"| {title} | " + " | ".join(str(one[title]) for one in sets) + " |")
     rows.append("| failed | " + " | ".join(str(len(one["failed"])) for one in sets) + " |")
+    rows += [
+        "",
+        "Only these parts of the default tests were run; the results are those of the last run of each part.",
+        "",
+    ]
+    rows += [f"- `{one['name']}`: {', '.join(one['parts'])}. {one['note']}".rstrip() for one in sets]
     rows += ["", *(f"- Fails with `{one['name']}`: `{test}`" for one in sets for test in one["failed"])]
     return "\n".join(rows).rstrip() + "\n"
 

@@ -85,7 +85,8 @@ def versions_finding(installed: dict[str, str], sets: Sequence[dict[str, Any]]) 
         if all(one["packages"].get(package) == version for package, version in installed.items()):
             failed = one["failed"]
             result = f"{one['passed']} tests passed{f', {len(failed)} failed' if failed else ''}"
-            message = f"the set '{one['name']}' of {one['date']}, with which {result}: {text}"
+            parts = "docs/reference/versions.md says in which parts"
+            message = f"the set '{one['name']}' of {one['date']}, with which {result} ({parts}): {text}"
             if failed:
                 return Finding(Level.WARN, name, message, f"What fails: {'; '.join(failed)}.")
             return Finding(Level.OK, name, message)
