@@ -17,9 +17,9 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-SPARE, RAGGED, WHOLE = range(3)
-"""Of an item of :class:`Aligned`: none of a micro-step but to make a dummy of, with fewer samples than the others, and
-with all samples."""
+SPARE, EMPTY, RAGGED, WHOLE = range(4)
+"""Of an item of :class:`Aligned`: none of a micro-step but to make a dummy of, a dummy, with fewer samples than the
+others, and with all samples."""
 _FEW, _MANY = 16, 0.1  # micro-steps of an epoch, and a part of them, of which nothing needs to be said
 
 
@@ -85,8 +85,10 @@ class Lockstep(Iterator[Any]):
 class Aligned(Lockstep):
     """An iterator over items that differ from rank to rank: a rank whose items have ended gives dummies until all have.
 
+    A window of dummies on all ranks is left out: an optimizer step without samples would still move the weights.
+
     Args:
-        source: pairs of an item and ``SPARE``, ``RAGGED`` or ``WHOLE``.
+        source: pairs of an item and ``SPARE``, ``EMPTY``, ``RAGGED`` or ``WHOLE``.
         window: as of :class:`Lockstep`.
         drop_last: end before the first item that is not whole on every rank.
 
@@ -99,24 +101,39 @@ class Aligned(Lockstep):
         self._drop_last = drop_last
         self._last: list[Any] = []
         self._ragged = 0
+        self._left_out = 0
 
     def _fetch(self) -> list[Any]:
+        while (items := self._fetch_window()) is None:
+            self._left_out += self._window
+        return items
+
+    def take_left_out(self) -> int:
+        """How many items were left out since the last call."""
+        count, self._left_out = self._left_out, 0
+        return count
+
+    def _fetch_window(self) -> list[Any] | None:
         items: list[Any] = []
-        whole = 0
+        whole = real = 0
         while len(items) < self._window and (pair := next(self._source, None)) is not None:
             item, kind = pair
             self._last = [item]
             if kind == SPARE:
                 continue
             whole += kind == WHOLE and whole == len(items)
+            real |= kind != EMPTY
             items.append(item)
-        most, missing, fewest = distributed.agree(torch.tensor([len(items), int(not self._last), -whole]))
+        votes = torch.tensor([len(items), int(not self._last), -whole, real])
+        most, missing, fewest, some_real = distributed.agree(votes)
         if most and missing:
             raise ConfigError(
                 "The training data of at least one replica is empty, while that of others is not. Give every replica "
                 "at least one sample."
             )
         count = -fewest if self._drop_last else most
+        if count and not some_real:
+            return None
         items = items[:count]
         items += [dummy_of(self._last[0]) for _ in range(len(items), count)]
         self._ragged += count + fewest

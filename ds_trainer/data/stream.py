@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ds_trainer.data.loader import as_dummy, as_set, pin_what_is_used, show_as
-from ds_trainer.data.lockstep import RAGGED, SPARE, WHOLE, Aligned, Lockstep, fingerprint
+from ds_trainer.data.lockstep import EMPTY, RAGGED, SPARE, WHOLE, Aligned, Lockstep, fingerprint
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.skipping import skip, with_random_state
 from ds_trainer.data.stream_shards import ShardReader, StreamOrder, agreed
@@ -55,7 +55,7 @@ class StreamShard(IterableDataset[Any]):
     it)``.
 
     The state is None except at the end of a step, and for streams without a state. Of a stream that is read in shards:
-    ``(batch, is_whole, index of the micro-step, states of shards)``, without micro-steps that have no samples.
+    ``(batch, is_whole, index of the micro-step, states of shards)``, with None for the batch of one without samples.
 
     Args:
         stream: read again for every epoch. If it has ``set_epoch(epoch)``, that is called; a ``torch.Generator`` in its
@@ -157,7 +157,9 @@ class StreamShard(IterableDataset[Any]):
             stateful=has_state(self.stream),
         )
         for index, rows, states in reader.micro_steps(first, *self._worker_index(), resumed):
-            made = [(self.collate(rows), len(rows) == self.plan.micro_batch, index, states)]
+            batch = self.collate(rows) if rows else None
+            made = [(batch, len(rows) == self.plan.micro_batch, index, states)]
+            del batch
             rows.clear()
             yield made.pop()  # nothing here holds the samples while their batch is in use
 
@@ -304,7 +306,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Lockstep:  # type: ignore[override]  # an iterator serves as DataLoader's
         shard = self._shard
-        new = agreed(shard.order)
+        new = agreed(shard.order, shard.stream, self.order)
         if self.order is None:
             self.order = new
         self.order.check(shard.stream, shard.plan, new.own)
@@ -331,8 +333,10 @@ class StreamLoader(DataLoader[Any]):
         self.state = states if self.is_stateful else None
         done = 0
         for batch, is_whole, index, state in as_set(self._reader, self):
-            for _ in range(done, index):  # a worker has reached the end of its shards
-                yield as_dummy(batch), RAGGED
+            if batch is None:
+                continue
+            for _ in range(done, index):  # their shards have ended
+                yield as_dummy(batch), EMPTY
             states.update(state)
             done = max(done, index + 1)
             item = [(batch, SPARE if index < 0 else WHOLE if is_whole else RAGGED)]

@@ -22,7 +22,7 @@ import torch
 from ds_trainer.data.skipping import skip, with_random_state
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -202,10 +202,11 @@ class ShardReader:
     def micro_steps(
         self, first: int, worker: int, workers: int, resumed: StreamResume | None
     ) -> Iterator[tuple[int, list[Any], dict[int, dict[str, Any]]]]:
-        """Every ``workers``-th micro-step that has samples: its index, the samples, and where their shards are then.
+        """Every ``workers``-th micro-step: its index, the samples, and where their shards are then.
 
-        Only the last visit of a shard in a step says where it is. If there are no samples at all, worker 0 gives one of
-        any shard with index -1, from which a dummy batch can be made.
+        Those without samples are given too, up to the end of the last shard: what reads from several workers in turn
+        would otherwise get later micro-steps first. Only the last visit of a shard in a step says where it is. If there
+        are no samples at all, worker 0 gives one of any shard with index -1, from which a dummy batch can be made.
 
         Args:
             first: place in the order of the first sample.
@@ -228,12 +229,11 @@ class ShardReader:
         for index in itertools.count(worker, workers):
             rows, shards = self._read(first + offset + index * size)
             empty = 0 if rows else empty + 1
-            if rows:
-                found = True
-                ends = self._stateful and (index + period * workers) // accumulation > index // accumulation
-                yield index, rows, {number: self._open[number].state() for number in shards} if ends else {}
-            elif empty == period:
+            if empty == period:
                 break
+            found = found or bool(rows)
+            ends = rows and self._stateful and (index + period * workers) // accumulation > index // accumulation
+            yield index, rows, {number: self._open[number].state() for number in shards} if ends else {}
         if not found and worker == 0:
             numbers = [self._replica] if self._order.own else range(self._order.shards)
             row = next((row for number in numbers for row in self._shard(number)), None)
@@ -288,7 +288,29 @@ class _OpenShard:
         return {"index": self._index, "ended": self._ended, "state": state}
 
 
-def agreed(order: StreamOrder) -> StreamOrder:
-    """``order``; the whole stream if the dataset was divided for some replicas only. Collective."""
-    (some_not_own,) = distributed.agree(torch.tensor([int(not order.own)]))
-    return StreamOrder() if order.own and some_not_own else order
+def agreed(order: StreamOrder, stream: Any, begun: StreamOrder | None) -> StreamOrder:
+    """``order``; the whole stream if the dataset was divided for some replicas only. Collective.
+
+    Args:
+        order: the order of a new epoch on this rank.
+        stream: the data of this rank.
+        begun: the order of an epoch that is continued.
+
+    Raises:
+        ConfigError: on all ranks, if their data has different numbers of shards and shards are to be read.
+    """
+    available, sharded = shards_in(stream), order if begun is None else begun
+    own, not_own, most, least, shards = distributed.agree(
+        torch.tensor([int(order.own), int(not order.own), available, -available, sharded.shards])
+    )
+    if own and not_own:
+        return StreamOrder()
+    if shards and not own and most != -least:
+        numbers = distributed.gather_objects(available)
+        raise ConfigError(
+            f"The ranks' training data has different numbers of shards ({listed(sorted(set(numbers)))}; rank 0 has "
+            f"{numbers[0]}, rank {numbers.index(-least if numbers[0] == most else most)} another number). Each replica "
+            "reads its part of the shards of the whole stream, so give every rank the same files in the same order, or "
+            "set stream_shards='own' if each data-parallel replica has its own."
+        )
+    return order

@@ -139,6 +139,7 @@ class TrainLoop:
                 self._save_and_stop()
             events.notify("on_epoch_end")
             cursor.next_epoch()
+            self._agree()
             self._log_evaluate_save()
             if self._stopped:
                 self._save_and_stop()
@@ -177,6 +178,7 @@ class TrainLoop:
             if state.global_step == self._first_step + 1:
                 self._checkpointer.prepare()
             events.notify("on_step_end")
+            self._agree()
             if events.control.should_epoch_stop:
                 cursor.leave()
             if self._stop.after_step() and self._can_stop():
@@ -201,13 +203,18 @@ class TrainLoop:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def _log_evaluate_save(self) -> None:
-        events = self._events
+    def _agree(self) -> None:
+        """Agree on the decisions of the callbacks so far. Collective."""
         self._report_save()
-        events.agree_on_decisions()
+        self._events.agree_on_decisions()
+
+    def _log_evaluate_save(self) -> None:
+        """Do what all ranks have decided; callbacks may decide more after each part, alone on a rank. Collective."""
+        events = self._events
         # A callback may replace the control at any of these events, so it is read again after each.
         if events.control.should_log and events.state.global_step > self._window_start:
             self._run.log(self._close_window(), **self._log_keywords)
+            events.agree_on_decisions()
         if events.control.should_evaluate:
             self._counter.flush()
             metrics = self._evaluate()
@@ -221,6 +228,7 @@ class TrainLoop:
             self._counter.flush()
             with self._paused("saving"):
                 self._save_checkpoint()
+            events.agree_on_decisions()
             events.control.should_save = False
 
     def _report_save(self, wait: bool = False) -> None:

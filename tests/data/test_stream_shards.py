@@ -173,6 +173,14 @@ def test_workers_read_different_shards(workers: int) -> None:
     assert samples_of(kept) == samples_of(loader(stream, 2, 1, 12))
 
 
+@pytest.mark.parametrize(("lengths", "dp"), [([2, 8, 8, 8], 1), ([0, 3, 9, 1], 1), ([2, 9, 9, 3, 0, 9, 1, 9], 2)])
+def test_workers_keep_the_order_of_shards_of_other_lengths(lengths: list[int], dp: int) -> None:
+    for replica in range(dp):
+        alone, shared = (loader(Files(lengths), dp, replica, len(lengths), workers=workers) for workers in (0, 2))
+        states = [[(batch, dict(one.state or {})) for batch in samples_of(one)] for one in (alone, shared)]
+        assert states[0] == states[1]
+
+
 def test_packed_rows_of_shards_have_every_sample_once() -> None:
     import datasets
 
@@ -192,11 +200,11 @@ def test_packed_rows_of_shards_have_every_sample_once() -> None:
 @pytest.mark.parametrize("kind", [Files, WithoutState])
 @pytest.mark.parametrize(("dp", "micro", "workers"), [(4, 2, 0), (4, 2, 2), (2, 2, 0), (1, 2, 0), (8, 2, 2), (3, 5, 0)])
 def test_an_epoch_resumes_in_any_layout(kind: type[Files], dp: int, micro: int, workers: int) -> None:
-    """Eight steps of 4 replicas, then the rest in another layout: the same global batches as without a stop."""
+    """A step of 4 replicas, then the rest in another layout: the same global batches as without a stop."""
     states: dict[int, Any] = {}
     whole: list[list[list[int]]] = []
     for replica in range(4):
-        one = loader(kind(LENGTHS), 4, replica, 8)
+        one = loader(kind(LENGTHS), 4, replica, 8, accumulation=3)
         one.start(1)
         batches = iter(one)
         taken = [next(batches) for _ in range(3)]
@@ -208,7 +216,7 @@ def test_an_epoch_resumes_in_any_layout(kind: type[Files], dp: int, micro: int, 
     reads = []
     for replica in range(dp):
         stream = kind(LENGTHS)
-        one = loader(stream, dp, replica, "auto", micro=micro, workers=workers)
+        one = loader(stream, dp, replica, "auto", micro=micro, workers=workers, accumulation=3)
         at = one.shards_of(StreamOrder(8, 2), done)
         own = {number: state for number, state in states.items() if number in at}
         one.start(1, done, StreamResume(1, own if kind is Files else None), order=StreamOrder(8, 2))
@@ -267,9 +275,9 @@ def test_incomplete_micro_steps_can_be_dropped() -> None:
 
 def test_a_long_shard_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        list(loader(Files([50] * 4), 1, 0, 4, micro=2))
+        list(loader(Files([50] * 4), 1, 0, 4, micro=2, accumulation=2))
         assert not caplog.messages
-        list(loader(Files([50, 50, 50, 100]), 1, 0, 4, micro=2))
+        list(loader(Files([50, 50, 50, 100]), 1, 0, 4, micro=2, accumulation=2))
     assert "fewer samples or none, because the shards of the stream differ in length" in caplog.messages[0]
 
 
@@ -298,6 +306,7 @@ def read_own(kind: str, setting: Any) -> Any:
         "by node": lambda: split_dataset_by_node(table, rank, ranks),
         "the same node": lambda: split_dataset_by_node(table, 0, ranks),
         "one rank": lambda: split_dataset_by_node(table, 0, ranks) if rank == 0 else table,
+        "other files": lambda: Files([5] * (2 + 2 * rank)),
         "itself": OwnPart,
         "itself, uneven": lambda: OwnPart(9),
         "nothing on rank 0": lambda: Files([0 if rank == 0 else 5]),
@@ -329,6 +338,8 @@ def test_each_replica_may_have_its_own_dataset(kind: str, setting: str | None, w
     [
         ("itself", None, "set stream_shards='own'"),
         ("one rank", None, "different"),
+        ("one rank", "auto", "different"),
+        ("other files", "auto", "different numbers of shards (2, 4; rank 0 has 2, rank 1 another number)"),
         ("nothing on rank 0", "own", "at least one replica is empty"),
     ],
 )

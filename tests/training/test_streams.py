@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from functools import cache, partial
@@ -115,6 +116,41 @@ class Shards(IterableDataset[Any]):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for file in self.files:
             yield from RaggedTokens(SAMPLES).rows[file::4]
+
+
+class OtherLengths(Shards):
+    """Four files, of 4, 2, 13 and 9 rows: shards 0 and 1, those of every second step, soon have no more."""
+
+    lengths = (4, 2, 13, 9)
+
+    def shard(self, num_shards: int, index: int) -> OtherLengths:
+        return OtherLengths(self.files[index::num_shards])
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for file in self.files:
+            first = sum(self.lengths[:file])
+            yield from RaggedTokens(SAMPLES).rows[first : first + self.lengths[file]]
+
+
+def test_a_step_without_samples_is_left_out(tmp_path: Path) -> None:
+    """It would move the weights by momentum and decay, and count as a step. In steps, also where a run resumes."""
+    values = {"per_device_train_batch_size": 4, "stream_shards": 4, "lr_scheduler_type": "constant"}
+    losses = partial(losses_of_other_lengths, str(tmp_path), **values)
+    (whole,) = {tuple(found) for found in pool(2).run(losses, "whole", 12)}
+    pool(2).run(losses, "parts", 4)
+    (resumed,) = {tuple(found) for found in pool(2).run(losses, "parts", 12, True)}
+    assert len(whole) == 12 and min(whole) > 1 and resumed == pytest.approx(whole, rel=1e-6)
+    assert json.loads((tmp_path / "parts/checkpoint-4/run.json").read_text())["data"]["samples"] == 48
+    assert json.loads((tmp_path / "whole/checkpoint-8/run.json").read_text())["data"]["epoch"] == 1
+
+
+def losses_of_other_lengths(output_dir: str, run: str, max_steps: int, resume: bool = False, **more: Any) -> Any:
+    args = make_args(
+        Path(output_dir) / run, **{"save_strategy": "steps", "save_steps": 4, "max_steps": max_steps, **more}
+    )
+    trainer = Trainer(tiny_llama(), args, train_dataset=OtherLengths())
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 class InTurn(RaggedTokens):

@@ -315,24 +315,28 @@ def test_records_in_the_output_directory(tmp_path: Path, capsys: pytest.CaptureF
 class StopsOnRankOne(TrainerCallback):
     """Decides on one rank only, as a callback that looks at its own clock would."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.decide)
+
+    def decide(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.process_index == 1 and state.global_step == 2:
-            control.should_training_stop = True
+            control.should_training_stop = control.should_epoch_stop = True
             control.should_save = True
 
 
-def stop_on_one_rank(output_dir: str, everywhere: bool) -> int:
-    args = arguments(output_dir, max_steps=6, per_device_train_batch_size=4)
-    callbacks = [StopsOnRankOne()] if everywhere or args.process_index == 1 else None
+def stop_on_one_rank(output_dir: str, everywhere: bool, event: str) -> int:
+    args = arguments(output_dir, max_steps=6, per_device_train_batch_size=4, logging_steps=1)
+    callbacks = [StopsOnRankOne(event)] if everywhere or args.process_index == 1 else None
     trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(32), callbacks=callbacks)
     return trainer.train().global_step
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_ranks_stop_and_save_together(everywhere: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("everywhere", "event"), [(True, "on_step_end"), (False, "on_step_end"), (True, "on_log")])
+def test_ranks_stop_and_save_together(everywhere: bool, event: str, tmp_path: Path) -> None:
     """Also where the other rank does not even have the callback."""
-    assert pool(2).run(stop_on_one_rank, str(tmp_path), everywhere) == [2, 2]
-    assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
+    assert pool(2).run(stop_on_one_rank, str(tmp_path), everywhere, event, timeout=60.0) == [2, 2]
+    run = json.loads((tmp_path / "checkpoint-2" / "run.json").read_text())
+    assert run["data"]["ended"] or event == "on_log"
 
 
 def test_total_batch_size_is_that_of_the_batch_plan(tmp_path: Path) -> None:

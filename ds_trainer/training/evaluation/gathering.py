@@ -66,7 +66,8 @@ def gather_micro_steps(tree: Any, dummy: bool, layout: ParallelLayout, as_object
         return _concatenate([tree])
     received = _exchange(leaves_of(tree), [parts[rank] for rank in layout.replica_leaders], parallel_groups(layout))
     pairs = zip(layout.replica_leaders, received, strict=True)
-    return _concatenate([_filled(template, tensors) for rank, tensors in pairs if rank in sources])
+    # Its own structure: dicts are equal whatever the order of their keys, in which a rank sends its tensors.
+    return _concatenate([_filled(parts[rank].structure, tensors) for rank, tensors in pairs if rank in sources])
 
 
 def _parts_of_all(part: _Part) -> list[_Part]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.loader import PlannedLoader
-from ds_trainer.data.lockstep import Lockstep
+from ds_trainer.data.lockstep import Aligned, Lockstep
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.replica import batches_of
 from ds_trainer.data.stream import StreamLoader, StreamResume, has_state
@@ -161,7 +161,10 @@ class DataCursor:
         if self.plan.micro_steps_per_epoch is not None:
             return self.plan.micro_steps_after(self.micro_steps)
         assert isinstance(batches, Lockstep)  # batches() made it
-        return batches.ahead()
+        ahead = batches.ahead()
+        if isinstance(batches, Aligned):
+            self.micro_steps += batches.take_left_out()
+        return ahead
 
     def samples_ahead(self, micro_steps: int) -> list[list[int]] | None:
         """Positions in the dataset of the next micro-batches of this replica; None if they are unknown."""

@@ -186,8 +186,10 @@ class Resumption:
         shards = loader.shards_of(order, at.samples)
         for replica in sorted({number % math.gcd(written.dp, order.shards) for number in shards}):
             saved = self._state_on(written.rank_at(dp=replica))
-            states = {number: state for number, state in saved.pop("state", {}).items() if number in shards}
-            found = {**saved, "state": found.get("state", {}) | states}
+            if "state" in saved:  # a stream without a state is read again
+                states = {number: state for number, state in saved["state"].items() if number in shards}
+                saved["state"] = found.get("state", {}) | states
+            found |= saved
         return found
 
     def _state_on(self, rank: int) -> dict[str, Any]:

@@ -41,6 +41,17 @@ def test_gathering_of_unusual_outputs() -> None:
         assert "is a str, which cannot be gathered" in wrong
 
 
+def gather_keys_in_another_order() -> list[Any]:
+    rank = distributed.rank()
+    items = [("a", torch.full((2,), 10 + rank)), ("b", torch.full((2,), 20 + rank))]
+    tree = gather_micro_steps(dict(items[::-1] if rank else items), False, ParallelLayout(2))
+    return [tree["a"].tolist(), tree["b"].tolist()]
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    assert pool(2).run(gather_keys_in_another_order) == [[[10, 10, 11, 11], [20, 20, 21, 21]]] * 2
+
+
 def test_joining_rejects_mismatched_structures() -> None:
     rows = np.zeros((2, 3))
     for structures in (
