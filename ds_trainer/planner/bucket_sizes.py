@@ -1,9 +1,11 @@
 """Sizes of ZeRO's buckets: the message at which the latency of a collective is a small share of its time.
 
 A ring over ``n`` ranks needs ``latency + bytes (n - 1) / n / bandwidth`` seconds. With latency at most 5 % of the
-transfer, messages have at least ``latency / 0.05 x bandwidth x n / (n - 1)`` bytes: 206 MB for eight H100 on NVLink,
-7 MB for eight T4 on PCIe. More is memory for nothing: ZeRO 1 and 2 hold a bucket and a copy of it (``allreduce_bucket``
-flattens, ``runtime/zero/stage_1_and_2.py``), ZeRO 3 in addition what is prefetched and the buffer of that gather.
+transfer, messages have at least ``latency / 0.05 x bandwidth x n / (n - 1)`` bytes: 190 MB for eight H100 on NVLink,
+7 MB for eight T4 on PCIe. The latency grows with the ranks (:meth:`~ds_trainer.planner.cluster.Cluster.latency`), so on
+many, the memory of the device is the limit. More is memory for nothing: ZeRO 1 and 2 hold a bucket and a copy of it
+(``allreduce_bucket`` flattens, ``runtime/zero/stage_1_and_2.py``), ZeRO 3 in addition what is prefetched and the buffer
+of that gather.
 """
 
 from __future__ import annotations

@@ -18,8 +18,11 @@ from ds_trainer.planner.hardware import DEVICES, FORMATS, Device, find_device
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.host_memory import total_host_memory
 
-LATENCY, NETWORK_LATENCY = 2e-5, 5e-5
-"""Seconds of a collective without data, in a machine and across machines: rules of thumb, not measured on GPUs."""
+COLLECTIVE, HOP, NETWORK_HOP = 8e-6, 1.5e-6, 8e-6
+"""Seconds to start a collective, of a hop inside of a machine, and of one between machines: assumptions, not measured.
+
+NCCL chooses its algorithm with such a sum (``src/graph/tuning.cc``: ``baseLat`` 3.6 to 10 us; ``hwLat`` of a ring 0.5
+to 3.4 us over NVLink, 2.7 to 9.6 us over the network, for its protocols LL, LL128 and Simple)."""
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0  # x16, one direction
 _NUMBERS = ("memory", "bandwidth", "link", "host", "network")
@@ -156,9 +159,27 @@ class Cluster:
             return self.board.link
         return min(self.board.link, self.board.network * max(1, self.devices_per_node // stride))
 
-    def latency(self, ranks: int, stride: int = 1) -> float:
-        """Seconds of a collective over such ranks without data."""
-        return NETWORK_LATENCY if self.crosses_machines(ranks, stride) else LATENCY
+    def hop(self, ranks: int, stride: int = 1) -> float:
+        """Seconds of the slowest hop of a ring over such ranks."""
+        return NETWORK_HOP if self.crosses_machines(ranks, stride) else HOP
+
+    def latency(self, ranks: int, stride: int = 1, is_all_reduce: bool = False) -> float:
+        """Seconds of a collective over such ranks without data.
+
+        An all-gather or a reduce-scatter is a ring: each rank's part passes ``ranks - 1`` hops, one after the other. An
+        all-reduce is two rings, or a chain in each machine and a tree over the machines, up and down, if faster.
+
+        Args:
+            ranks: number of ranks.
+            stride: how far they are apart.
+            is_all_reduce: whether it is an all-reduce.
+        """
+        machines = -(-ranks // max(1, self.devices_per_node // stride))
+        ring = (ranks - machines) * HOP + (machines - 1) * NETWORK_HOP
+        if not is_all_reduce:
+            return COLLECTIVE + ring
+        tree = (-(-ranks // machines) - 1) * HOP + math.ceil(math.log2(machines)) * NETWORK_HOP
+        return COLLECTIVE + 2 * min(ring, tree)
 
     @classmethod
     def of(cls, device: str, nodes: int, devices_per_node: int, more: Mapping[str, Any] | None = None) -> Cluster:

@@ -132,6 +132,11 @@ class PlannedModel:
         return total(self.parameters)
 
     @cached_property
+    def tensors(self) -> int:
+        """Number of parameters as tensors, with adapters."""
+        return sum(group.copies for group in (*self.parameters, *self.adapters))
+
+    @cached_property
     def trainable(self) -> int:
         """Parameters that are trained."""
         return total(self.trained_parameters)

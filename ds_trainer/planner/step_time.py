@@ -38,6 +38,7 @@ recomputed before."""
 
 _LAUNCH_SECONDS = 4e-4  # the host starts the kernels of a layer's forward pass in eager mode
 _LAUNCH_OTHERS = 3e-3  # ... and of everything else in a micro-batch
+_ZERO_3_SECONDS = 3.3e-4  # ... and gathers and reduces a parameter with ZeRO 3 (docs/explanation/scale.md, Host time)
 _HOST_SECONDS = (2e-3, 5e-3, 1e-2)  # of a step, in which the device waits: gradient norm, optimizer, data, callbacks
 
 
@@ -100,8 +101,10 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
         "attention": share * attention * (3 + again) / (peak * reached["attention"]),
         "element-wise": _element_wise(model, run) / (cluster.board.bandwidth * 1e9 * reached["memory"]),
     }
-    launches = model.stack.layers * (3 + again) * _LAUNCH_SECONDS * (1.5 if run.stage == 3 else 1.0) + _LAUNCH_OTHERS
-    compute["kernel launches"] = max(0.0, launches - sum(compute.values()))
+    host = model.stack.layers * (3 + again) * _LAUNCH_SECONDS + _LAUNCH_OTHERS
+    if run.stage == 3:  # no more with more ranks
+        host += _ZERO_3_SECONDS * model.tensors
+    compute["host work in micro-batches"] = max(0.0, host - sum(compute.values()))
     inside = _inside_layers(model, run, cluster) / reached["links"]
     weights, gradients = (seconds / reached["links"] for seconds in _zero(model, run, cluster))
     transfers = _offload_transfers(model, run, cluster) / reached["links"]
@@ -167,12 +170,14 @@ def _element_wise(model: PlannedModel, run: Candidate) -> float:
     return run.tokens * (layers * (5 + 2 * again) + found.loss * 3)
 
 
-def _ring(size: float, cluster: Cluster, ranks: int, stride: int = 1, messages: float = 1.0) -> float:
-    """Seconds to gather or to scatter ``size`` bytes in all over ``ranks`` that are ``stride`` apart."""
+def _ring(
+    size: float, cluster: Cluster, ranks: int, stride: int = 1, messages: float = 1.0, is_all_reduce: bool = False
+) -> float:
+    """Seconds to gather, to scatter or to sum ``size`` bytes in all over ``ranks`` that are ``stride`` apart."""
     if ranks == 1:
         return 0.0
     transfer = size * (ranks - 1) / ranks / (cluster.ring_bandwidth(ranks, stride) * 1e9)
-    return transfer + cluster.latency(ranks, stride) * messages
+    return transfer * (1 + is_all_reduce) + cluster.latency(ranks, stride, is_all_reduce) * messages
 
 
 def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> float:
@@ -182,7 +187,7 @@ def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> flo
     passes = 2 + run.checkpointed_layers(stack.layers) / stack.layers
     seconds = 0.0
     if run.tp > 1:  # two all-reduces in a forward and in a backward pass
-        one = 2 * _ring(width * stack.hidden_size, cluster, run.tp)
+        one = _ring(width * stack.hidden_size, cluster, run.tp, is_all_reduce=True)
         seconds += 2 * passes * one * stack.layers
     if run.sp > 1:  # queries, keys, values, output: each rank sends all but its own heads
         columns = (2 * stack.query_width + 2 * stack.kv_heads * stack.head_dim) / run.tp
@@ -192,7 +197,7 @@ def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> flo
         columns = 2 * stack.kv_heads * stack.head_dim / run.tp / run.sp
         block = width * run.sp * columns * (run.cp - 1)
         stride = run.tp * run.sp
-        one = block / (cluster.ring_bandwidth(run.cp, stride) * 1e9) + cluster.latency(run.cp, stride) * (run.cp - 1)
+        one = block / (cluster.ring_bandwidth(run.cp, stride) * 1e9) + cluster.hop(run.cp, stride) * (run.cp - 1)
         seconds += (passes + 1) * one / 2 * stack.layers
     return seconds
 
@@ -202,7 +207,6 @@ def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float,
     width = run.weight_bytes / run.tp
     gathers = {0: 0, 1: 1, 2: 1, 3: 2}[run.stage]
     gathered = model.total if run.stage == 3 else model.trainable
-    reductions = 2 if run.stage == 0 else 1
     network, hidden, trained = Network.of(cluster, run.tp), model.stack.hidden_size, model.trainable // run.tp
     reduce = reduce_bucket(hidden, run.weight_bytes, run.stage, trained, network)
     fetch = prefetch_bucket(hidden, run.weight_bytes, model.total // run.tp, network)
@@ -210,7 +214,10 @@ def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float,
     messages = gathered / run.tp / fetch.elements if run.stage == 3 else 1.0  # ZeRO 1, 2 gather all weights at once
     return (
         gathers * _ring(gathered * width, cluster, run.shards, run.tp, max(1.0, messages)),
-        reductions * _ring(model.trainable * width, cluster, run.shards, run.tp, max(1.0, trained / reduce.elements)),
+        _ring(
+            *(model.trainable * width, cluster, run.shards, run.tp, max(1.0, trained / reduce.elements)),
+            is_all_reduce=run.stage == 0,
+        ),
     )
 
 

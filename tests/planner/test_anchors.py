@@ -80,6 +80,30 @@ def test_published_step_times(name: str) -> None:
     assert time.low < wanted < time.high
 
 
+def part(name: str, world: int, **values: Any) -> float:
+    """Seconds of a part of a step of 70B on machines with eight H100."""
+    model, cluster = PlannedModel.from_config(LLAMA_70B), Cluster.of("H100", max(1, world // 8), min(world, 8))
+    return step_time(model, Candidate(world, **{"length": 4096, "checkpointing": True, **values}), cluster).parts[name]
+
+
+def test_collectives_take_longer_among_more_ranks() -> None:
+    communication = [part("ZeRO communication", world, stage=3) for world in (64, 1024, 4096)]
+    assert communication[1] > 2 * communication[0] and communication[2] > 2 * communication[1]
+    small = {"length": 64, "tp": 8}  # the ring of a data-parallel group of one rank in each machine
+    whole, sharded = (part("ZeRO communication", 4096, stage=stage, **small) for stage in (0, 1))
+    assert whole < sharded  # trees, not rings
+
+
+def test_the_host_handles_each_parameter_with_zero_3() -> None:
+    model = PlannedModel.from_config(LLAMA_70B)
+    assert model.tensors == 80 * 9 + 3
+    name, run = "host work in micro-batches", {"length": 16, "accumulation": 2}
+    seconds = {(stage, world): part(name, world, stage=stage, **run) for stage in (2, 3) for world in (64, 1024)}
+    assert seconds[3, 64] - seconds[2, 64] == pytest.approx(2 * 723 * 3.3e-4)
+    assert seconds[3, 64] == seconds[3, 1024]
+    assert part(name, 64, stage=3, length=8192) == 0  # the device is busy for longer
+
+
 def fits(
     config: dict[str, Any], device: str, devices: int, goal: Goal, rank: int = 0, host: float | None = None
 ) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from ds_trainer.planner.bucket_sizes import DEFAULT_BUCKET, SMALLEST_BUCKET, Network, prefetch_bucket, reduce_bucket
 from ds_trainer.planner.candidate import Candidate
-from ds_trainer.planner.cluster import LATENCY, NETWORK_LATENCY, Cluster
+from ds_trainer.planner.cluster import COLLECTIVE, HOP, NETWORK_HOP, Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.job_devices import cpu_cluster
@@ -16,6 +16,7 @@ from tests.planner.test_anchors import LLAMA_8B
 
 NODE = Cluster.of("H100-80GB", 1, 8)
 NETWORK = Network.of(NODE)
+LATENCY = COLLECTIVE + 7 * HOP
 
 
 def test_the_latency_is_a_twentieth_of_the_transfer() -> None:
@@ -24,17 +25,27 @@ def test_the_latency_is_a_twentieth_of_the_transfer() -> None:
     assert pytest.approx(0.05 * transfer) == LATENCY
     found = reduce_bucket(4096, 2, 2, 8 * 10**9, NETWORK)
     assert found is not None and found.elements * 2 == pytest.approx(NETWORK.message, rel=1e-6)
-    assert "20 us of latency are 5% of the transfer at 450 GB/s (8 x H100-80GB), 2 bytes each" in found.reason
+    assert "19 us of latency are 5% of the transfer at 450 GB/s (8 x H100-80GB), 2 bytes each" in found.reason
 
 
 def test_the_network_of_several_machines() -> None:
     found = Network.of(Cluster.of("A100", 2, 4))
-    assert found is not None and found.bandwidth == 100 and found.latency == NETWORK_LATENCY
+    assert found is not None and found.bandwidth == 100 and found.latency == COLLECTIVE + 6 * HOP + NETWORK_HOP
     assert found.name == "8 x A100, 2 machines"
     alone = Network.of(Cluster.of("A100", 4, 1), 1)
     assert alone is not None and alone.bandwidth == 25
     assert Network.of(Cluster.of("H100", 1, 1)) is None and Network.of(NODE, 8) is None and Network.of(None) is None
     assert Network.of(cpu_cluster(1, 4, 16.0, 1)) is None
+
+
+def test_more_ranks_need_larger_messages_until_the_memory_ends() -> None:
+    networks = [Network.of(Cluster.of("H100", nodes, 8)) for nodes in (1, 2, 3, 8, 128, 512)]
+    latencies = [network.latency for network in networks if network is not None]
+    assert latencies == sorted(set(latencies)) and latencies[-1] > 200 * latencies[1]
+    found = [reduce_bucket(8192, 2, 3, 70 * 10**9, network) for network in networks]
+    sizes = [one.elements for one in found if one is not None]
+    assert sizes[0] < sizes[1] < sizes[2] == sizes[3] == sizes[4] == sizes[5]
+    assert found[-1] is not None and found[-1].reason == "0.5% of 84.9 GB"
 
 
 @pytest.mark.parametrize(

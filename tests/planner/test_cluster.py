@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.planner.cluster import BOARDS, Cluster, read_devices
+from ds_trainer.planner.cluster import BOARDS, COLLECTIVE, HOP, NETWORK_HOP, Cluster, read_devices
 from ds_trainer.planner.hardware import DEVICES
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.host_memory import total_host_memory
@@ -66,6 +66,34 @@ def test_a_machine_by_its_devices() -> None:
         Cluster.of_devices([("NVIDIA L4", 24 * 10**9), ("NVIDIA A10", 24 * 10**9)], 10**9)
     with pytest.raises(ConfigError, match=r"no GPU that torch can use.*--device H100-80GB --devices-per-node 8"):
         Cluster.of_devices([], 10**9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "inside", "between"),
+    [
+        (1, 1, 0, 0),
+        (8, 1, 7, 0),
+        (16, 1, 14, 1),
+        (64, 1, 56, 7),
+        (1024, 1, 896, 127),
+        (4096, 1, 3584, 511),
+        (4, 2, 3, 0),
+        (8, 4, 4, 3),  # two ranks of each machine
+        (512, 8, 0, 511),
+        (12, 1, 10, 1),  # the second machine has four
+    ],
+)
+def test_each_rank_of_a_ring_is_a_hop(ranks: int, stride: int, inside: int, between: int) -> None:
+    found = Cluster.of("H100", 512, 8).latency(ranks, stride)
+    assert found == pytest.approx(COLLECTIVE + inside * HOP + between * NETWORK_HOP)
+
+
+def test_an_all_reduce_takes_a_tree_over_many_machines() -> None:
+    cluster = Cluster.of("H100", 512, 8)
+    assert cluster.latency(8, 1, True) == pytest.approx(COLLECTIVE + 14 * HOP)
+    assert cluster.latency(1024, 1, True) == pytest.approx(COLLECTIVE + 14 * HOP + 14 * NETWORK_HOP)
+    assert cluster.latency(512, 8, True) == pytest.approx(COLLECTIVE + 18 * NETWORK_HOP)
+    assert cluster.latency(3, 1, True) == pytest.approx(COLLECTIVE + 4 * HOP)
 
 
 def test_this_machine() -> None:
