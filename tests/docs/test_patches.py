@@ -1,4 +1,4 @@
-"""docs/explanation/deepspeed-patches.md, the table in the code, and the tree agree; issue texts exist."""
+"""docs/explanation/deepspeed-patches.md, the table in the code, the tree, and the issue texts agree."""
 
 from __future__ import annotations
 
@@ -110,3 +110,29 @@ def test_paths_on_the_page_exist() -> None:
         if not any((root / name).exists() for root in roots):
             missing.append(name)
     assert missing == []
+
+
+def issue_texts() -> dict[str, str]:
+    """The sections of docs/upstream, by ``page.md#anchor``."""
+    found = {}
+    for page in (ROOT / "docs" / "upstream").glob("*.md"):
+        for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+            title, _, body = section.partition("\n")
+            anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+            found[f"{page.name}#{anchor}"] = body
+    return found
+
+
+def test_every_patch_that_a_project_could_spare_us_has_an_issue_text() -> None:
+    """A bug has a reproducer, a wish shows the call, and no text is left behind when its patch is deleted."""
+    texts, linked = issue_texts(), set()
+    assert len(texts) > 35
+    for row in rows_of_page():
+        links = re.findall(r"\[(bug|API)\]\(\.\./upstream/([^)]+)\)", row[-1])
+        shown = ", ".join(f"[{kind}](../upstream/{target})" for kind, target in links)
+        assert row[-1] == (shown or "no"), row[0]
+        for kind, target in links:
+            assert target in texts, f"{row[0]}: {target} does not exist"
+            assert "```python" in texts[target] or (kind == "API" and "```text" in texts[target]), target
+            linked.add(target)
+    assert set(texts) == linked
