@@ -38,6 +38,9 @@ def test_an_issue_still_reproduces(title: str) -> None:
     code = reproducers()[title]
     assert "ds_trainer" not in code
     ranks = int((re.match(r"# ranks: (\d+)\n", code) or ["", "1"])[1])
+    needs = re.match(r"# needs: (\w+)\n", code)  # a flag of the processor
+    if needs and needs[1] not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip(f"this machine has no {needs[1]}")
     port = free_port()
     left_out = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     common = {name: value for name, value in os.environ.items() if name not in left_out}
