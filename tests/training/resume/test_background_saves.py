@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -11,21 +10,18 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.checkpoint.background import background_save as background
-from ds_trainer.checkpoint.background import snapshot, staging_buffer
+from ds_trainer.checkpoint.background import snapshot
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed
 from ds_trainer.engine.state import state_shards
-from ds_trainer.training.resume import background_saves
 from tests.support.layouts import DATA, MODELS, pad
 from tests.support.pool import pool
 
@@ -351,46 +347,6 @@ def test_without_memory_for_a_copy_training_waits(
 ) -> None:
     for found in pool(2).run(saved_while_waiting, str(tmp_path), arguments, room):
         assert found == (threads, ["checkpoint-2", "checkpoint-4"])
-
-
-def released_memory(output_dir: str) -> list[tuple[int, int]]:
-    """Blocks that were allocated, and that were alive when torch was told to give its cache back; twice."""
-    blocks: list[Any] = []
-    found: list[tuple[int, int]] = []
-
-    class Pinned(staging_buffer.StagingBuffer):
-        def __init__(self, pinned: bool) -> None:
-            super().__init__(pinned=True)
-
-    def allocated(size: int, pinned: bool) -> torch.Tensor:
-        assert pinned
-        block = torch.empty(size, dtype=torch.uint8)
-        blocks.append(weakref.ref(block.untyped_storage()))
-        return block
-
-    def emptied() -> None:
-        found.append((len(blocks), sum(block() is not None for block in blocks)))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging_buffer, "_allocate", allocated)
-        patch.setattr(background_saves, "StagingBuffer", Pinned)
-        patch.setattr(torch._C, "_host_emptyCache", emptied, raising=False)
-        gc.collect()
-        gc.disable()  # nothing may depend on it
-        try:
-            for number in range(2):
-                trainer = trainer_of(f"{output_dir}/{number}", max_steps=4)
-                trainer.train()
-                trainer.engine.close()
-        finally:
-            gc.enable()
-    return found
-
-
-def test_page_locked_memory_is_given_back_after_each_training(tmp_path: Path) -> None:
-    for first, second in pool(2).run(released_memory, str(tmp_path)):
-        assert first[0] > 0 and second[0] == 2 * first[0]
-        assert first[1] == second[1] == 0
 
 
 def which_shards_wait(output_dir: str, arguments: dict[str, Any]) -> tuple[set[str], set[str]]:
