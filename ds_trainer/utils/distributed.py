@@ -64,9 +64,8 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
-_host: tuple[ProcessGroup, ProcessGroup] | None = (
-    None  # the default group, and the group of all ranks for tensors in host memory
-)
+# The default group, and the group of all ranks for tensors in host memory.
+_host: tuple[ProcessGroup, ProcessGroup] | None = None
 
 
 def use_host_group(group: ProcessGroup | None) -> None:

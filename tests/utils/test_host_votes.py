@@ -138,9 +138,8 @@ def test_ranks_that_are_a_little_apart_are_not_mentioned() -> None:
 def missing_rank() -> str:
     """What rank 0 says of rank 1, which does not come."""
     distributed.barrier()
-    turn = distributed._turn()
-    distributed._turns = (dist.group.WORLD, iter(range(turn + 1, 1000)))
     if dist.get_rank() == 1:
+        distributed._turn()  # the tests that follow use the same processes
         return ""
     with pytest.raises(TimeoutError) as found:
         distributed.await_ranks(timedelta(seconds=0.5))
