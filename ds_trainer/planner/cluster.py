@@ -160,8 +160,8 @@ class Cluster:
         return min(self.board.link, self.board.network * max(1, self.devices_per_node // stride))
 
     def hop(self, ranks: int, stride: int = 1) -> float:
-        """Seconds of the slowest hop of a ring over such ranks."""
-        return NETWORK_HOP if self.crosses_machines(ranks, stride) else HOP
+        """Seconds of a message without data to the next rank of a ring over such ranks, at worst."""
+        return COLLECTIVE + (NETWORK_HOP if self.crosses_machines(ranks, stride) else HOP)
 
     def latency(self, ranks: int, stride: int = 1, is_all_reduce: bool = False) -> float:
         """Seconds of a collective over such ranks without data.

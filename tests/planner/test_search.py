@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
+from ds_trainer.planner.plan_report import report
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal, Plan, candidates, fits, nearest_batches, search
+from ds_trainer.planner.search import Goal, Plan, SearchResult, candidates, fits, nearest_batches, search
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
 MODEL = PlannedModel.from_config(LLAMA_8B, "llama-8b")
@@ -180,3 +182,26 @@ def test_some_layers_are_recomputed_where_all_need_not() -> None:
     assert result.best.candidate.arguments()["activation_checkpointing_kwargs"] == {"every_n_layers": layers}
     whole = replace(result.best.candidate, every_n_layers=1)
     assert result.best.seconds < Plan(MODEL, whole, NODE, estimate_memory(MODEL, whole, NODE)).seconds
+
+
+@pytest.mark.parametrize(
+    ("nodes", "values", "wanted"),
+    [
+        (
+            128,
+            {},
+            "size=8 in a DeepSpeed file. It gathers most weights in a machine. Its 17.6 GB of a device fit.",
+        ),
+        (128, {"tp": 2}, "zero_hpz_partition_size=4"),
+        (128, {"length": 65536}, " do not fit."),
+        (1, {}, None),
+        (128, {"stage": 1}, None),
+        (128, {"tp": 8}, None),
+        (128, {"offload_optimizer": True, "offload_param": True}, None),
+    ],
+)
+def test_what_hpz_takes_is_said_where_it_could_help(nodes: int, values: dict[str, Any], wanted: str | None) -> None:
+    cluster, model = Cluster.of("H100-80GB", nodes, 8), PlannedModel.from_config(LLAMA_70B)
+    run = Candidate(8 * nodes, **{"length": 4096, "checkpointing": True, **values})
+    found = "\n".join(report(SearchResult((Plan(model, run, cluster, estimate_memory(model, run, cluster)),), ()), 1))
+    assert (wanted is None and "hpz" not in found) or (wanted is not None and wanted in found)
