@@ -91,14 +91,14 @@ out="$(cd "$out" && pwd -P)" work="$(cd "$work" && pwd -P)"
     die "torch sees no NVIDIA GPU here; --cpu runs the same code on the CPU."
 
 # Only what is missing, or older than pyproject.toml asks for, is taken from the wheels: two versions of a package would get
-# into each other's way.
+# into each other's way. torch stays as it is: its lower bound is about a crash on CPUs, and torch 2.11 is in use on GPUs.
 mapfile -t missing < <(PYTHONPATH="$work/site" "$PYTHON" - "$ROOT/pyproject.toml" "$HERE"/wheels/*.whl <<'PY'
 import importlib.metadata, os, re, sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 text = re.search(r"^dependencies = \[(.*?)^\]", open(sys.argv[1]).read(), re.M | re.S).group(1)
 wanted = [Requirement(one) for one in re.findall(r'"([^"]+)"', text)]
-bounds = {canonicalize_name(one.name): one.specifier for one in wanted}
+bounds = {canonicalize_name(one.name): one.specifier for one in wanted if one.name != "torch"}
 for path in filter(os.path.exists, sys.argv[2:]):
     name = canonicalize_name(os.path.basename(path).split("-")[0])
     try:

@@ -45,15 +45,14 @@ def installed() -> dict[str, str]:
 
 def result(name: str, folder: Path) -> dict[str, Any]:
     """What the files of pytest in ``folder`` say about one set."""
-    counts = {"passed": 0, "skipped": 0}
-    failed, files = [], sorted(folder.glob("*.xml"))
+    files = sorted(folder.glob("*.xml"), key=lambda file: file.stat().st_mtime)
+    last: dict[str, str] = {}  # of each test: a file may have been run again alone, after its folder
     for file in files:
         for case in ET.parse(file).getroot().iter("testcase"):
             kinds = {child.tag for child in case}
-            if kinds & {"failure", "error"}:
-                failed.append(f"{case.get('classname')}.{case.get('name')}")
-            else:
-                counts["skipped" if "skipped" in kinds else "passed"] += 1
+            outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            last[f"{case.get('classname')}.{case.get('name')}"] = outcome
+    outcomes = list(last.values())
     packages = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
     note = folder / "note.txt"  # what the reader must know: versions that were changed between two parts
     newest = datetime.date.fromtimestamp(max(file.stat().st_mtime for file in files))
@@ -61,9 +60,10 @@ def result(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "date": newest.isoformat(),
         "packages": {package: packages[package] for package in ("python", *SHOWN)},
-        **counts,
-        "failed": sorted(set(failed)),
-        "parts": [file.stem for file in files],
+        "passed": outcomes.count("passed"),
+        "skipped": outcomes.count("skipped"),
+        "failed": sorted(test for test, outcome in last.items() if outcome == "failed"),
+        "parts": sorted(file.stem for file in files),
         "note": note.read_text(encoding="utf-8").strip() if note.is_file() else "",
     }
 
@@ -89,7 +89,7 @@ def page(sets: list[dict[str, Any]]) -> str:
     rows.append("| failed | " + " | ".join(str(len(one["failed"])) for one in sets) + " |")
     rows += [
         "",
-        "Only these parts of the default tests were run; the results are those of the last run of each part.",
+        "Only these parts of the default tests were run; the results are those of the last run of each test.",
         "",
     ]
     rows += [f"- `{one['name']}`: {', '.join(one['parts'])}. {one['note']}".rstrip() for one in sets]

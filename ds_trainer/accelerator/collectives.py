@@ -147,7 +147,9 @@ class Collectives(ProcessControl):
         self.join_group()
         self._check(tensor, "reduce", _shape, "Make them equal with pad_across_processes.")
         replica_leaders = self._replica_leaders
-        if len(replica_leaders) == self._layout.world_size or reduction == "max":
+        if reduction == "max":  # accelerate before 1.14 knows no maximum, and adds without a word
+            return _leaves(_largest, tensor)
+        if len(replica_leaders) == self._layout.world_size:
             return _operations().reduce(tensor, reduction)
         if self.process_index not in replica_leaders:
             tensor = _leaves(torch.zeros_like, tensor)
@@ -245,6 +247,12 @@ def _has_objects(data: Any) -> bool:
     except TypeError:
         return True
     return False
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.clone()
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return found
 
 
 def _one_dimensional(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def rank(index, port, how):
     from tests.accelerator.support import accelerator
     if how == "before":
         from accelerate import PartialState
-        PartialState()
+        print(f"num_processes={PartialState().num_processes}\\n", end="", flush=True)
     ours = accelerator()
     import torch.distributed as dist
     assert dist.is_initialized() == (how == "before")  # PartialState starts a group, and says that it is alone
@@ -137,7 +137,8 @@ def rank(index, port, how):
     get_logger("x").warning("no state would be an error")
     assert theirs.num_processes == 2 and theirs.gather(torch.tensor([index])).tolist() == [0, 1]
     assert gather_object([index]) == [0, 1] == ours.gather_for_metrics([index])
-    assert torch.get_num_threads() == 1 and "LOCAL_WORLD_SIZE" not in os.environ
+    if how == "after":  # a state that a script creates sets both
+        assert torch.get_num_threads() == 1 and "LOCAL_WORLD_SIZE" not in os.environ
 
 if __name__ == "__main__":
     port = free_port()
@@ -166,5 +167,9 @@ def test_the_first_gather_starts_the_process_group_for_accelerate_too(tmp_path: 
 
 def test_a_state_with_another_number_of_processes_is_rejected(tmp_path: Path) -> None:
     lines = _two_fresh_ranks(tmp_path, "before")
-    assert len(lines) == 2 and len(set(lines)) == 1
-    assert "num_processes=1, but the group has 2 ranks" in lines[0] and "cpu=True" in lines[0]
+    assert len(lines) == 4 and len(set(lines)) == 2
+    if "num_processes=2" in lines:  # accelerate 1.12 uses CPUs where it finds no GPU
+        assert "[0, 1]" in lines
+    else:
+        error = next(line for line in lines if "ranks" in line)
+        assert "num_processes=1, but the group has 2 ranks" in error and "cpu=True" in error

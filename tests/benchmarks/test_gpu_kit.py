@@ -122,13 +122,15 @@ def test_a_part_that_fails_keeps_what_it_printed(tmp_path: Path) -> None:
     shutil.copytree(BENCHMARKS, wheels.parent, ignore=shutil.ignore_patterns("results", "wheels"))
     (wheels.parent / "ring_kernels.py").write_text("raise SystemExit('no kernels here')")
     (wheels.parent / "gpu_loss.py").write_text("print('fine')")
-    shutil.copy(BENCHMARKS.parent / "pyproject.toml", tmp_path)
+    bounds = (BENCHMARKS.parent / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(bounds.replace("torch>=2.12", "torch>=98"))
     (tmp_path / "tests").mkdir()
     old = tmp_path / "work" / "site" / "filelock-3.18.0.dist-info"
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: filelock\nVersion: 3.18.0\n")
     wheel(wheels, "filelock", "99.0")
     wheel(wheels, "psutil", "99.0")  # the installed one is new enough
+    wheel(wheels, "torch", "99.0")  # the installed one is too old, and stays
     completed = kit(
         "--cpu", "--out", str(tmp_path / "out"), "kernels", work=tmp_path / "work", benchmarks=wheels.parent
     )

@@ -56,6 +56,8 @@ def test_arrays_are_those_of_transformers(rows: list[dict[str, Any]]) -> None:
     from transformers import default_data_collator as reference
 
     wanted = reference(rows, return_tensors="np")
+    if isinstance(rows[0].get("label"), np.integer):  # transformers 5.20 makes floats of NumPy's integers
+        wanted["labels"] = wanted["labels"].astype(np.int64)
     assert_equal(default_data_collator(rows, return_tensors="np"), wanted, np.ndarray)
     assert_equal(DefaultDataCollator(return_tensors="np")(rows), wanted, np.ndarray)
     assert_equal(DefaultDataCollator()(rows, "np"), wanted, np.ndarray)
