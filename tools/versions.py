@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def installed() -> dict[str, str]:
     return {"python": platform.python_version(), **dict(sorted(found.items()))}
 
 
+def part_of(test: str) -> str:
+    """The folder of ``tests`` that holds a test; that of training is large, so its folders are apart."""
+    names = test.split(".")
+    if names[1] != "training":
+        return "/".join(names[:2])
+    return "tests/training/test_*.py" if names[2].startswith("test_") else "/".join(names[:3])
+
+
 def result(name: str, folder: Path) -> dict[str, Any]:
     """What the files of pytest in ``folder`` say about one set."""
     files = sorted(folder.glob("*.xml"), key=lambda file: file.stat().st_mtime)
@@ -52,6 +61,9 @@ def result(name: str, folder: Path) -> dict[str, Any]:
             kinds = {child.tag for child in case}
             outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
             last[f"{case.get('classname')}.{case.get('name')}"] = outcome
+    parts: dict[str, Counter[str]] = {}
+    for test, outcome in last.items():
+        parts.setdefault(part_of(test), Counter())[outcome] += 1
     outcomes = list(last.values())
     packages = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
     note = folder / "note.txt"  # what the reader must know: versions that were changed between two parts
@@ -63,9 +75,17 @@ def result(name: str, folder: Path) -> dict[str, Any]:
         "passed": outcomes.count("passed"),
         "skipped": outcomes.count("skipped"),
         "failed": sorted(test for test, outcome in last.items() if outcome == "failed"),
-        "parts": sorted(file.stem for file in files),
+        "parts": {part: dict(sorted(parts[part].items())) for part in sorted(parts)},
         "note": note.read_text(encoding="utf-8").strip() if note.is_file() else "",
     }
+
+
+def cell(counts: dict[str, int] | None) -> str:
+    """One part with one set."""
+    if counts is None:
+        return ""
+    others = [f"{counts[kind]} {kind}" for kind in ("skipped", "failed") if kind in counts]
+    return ", ".join([str(counts.get("passed", 0)), *others])
 
 
 def page(sets: list[dict[str, Any]]) -> str:
@@ -89,10 +109,17 @@ def page(sets: list[dict[str, Any]]) -> str:
     rows.append("| failed | " + " | ".join(str(len(one["failed"])) for one in sets) + " |")
     rows += [
         "",
-        "Only these parts of the default tests were run; the results are those of the last run of each test.",
+        "Tests that passed in each part of the default run, with those that were skipped or failed. The result of a test",
+        "is that of its last run. An empty field: not run with this set, or counted in the row `tests` only.",
         "",
+        "| part | " + " | ".join(f"`{one['name']}`" for one in sets) + " |",
+        "|---" * (len(sets) + 1) + "|",
     ]
-    rows += [f"- `{one['name']}`: {', '.join(one['parts'])}. {one['note']}".rstrip() for one in sets]
+    files = (file.relative_to(ROOT).with_suffix("") for file in (ROOT / "tests").rglob("test_*.py"))
+    whole = {part for one in sets for part in one["parts"] if part == "tests"}  # one run of everything
+    for part in sorted({part_of(".".join(file.parts)) for file in files} - {"tests/clients"} | whole):
+        rows.append(f"| `{part}` | " + " | ".join(cell(one["parts"].get(part)) for one in sets) + " |")
+    rows += ["", *(f"- `{one['name']}`: {one['note']}" for one in sets if one["note"])]
     rows += ["", *(f"- Fails with `{one['name']}`: `{test}`" for one in sets for test in one["failed"])]
     return "\n".join(rows).rstrip() + "\n"
 

@@ -118,7 +118,7 @@ def test_the_text_is_that_of_the_template(family):
             {**message, "content": message["content"] or ""} for message in messages if "tool_calls" not in message
         ]
         found = encoder.encode(Record(str(number), "messages", {"messages": messages}))
-        # transformers 5.20 leaves `thinking` to the template; newer versions, as the encoder, name it reasoning_content.
+        # transformers 5.20 leaves `thinking` to the template; newer ones, as the encoder, name it reasoning_content.
         named = [{**one, "reasoning_content": one["thinking"]} if "thinking" in one else one for one in messages]
         same = tokenizer.apply_chat_template(named, return_dict=False)
         if "split_token" not in found.notices:
