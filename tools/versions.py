@@ -109,8 +109,8 @@ def page(sets: list[dict[str, Any]]) -> str:
     rows.append("| failed | " + " | ".join(str(len(one["failed"])) for one in sets) + " |")
     rows += [
         "",
-        "Tests that passed in each part of the default run, with those that were skipped or failed. The result of a test",
-        "is that of its last run. An empty field: not run with this set, or counted in the row `tests` only.",
+        "Tests that passed in each part of the default run, with those that were skipped or failed. The result of a",
+        "test is that of its last run. An empty field: not run with this set, or counted in the row `tests` only.",
         "",
         "| part | " + " | ".join(f"`{one['name']}`" for one in sets) + " |",
         "|---" * (len(sets) + 1) + "|",
