@@ -231,6 +231,7 @@ ENGINE_ROWS = (
             "deepspeed.runtime.comm.coalesced_collectives:all_to_all_quant_reduce",
             "deepspeed.runtime.comm.coalesced_collectives:_torch_reduce_scatter_fn",
             *of(PARTITION, "_dist_allgather_fn", "get_allgather_dtype", "MultipleAllGatherHandles"),
+            *of(PARTITION, "Init._partition", "Init._partition_param", "free_param"),
         ),
     ),
     Row(

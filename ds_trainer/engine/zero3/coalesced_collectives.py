@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,8 +53,10 @@ class VectorizedCollectives:
         self._coalesces = not zero.allgather_sequential and not zero.use_all_reduce_for_fetch_params
         parameters: Any = [p for p in engine.module.parameters() if hasattr(p, "all_gather_coalesced")]
         self._theirs = {p: p.all_gather_coalesced for p in parameters}
+        self._releases = {p: (p.partition, partial(_release, p, p.partition)) for p in parameters}
         for parameter in parameters:
             parameter.all_gather_coalesced = self.gather
+            parameter.partition = self._releases[parameter][1]
         self._optimizer = engine.optimizer if hasattr(engine.optimizer, _SCATTER) else None
         if self._optimizer is not None:
             scatter = getattr(self._optimizer, _SCATTER)
@@ -70,7 +72,10 @@ class VectorizedCollectives:
         for parameter, theirs in self._theirs.items():
             if vars(parameter).get("all_gather_coalesced") == self.gather:
                 parameter.all_gather_coalesced = theirs
-        self._theirs = {}
+        for parameter, (theirs, ours) in self._releases.items():
+            if vars(parameter).get("partition") is ours:
+                parameter.partition = theirs
+        self._theirs, self._releases = {}, {}
         if self._optimizer is not None:
             vars(self._optimizer).pop(_SCATTER, None)
 
@@ -111,6 +116,29 @@ def _is_plain(params: list[Any]) -> bool:
     return all(parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE for parameter in params)
 
 
+def _release(parameter: Any, theirs: Any, param_list: Any = None, *rest: Any, **named: Any) -> None:
+    """Frees the gathered weights of ``parameter``; for anything else calls ``theirs``.
+
+    Takes the place of ``partition`` of a parameter (``Init._convert_to_deepspeed_param``), which formats messages that
+    are never printed, and then does this (``Init._partition_param``).
+    """
+    from deepspeed.runtime.zero import partition_parameters as library
+
+    shard = parameter.ds_tensor
+    if (
+        param_list is None
+        and not rest
+        and named in ({}, {"free_data": True})
+        and parameter.ds_status == library.ZeroParamStatus.AVAILABLE
+        and shard is not None
+        and shard.final_location is None  # not on NVMe
+        and parameter.ds_zero_param_process_group is None  # no secondary shard
+    ):
+        library.free_param(parameter)
+    else:
+        theirs(param_list, *rest, **named)
+
+
 # -- gathers ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +158,7 @@ def _gather(params: list[Any], dtype: torch.dtype) -> RowsHandle:
     flat = torch.empty(ranks * sum(_shard_sizes(params, secondary)), dtype=dtype, device=device)
     own = flat.view(ranks, -1)[comm.get_rank(group=group)]
     shards = [parameter.ds_secondary_tensor if secondary else parameter.ds_tensor for parameter in params]
-    torch.cat([shard.to(device).to(dtype) for shard in shards], out=own)
+    torch.cat([shard.to(device=device, dtype=dtype) for shard in shards], out=own)
     return RowsHandle(library._dist_allgather_fn(own, flat, group), params, ranks, secondary, flat)
 
 
@@ -205,10 +233,13 @@ class RowsHandle:
         if weights:
             rows = flat.view(self._ranks, -1)
             torch.split_with_sizes_copy(rows, [size for size in sizes if size], dim=1, out=weights)
+        filled = iter(weights)
         for parameter, size in zip(self._params, sizes, strict=True):
-            weight = weights.pop(0).view(-1) if size else flat[:0]
+            weight = next(filled).view(-1) if size else flat[:0]
             assert parameter.ds_status == library.ZeroParamStatus.INFLIGHT, parameter.ds_summary()
-            parameter.data = weight[: parameter.ds_numel].view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
+            if weight.numel() != parameter.ds_numel:
+                weight = weight[: parameter.ds_numel]
+            parameter.data = weight.view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
             parameter.ds_status = library.ZeroParamStatus.AVAILABLE
         if not get_accelerator().is_synchronized_device():
             if handle_dependency:

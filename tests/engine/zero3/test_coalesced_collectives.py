@@ -232,6 +232,7 @@ def trained(deepspeeds: bool, frozen: str = "", **settings: Any) -> tuple[list[t
         assert (scatter is None) == deepspeeds
         engine.close()
         assert not [p for p in model.parameters() if getattr(p.all_gather_coalesced, "__self__", None)]
+        assert not [p for p in model.parameters() if isinstance(p.partition, partial)]
     finally:
         ours._pack, ours.RowsHandle.wait = pack, wait  # type: ignore[method-assign]
         ours.leave_to_deepspeed(False)

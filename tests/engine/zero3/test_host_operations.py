@@ -1,0 +1,50 @@
+"""The operations of a micro-batch under ZeRO-3 do not grow with the number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.forks import in_a_fork
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # they are scripts, not a package
+
+import host_time as benchmark
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch inside."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(function: Callable[[], None]) -> int:
+    with Operations() as counted:
+        function()
+    return counted.number
+
+
+def counts(ranks: int, deepspeeds: bool) -> dict[str, float]:
+    benchmark._seconds = operations  # in a fork
+    return benchmark.measure(benchmark.Shape(2, 3), 3, ranks, deepspeeds)
+
+
+@pytest.mark.parametrize(
+    "deepspeeds", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["ours", "control: DeepSpeed's"]
+)
+def test_a_micro_batch_has_no_operations_for_each_rank(deepspeeds: bool) -> None:
+    few, many = (in_a_fork(counts, ranks, deepspeeds) for ranks in (8, 1024))
+    assert few["micro-batch"] > 100
+    if deepspeeds:  # it has, so this counts them
+        assert many["micro-batch"] > few["micro-batch"] + 1024
+    else:  # a gradient may be reduced in another dtype: one more per tensor
+        assert many["micro-batch"] - few["micro-batch"] in (0, few["tensors"])
