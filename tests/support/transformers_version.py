@@ -17,7 +17,7 @@ def _installed() -> tuple[int, ...]:
 
 
 needs_the_reference = pytest.mark.skipif(
-    _installed() < REFERENCE, reason="compares with transformers 5.23, which needs Python 3.11"
+    _installed() < REFERENCE, reason="compares with transformers 5.23; an older version is installed"
 )
 
 

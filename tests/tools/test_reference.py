@@ -10,6 +10,7 @@ from build_reference import PAGE, argument_rows, member_rows, reference_page
 from reference_notes import BETTER, REFERENCE
 
 from ds_trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from tests.support.transformers_version import needs_the_reference
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -47,6 +48,7 @@ def test_no_row_is_empty() -> None:
         assert meaning.endswith((".", "`")), (name, meaning)
 
 
+@needs_the_reference
 @pytest.mark.parametrize("name", [name for name in REFERENCE["Trainer"] if hasattr(Trainer, name)])
 def test_a_member_can_be_called_as_in_the_reference(name: str) -> None:
     """The reference's parameters come first, with its names, order and defaults."""
