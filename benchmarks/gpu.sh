@@ -152,7 +152,6 @@ part() {
 # host_time MODEL [OPTIONS]: the host's time of a micro-batch at ZeRO 3, with few and with many ranks.
 host_time() {
     local seconds=40
-    [ -e "$HERE/host_time.py" ] || return 0
     [ "$device" = cuda ] || seconds=600
     part host-time "$seconds" "$PYTHON" "$HERE/host_time.py" --device "$device" --models "$1" --stages 3 --ranks 8 1024 "${@:2}" \
         --out "$work/host-time.json"
@@ -163,10 +162,10 @@ run_stage() {
     case "$stage-$device" in
     first-cuda)
         part first-oracle 90 gpu_oracle.py --world 1 --cases "zero1 fp32" "zero3 fp32" "zero2 bf16" "resume, zero1 bf16" rollback
-        part shared-2 110 gpu_oracle.py --share-gpu --world 2 --seconds 90 --cases "zero1 fp32" "zero3 fp32" "dp2 resume"
+        part shared-2 100 gpu_oracle.py --share-gpu --world 2 --seconds 90 --cases "zero1 fp32" "zero3 fp32" "dp2 resume"
         part shared-4 70 gpu_oracle.py --share-gpu --world 4 --seconds 90 --cases "dp2 tp2 zero3" "cp2 sp2 zero1" "dp4 resume"
-        part endings 80 gpu_endings.py --share-gpu --cases killed "stop file"
-        part saves-16gb 100 checkpoint.py --only "1b bf16" --background --directory "$work"
+        part endings 70 gpu_endings.py --share-gpu --cases killed "stop file"
+        part saves-16gb 90 checkpoint.py --only "1b bf16" --background --directory "$work"
         part masks 40 gpu_pairs.py --cases "packed encoder" "packed bf16"
         part step 60 gpu_features.py variants --variants profile "as it is" "DeepSpeed's gradient norm"
         host_time 8B

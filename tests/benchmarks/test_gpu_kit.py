@@ -53,10 +53,7 @@ def test_the_longest_sequence_is_found_by_halving(limit: int, found: int) -> Non
 
 
 STAGES = {
-    "first": (
-        *("first-oracle", "shared-2", "shared-4", "endings", "saves-16gb", "masks"),
-        *(["host-time"] if (BENCHMARKS / "host_time.py").exists() else []),
-    ),
+    "first": ("first-oracle", "shared-2", "shared-4", "endings", "saves-16gb", "masks", "host-time"),
     "oracle": ("tests", "oracle", "pairs"),
     "kernels": ("kernels", "loss"),
     "speed": ("throughput", "features"),
