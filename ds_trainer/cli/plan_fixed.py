@@ -46,6 +46,8 @@ def fixed_values(options: argparse.Namespace, recipe: Recipe | None) -> Iterator
         value = getattr(options, name)
         if value is not None:
             yield name, value == "on"
+    if recipe is not None and recipe.arguments.get("deepspeed") is not None:  # a plan does not change this file
+        yield "hpz", _second_partition(_deepspeed(recipe))
     optimizer = options.optim or _optimizer(recipe)
     if optimizer is not None:
         yield "state_bytes", state_bytes(optimizer)
@@ -73,6 +75,12 @@ def refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: 
         raise ConfigError(f"--offload all needs --zero-stage 3, but it is {zero}.")
     if zero == 0 and options.offload == "optimizer":
         raise ConfigError("--offload optimizer needs --zero-stage 1 or higher, but it is 0.")
+    hpz, shards = fixed.get("hpz", 1), cluster.world_size // fixed.get("tp", 1)
+    if hpz > 1 and (zero not in (None, 3) or (options.solve != "devices" and shards % hpz)):
+        raise ConfigError(
+            f"zero_hpz_partition_size={hpz} in the recipe's DeepSpeed configuration needs --zero-stage 3 and must "
+            f"divide the {shards} devices that share the weights. Set it to the devices of a machine, or remove it."
+        )
     if options.offload_to == "nvme" and (options.offload == "none" or zero not in (None, 3)):
         given = "--offload none" if options.offload == "none" else f"--zero-stage {zero}"
         raise ConfigError(f"--offload-to nvme needs --zero-stage 3 and something that is offloaded, but not {given}.")
@@ -133,6 +141,12 @@ def _optimizer(recipe: Recipe | None) -> str | None:
     return None if found is None else str(found)
 
 
+def _second_partition(config: Mapping[str, Any]) -> int:
+    """Ranks of hpZ in a DeepSpeed configuration; 1 without it."""
+    zero = config.get("zero_optimization")
+    return int((zero if isinstance(zero, dict) else {}).get("zero_hpz_partition_size") or 1)
+
+
 def not_covered(recipe: Recipe) -> list[str]:
     """What a recipe asks for and the estimates do not know, one sentence each."""
     config = _deepspeed(recipe)
@@ -153,7 +167,6 @@ def not_covered(recipe: Recipe) -> list[str]:
 
 _NOT_COVERED = (
     (("zero_quantized_weights", "zero_quantized_gradients"), "quantized communication (ZeRO++), which is faster"),
-    (("zero_hpz_partition_size",), "a second copy of the weights on each machine (ZeRO++), which takes memory"),
     (
         ("zenflow",),
         "ZenFlow: the optimizer step overlaps with the next ones, and selected gradients stay on the device",

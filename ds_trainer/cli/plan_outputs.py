@@ -199,6 +199,8 @@ def _flags(request: PlanRequest, plan: Plan) -> list[str]:
         return [part for name, value in wanted.items() for part in (f"--{name}", _text(value))]
     given = request.recipe.arguments
     wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
+    if given.get("deepspeed") is not None:  # it has the plan's hpZ, which it fixes, and more
+        wanted.pop("deepspeed", None)
     flags = {}
     for name, value in wanted.items():
         known = name_as_given(name, given) or name_as_given(_OLDER.get(name, name), given) or name

@@ -49,6 +49,7 @@ class Candidate:
         offload_param: ZeRO-3 shards are in host memory.
         optimizer_on_nvme: offloaded optimizer states are on a disk, with buffers in host memory.
         param_on_nvme: so are offloaded shards.
+        hpz: ranks of ZeRO++'s second partition of the weights (hpZ), within a machine; 1 without it.
         checkpointing: activations of layers are recomputed.
         every_n_layers: with ``checkpointing``, those of the first of so many layers; the others keep theirs.
         precision: ``bf16``, ``fp16`` or ``fp32``.
@@ -73,6 +74,7 @@ class Candidate:
     offload_param: bool = False
     optimizer_on_nvme: bool = False
     param_on_nvme: bool = False
+    hpz: int = 1
     checkpointing: bool = False
     every_n_layers: int = 1
     precision: str = "bf16"
@@ -163,6 +165,8 @@ class Candidate:
             found["offload_param"] = "nvme" if self.param_on_nvme else "cpu"
         if self.uses_nvme:
             found["nvme_path"] = NVME_PATH
+        if self.hpz > 1:
+            found["deepspeed"] = {"zero_optimization": {"zero_hpz_partition_size": self.hpz}}
         for name in SEARCHED_FEATURES:
             if getattr(self, name):
                 found.update(FEATURES[name])
@@ -173,6 +177,7 @@ class Candidate:
         sizes = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp)) if size > 1]
         parts = [
             f"ZeRO {self.stage}",
+            *([f"hpZ {self.hpz}"] if self.hpz > 1 else []),
             *self._offload(),
             *sizes,
             f"micro-batch {self.micro_batch}",

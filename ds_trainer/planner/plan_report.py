@@ -21,7 +21,6 @@ def report(result: SearchResult, count: int) -> Iterator[str]:
     yield from table(list(result.fitting[:count]))
     yield ""
     yield from memory_bars(best)
-    yield from _second_partition(best)
     rejected = result.neighbors()
     if rejected:
         yield ""
@@ -60,20 +59,6 @@ def memory_bars(plan: Plan) -> Iterator[str]:
     host, checkpoint = plan.memory.host / 1e9, plan.memory.checkpoint / 1e9
     disk = f" NVMe of a machine: {plan.nvme / 1e9:,.0f} GB." if plan.nvme else ""
     yield f"  Host memory of a rank: {host:.1f} GB.{disk} A checkpoint: {checkpoint:.1f} GB."
-
-
-def _second_partition(plan: Plan) -> Iterator[str]:
-    """What hpZ, which the search does not try, takes of a device: a shard of the weights within its machine."""
-    run, cluster = plan.candidate, plan.cluster
-    ranks = cluster.devices_per_node // run.tp
-    if run.stage != 3 or run.offload_param or cluster.nodes == 1 or ranks == 1:
-        return
-    size = run.weight_bytes * plan.model.total / run.tp / ranks
-    fit = "fit" if plan.memory.device + size <= plan.limit else "do not fit"
-    yield (
-        f"  Not tried: zero_hpz_partition_size={ranks} in a DeepSpeed file. It gathers most weights in a machine. "
-        f"Its {size / 1e9:.1f} GB of a device {fit}."
-    )
 
 
 def changes(plans: Sequence[Plan], base: Plan) -> Iterator[str]:

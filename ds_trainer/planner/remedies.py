@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ds_trainer.planner.candidate import FEATURES, Candidate
@@ -20,9 +21,11 @@ _SEARCHED = (
     *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp"),
     *("offload_optimizer", "offload_param", "optimizer_on_nvme", "param_on_nvme", "checkpointing"),
 )
+_SMALLER = ("micro_batch", "eval_micro_batch", "hpz")  # what saves memory if it is reduced
 _DEFAULTS: dict[str, Any] = {
     **{"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1},
     **{"nvme_path": None, "activation_checkpointing_kwargs": None},
+    "deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 1}},
 }
 
 
@@ -99,9 +102,12 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
     if run.eval_micro_batch is not None and run.eval_micro_batch > 1:
         evaluation.append(1)
     tiers = ALL if cluster.nvme is not None or plan.host_share > 1 or run.uses_nvme else HOST
-    for found in candidates(plan.model, cluster, Goal(run.length, run.global_batch, run.precision), [], tiers):
-        for batch in evaluation:
-            one = replace(run, **{name: getattr(found, name) for name in _SEARCHED}, eval_micro_batch=batch)
+    goal = Goal(run.length, run.global_batch, run.precision, fixed=(("hpz", 1),))  # more of it takes more memory
+    for found in candidates(plan.model, cluster, goal, [], tiers):
+        possible = [size for size in {1, run.hpz} if size == 1 or (found.stage == 3 and found.shards % size == 0)]
+        for batch, hpz in product(evaluation, possible):
+            searched = {name: getattr(found, name) for name in _SEARCHED}
+            one = replace(run, **searched, eval_micro_batch=batch, hpz=hpz)
             if run.every_n_layers > 1 and one.checkpointing:
                 yield replace(one, every_n_layers=1)
             for features in feature_sets(plan.model, one, kept):
@@ -112,11 +118,11 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
 def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
     """Names of what differs; None if something is reversed that saves the memory that is missing."""
     before, found = plan.candidate, set()
-    for name in ("checkpointing", "stage", "offload", "micro_batch", "eval_micro_batch", "tp", "cp", "sp", *FEATURES):
+    for name in ("checkpointing", "stage", "offload", *_SMALLER, "tp", "cp", "sp", *FEATURES):
         old, new = _value(before, name), _value(after, name)
         if old == new:
             continue
-        is_reversed = (new < old) != name.endswith("micro_batch")
+        is_reversed = (new < old) != (name in _SMALLER)
         if is_reversed and not (name == "offload" and plan.host_share > 1):
             return None
         found.add(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from ds_trainer.parallel.layout import ParallelLayout
@@ -284,7 +284,7 @@ def _sparser(
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
     """What decides about the memory besides the micro-batch: more sequences need more if all of this is equal."""
-    sizes = (run.tp, run.cp, run.sp, run.stage, run.checkpointing, run.every_n_layers)
+    sizes = (run.tp, run.cp, run.sp, run.stage, run.hpz, run.checkpointing, run.every_n_layers)
     offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
     return (*sizes, *offload, run.accumulation == 1, run.gradient_bytes)
 
@@ -317,9 +317,11 @@ def candidates(
             continue
         for sequences, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
             for stage, offload in _states(cluster, tp, precision, tiers, bool(fixed.get("param_on_nvme"))):
-                for checkpointing in (False, True):
+                second = _second_partitions(cluster, tp, stage, offload["offload_param"], fixed.get("hpz"))
+                for hpz, checkpointing in product(second, (False, True)):
                     values = {
                         "stage": stage,
+                        "hpz": hpz,
                         "micro_batch": sequences,
                         "accumulation": accumulation,
                         "tp": tp,
@@ -347,6 +349,15 @@ def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, in
             for cp in divisors:
                 if world % (tp * sp * cp) == 0 and fixed.get("cp", cp) == cp:
                     yield tp, cp, sp
+
+
+def _second_partitions(cluster: Cluster, tp: int, stage: int, is_on_host: bool, given: Any) -> tuple[int, ...]:
+    """Sizes of hpZ that are tried. With shards in host memory none: each step would pin memory for the second ones."""
+    if given is not None:
+        return (given,) if given == 1 or (stage == 3 and cluster.world_size // tp % given == 0) else ()
+    size, others = divmod(cluster.devices_per_node, tp)
+    is_useful = stage == 3 and cluster.nodes > 1 and size > 1 and not others and not is_on_host
+    return (1, size) if is_useful else (1,)
 
 
 def _batches(replicas: int, global_batch: int | None, micro_batch: Any) -> Iterator[tuple[int, int]]:

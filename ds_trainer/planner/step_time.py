@@ -212,8 +212,13 @@ def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float,
     fetch = prefetch_bucket(hidden, run.weight_bytes, model.total // run.tp, network)
     assert reduce is not None and fetch is not None  # the width is known
     messages = gathered / run.tp / fetch.elements if run.stage == 3 else 1.0  # ZeRO 1, 2 gather all weights at once
+    gather = gathers * _ring(gathered * width, cluster, run.shards, run.tp, max(1.0, messages))
+    if run.hpz > 1:  # all ranks share what they gather first in a step; the second shards of frozen weights stay
+        first = model.trainable / model.total / (2 * run.accumulation)
+        inside = 2 * _ring(gathered * width, cluster, run.hpz, run.tp, max(1.0, messages))
+        gather = first * gather + (1 - first) * inside
     return (
-        gathers * _ring(gathered * width, cluster, run.shards, run.tp, max(1.0, messages)),
+        gather,
         _ring(
             *(model.trainable * width, cluster, run.shards, run.tp, max(1.0, trained / reduce.elements)),
             is_all_reduce=run.stage == 0,
@@ -227,8 +232,9 @@ def _offload_transfers(model: PlannedModel, run: Candidate, cluster: Cluster) ->
     moved = 0.0
     if run.offload_optimizer:  # gradients down, weights up
         moved += 2 * model.trainable * run.weight_bytes / run.tp / shards
-    if run.offload_param:
-        moved += 2 * run.accumulation * model.total * run.weight_bytes / run.tp / shards
+    if run.offload_param:  # with hpZ, the second shards: all gathers but the first, which writes them
+        gathers = 2 * run.accumulation / (shards if run.hpz == 1 else run.hpz)
+        moved += gathers * model.total * run.weight_bytes / run.tp
     return moved / (cluster.board.host * 1e9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def test_the_exit_code_is_3_if_nothing_fits(tmp_path: Path, capsys: pytest.Captu
 
 
 def with_values(line: str) -> list[str]:
-    return line.split("train.py ")[1].split()
+    return shlex.split(line.split("train.py ")[1])
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -95,6 +96,7 @@ def test_the_command_and_the_configuration_are_those_of_the_plan(
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(with_values(best["command"]))
     for name, value in best["arguments"].items():
         assert getattr(args, name) == value, name
+    assert ("deepspeed" in best["arguments"]) == (nodes > 1)  # hpZ
     layout = ParallelLayout.of(args, 8 * nodes)
     batch = BatchPlan(layout, args.per_device_train_batch_size, args.gradient_accumulation_steps)
     assert batch.global_batch_size == 256

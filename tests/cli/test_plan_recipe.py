@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ds_trainer import TrainingArguments
 from ds_trainer.cli.main import main
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, NOTHING_FITS
@@ -217,3 +218,51 @@ def test_as_written_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["plan", str(tmp_path / "config.json"), "--as-written"]) == CANNOT_WORK
     assert "needs a recipe" in capsys.readouterr().err
+
+
+def hpz_recipe(path: Path, deepspeed: dict[str, Any] | None) -> str:
+    arguments = {"output_dir": "runs/x", "bf16": True, "learning_rate": 1e-3, "tensor_parallel_size": 1}
+    more = {} if deepspeed is None else {"deepspeed": deepspeed}
+    path.write_text(yaml.safe_dump({**RECIPE, "arguments": {**arguments, **more}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "size"),
+    [
+        (None, 8),
+        ({"zero_optimization": {"overlap_comm": True}}, 1),
+        ({"zero_optimization": {"zero_hpz_partition_size": 4}}, 4),
+    ],
+)
+def test_hpz_is_in_the_command_and_in_the_configuration(
+    deepspeed: dict[str, Any] | None, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = hpz_recipe(tmp_path / "job.yaml", deepspeed)
+    options = ["--zero-stage", "3", "--tensor-parallel-size", "1", "--offload", "none", "--nodes", "16"]
+    assert main(["plan", path, *options, "--global-batch", "512", "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    best = found["plans"][0]
+    wanted = {"zero_optimization": {"zero_hpz_partition_size": size}} if size > 1 else None
+    assert best["arguments"].get("deepspeed") == wanted
+    assert found["deepspeed_config"]["zero_optimization"].get("zero_hpz_partition_size", 1) == size
+    assert not found["contradictions"]
+    command = shlex.split(best["command"])
+    assert load_recipe(path, command[command.index(path) + 1 :]).training_arguments().deepspeed == (deepspeed or wanted)
+
+
+def test_hpz_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = hpz_recipe(tmp_path / "job.yaml", {"zero_optimization": {"zero_hpz_partition_size": 3}})
+    assert main(["plan", path, "--nodes", "2"]) == CANNOT_WORK
+    assert "zero_hpz_partition_size=3 in the recipe's DeepSpeed configuration" in capsys.readouterr().err
+
+
+def test_hpz_without_a_recipe_is_an_argument_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    options = ["--zero-stage", "3", "--tensor-parallel-size", "1", "--offload", "none", "--nodes", "16"]
+    assert main(["plan", str(tmp_path), *options, "--seq-len", "2K", "--solve", "micro-batch", "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)
+    assert main(["plan", str(tmp_path), *options, "--seq-len", "2K", "--global-batch", "512", "--json"]) == DONE
+    command = shlex.split(json.loads(capsys.readouterr().out)["plans"][0]["command"])
+    given = TrainingArguments("x", deepspeed=command[command.index("--deepspeed") + 1])
+    assert json.loads(given.deepspeed) == {"zero_optimization": {"zero_hpz_partition_size": 8}}

@@ -137,3 +137,18 @@ def test_changes_in_words() -> None:
     back = changed_arguments(replace(run, sp=2, offload_param=True), run)
     assert back == {"sequence_parallel_size": 1, "offload_param": "none"}
     assert changed_arguments(run, run) == {}
+
+
+def test_without_hpz_less_memory_is_needed() -> None:
+    """It is a change like others; where it was not, none proposes it, and others keep it."""
+    model, cluster = PlannedModel.from_config(LLAMA_70B), Cluster.of("H100-80GB", 16, 8)
+    base = Candidate(128, 4096, micro_batch=4, checkpointing=True)
+    assert not plan(base, model, cluster).problem
+    before = plan(replace(base, hpz=8, micro_batch=8), model, cluster)
+    assert before.problem
+    found = cheapest_changes(before, 20)
+    assert {1, 8} <= {after.candidate.hpz for after in found}
+    texts = [describe_change(before, after) for after in found if after.candidate.hpz == 1]
+    assert any("'zero_hpz_partition_size': 1" in text for text in texts), texts
+    without = cheapest_changes(plan(replace(base, micro_batch=16), model, cluster), 20)
+    assert without and all(after.candidate.hpz == 1 for after in without)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
-from ds_trainer.planner.plan_report import report
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal, Plan, SearchResult, candidates, fits, nearest_batches, search
+from ds_trainer.planner.search import Goal, Plan, candidates, fits, nearest_batches, search
+from ds_trainer.planner.step_time import _zero
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
 MODEL = PlannedModel.from_config(LLAMA_8B, "llama-8b")
@@ -184,24 +183,55 @@ def test_some_layers_are_recomputed_where_all_need_not() -> None:
     assert result.best.seconds < Plan(MODEL, whole, NODE, estimate_memory(MODEL, whole, NODE)).seconds
 
 
-@pytest.mark.parametrize(
-    ("nodes", "values", "wanted"),
-    [
-        (
-            128,
-            {},
-            "size=8 in a DeepSpeed file. It gathers most weights in a machine. Its 17.6 GB of a device fit.",
-        ),
-        (128, {"tp": 2}, "zero_hpz_partition_size=4"),
-        (128, {"length": 65536}, " do not fit."),
-        (1, {}, None),
-        (128, {"stage": 1}, None),
-        (128, {"tp": 8}, None),
-        (128, {"offload_optimizer": True, "offload_param": True}, None),
-    ],
-)
-def test_what_hpz_takes_is_said_where_it_could_help(nodes: int, values: dict[str, Any], wanted: str | None) -> None:
-    cluster, model = Cluster.of("H100-80GB", nodes, 8), PlannedModel.from_config(LLAMA_70B)
-    run = Candidate(8 * nodes, **{"length": 4096, "checkpointing": True, **values})
-    found = "\n".join(report(SearchResult((Plan(model, run, cluster, estimate_memory(model, run, cluster)),), ()), 1))
-    assert (wanted is None and "hpz" not in found) or (wanted is not None and wanted in found)
+HPZ_MODEL = PlannedModel.from_config(LLAMA_70B)
+
+
+def test_hpz_is_a_candidate_on_several_machines_with_zero_3() -> None:
+    cluster = Cluster.of("H100-80GB", 128, 8)
+    result = search(HPZ_MODEL, cluster, Goal(4096, 4096, fixed=(("tp", 1),)))
+    assert result.best is not None
+    assert (result.best.candidate.stage, result.best.candidate.hpz) == (3, 8)
+    assert result.best.candidate.arguments()["deepspeed"] == {"zero_optimization": {"zero_hpz_partition_size": 8}}
+    assert "hpZ 8" in result.best.candidate.describe()
+    without = search(HPZ_MODEL, cluster, Goal(4096, 4096, fixed=(("tp", 1), ("hpz", 1)))).best
+    assert without is not None and result.best.seconds < without.seconds
+    found = list(candidates(HPZ_MODEL, cluster, Goal(4096, 4096), []))
+    assert {(run.tp, run.hpz) for run in found if run.hpz > 1} == {(1, 8), (2, 4), (4, 2)}
+    assert all(run.stage == 3 and not run.offload_param for run in found if run.hpz > 1)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (4, 1), (4, 7)])
+def test_hpz_stays_within_a_machine(nodes: int, devices: int) -> None:
+    cluster = Cluster.of("H100-80GB", nodes, devices)
+    found = {(run.tp, run.hpz) for run in candidates(HPZ_MODEL, cluster, Goal(4096), [])}
+    assert {size for size in found if size[1] > 1} == ({(1, 7)} if devices == 7 else set())
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(1, {1}), (4, {4}), (3, set())])
+def test_a_given_hpz_is_kept(given: int, wanted: set[int]) -> None:
+    cluster = Cluster.of("H100-80GB", 4, 8)
+    assert {run.hpz for run in candidates(HPZ_MODEL, cluster, Goal(4096, fixed=(("hpz", given),)), [])} == wanted
+
+
+def test_the_second_shards_are_counted_where_the_first_are() -> None:
+    cluster, run = Cluster.of("H100-80GB", 128, 8), Candidate(1024, 4096, checkpointing=True)
+    second = 2 * HPZ_MODEL.total / 8
+    for more, place in (({}, "device"), ({"offload_optimizer": True, "offload_param": True}, "host")):
+        before, after = (
+            estimate_memory(HPZ_MODEL, replace(run, hpz=hpz, **more), cluster)  # type: ignore[arg-type]
+            for hpz in (1, 8)
+        )
+        assert after.tensors - before.tensors == pytest.approx(second if place == "device" else 0, abs=1)
+        assert after.host - before.host == pytest.approx(second if place == "host" else 0, abs=1)
+
+
+def test_one_gather_of_a_step_leaves_the_machine() -> None:
+    """Of 2 in each micro-batch. Frozen weights, whose second shards stay, are gathered within it only."""
+    model = PlannedModel.from_config(LLAMA_70B, lora_rank=8)
+    slow = Cluster.of("H100-80GB", 2, 8)
+    slow = replace(slow, board=replace(slow.board, network=1e-6))  # nothing else counts
+    for each, share in ((HPZ_MODEL, 1.0), (model, model.trainable / model.total)):
+        for accumulation in (1, 4):
+            run = Candidate(16, 4096, accumulation=accumulation)
+            flat, second = (_zero(each, replace(run, hpz=hpz), slow)[0] for hpz in (1, 8))
+            assert second / flat == pytest.approx(share / (2 * accumulation), rel=1e-2)

@@ -139,7 +139,7 @@ class MemoryEstimator:
         numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)
         offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
         features = (*offload, run.checkpointing, run.every_n_layers)
-        key = (run.world_size, run.tp, run.cp * run.sp > 1, run.stage, numbers, features)
+        key = (run.world_size, run.tp, run.cp * run.sp > 1, run.stage, run.hpz, numbers, features)
         found = self._shared.get(key)
         if found is None:
             elements = self._elements.get(run.tp)

@@ -7,6 +7,8 @@ share them, ``w`` bytes of a weight and ``B`` elements of ``reduce_bucket_size``
     stages 1, 2   w n  +  4 t / W  +  8 t / W
     stage 3       w n / W  +  w t / W (gradients)  +  4 t / W  +  8 t / W  +  w B  +  w x persistent elements
 
+    hpZ           w n / (ranks of hpZ), from the first forward pass to the optimizer step, beside the weights
+
     optimizer offloaded, in host memory in addition
     stages 1, 2   4 t / W (gradients)  +  w t / W (the updated weights)  +  w x largest parameter (also on the device)
     stage 3       4 t / W (gradients)
@@ -58,6 +60,8 @@ def model_states(elements: Elements, run: Candidate) -> tuple[dict[str, float], 
                 host["buffer of updated weights"] = width * largest_sub_group(elements, run) * shards
         if shards > 1:
             device["weights that are not sharded"] = width * elements.persistent
+        if run.hpz > 1:
+            weights["second shards of weights"] = width * elements.total / run.hpz
         states["gradients"] = run.gradient_bytes * trained
         device["reduction bucket"] = width * elements.bucket
     else:

@@ -47,6 +47,7 @@ _FIELDS = {
     "optimizer_on_nvme": "offload_optimizer",
     "param_on_nvme": "offload_param",
     "every_n_layers": "activation_checkpointing_kwargs",
+    "hpz": "deepspeed",
 }
 _FIELDS |= {name: next(iter(FEATURES[name])) for name in SEARCHED_FEATURES}
 _MICRO_BATCH = "per_device_train_batch_size"
@@ -165,7 +166,7 @@ def _is_given(args: TrainingArguments, name: str) -> bool:
 def _of_file(config: CompiledConfig | None) -> dict[str, object]:
     """What the user's DeepSpeed configuration fixes."""
     user = {} if config is None else config.user_values()
-    found: dict[str, object] = {}
+    found: dict[str, object] = {} if config is None else {"hpz": config.hpz_partition_size}
     if config is not None and "zero_optimization.stage" in user:
         found["stage"] = config.zero_stage
     for name in ("optimizer", "param"):
@@ -179,7 +180,7 @@ def _fixed(inputs: TrainerInputs, devices: JobDevices) -> dict[str, object]:
     """What the search must keep: given values, and what this model or these devices cannot have."""
     args, found = inputs.args, {}
     for name, field in _FIELDS.items():
-        if _is_given(args, field):
+        if name != "hpz" and _is_given(args, field):  # a DeepSpeed configuration: _of_file
             found[name] = _value(args, name, field)
     if args.nvme_path is None:
         found |= {name: False for name in ("optimizer_on_nvme", "param_on_nvme") if name not in found}
@@ -229,7 +230,7 @@ def _nothing_fits(
     fixed = [
         f"{_FIELDS[name]}={getattr(args, _FIELDS[name])!r}"
         for name, _ in goal.fixed
-        if name in _FIELDS and _is_given(args, _FIELDS[name])
+        if name in _FIELDS and name != "hpz" and _is_given(args, _FIELDS[name])
     ]
     fixed = list(dict.fromkeys(fixed))
     kept = f" with {', '.join(fixed)}" if fixed else ""

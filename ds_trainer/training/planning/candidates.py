@@ -58,6 +58,7 @@ def candidate_of_arguments(
         offload_param=config.offload("param") is not None,
         optimizer_on_nvme=config.offload("optimizer") == "nvme",
         param_on_nvme=config.offload("param") == "nvme",
+        hpz=config.hpz_partition_size,
         every_n_layers=every_n_layers(args),
         checkpointing=bool(args.activation_checkpointing) or config.activation_checkpointing is not None,
         precision=config.precision.dtype,

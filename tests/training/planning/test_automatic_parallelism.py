@@ -51,6 +51,7 @@ def trained(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "requested": (args.parallelism, args.per_device_train_batch_size, args.zero_stage),
         "stage": trainer.compiled.zero_stage,
+        "hpz": trainer.compiled.hpz_partition_size,
         "now": trainer.args.parallelism,
     }
 
@@ -85,6 +86,37 @@ def test_a_deepspeed_file_keeps_its_stage(tmp_path: Path) -> None:
     file = {"zero_optimization": {"stage": 2}}
     found = pool(2).run(trained, tmp_path / "auto", {"parallelism": "auto", "deepspeed": file})
     assert (found[0]["chosen"]["zero_stage"], found[0]["stage"], found[0]["total"]) == (None, 2, 8)
+
+
+def trained_on_two_machines(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """As :func:`trained`, with 2 ranks on each machine, and what is held of the weights within one."""
+    import deepspeed
+
+    seen = []
+    real = deepspeed.initialize
+
+    def initialize(**values: Any) -> Any:
+        made = real(**values)
+        seen.append(max(param.ds_secondary_tensor_num_of_groups for param in made[0].module.parameters()))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "initialize", initialize)
+        patch.setattr("ds_trainer.training.job_devices.known_local_size", lambda environment: 2)
+        return {**trained(folder, given), "groups": seen}
+
+
+def test_hpz_is_chosen_on_two_machines_and_trains_as_without_it(tmp_path: Path) -> None:
+    given = {"zero_stage": 3, "tensor_parallel_size": 1}
+    plain = pool(4).run(trained, tmp_path / "plain", given)
+    auto = {**given, "parallelism": "auto"}
+    found = pool(4).run(trained_on_two_machines, tmp_path / "auto", auto)
+    assert [rank["hpz"] for rank in found] == [2] * 4
+    assert [rank["groups"] for rank in found] == [[2]] * 4
+    assert found[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-3)
+    for file in ({"zero_optimization": {"overlap_comm": False}}, {"zero_optimization": {"zero_hpz_partition_size": 4}}):
+        kept = pool(4).run(trained_on_two_machines, tmp_path / "file", {**auto, "deepspeed": file})
+        assert {rank["hpz"] for rank in kept} == {file["zero_optimization"].get("zero_hpz_partition_size", 1)}
 
 
 def test_a_recipe_has_it_too(tmp_path: Path) -> None:
