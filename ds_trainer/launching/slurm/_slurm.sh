@@ -152,20 +152,18 @@ judge() {
     fi
 }
 
-# Has the next start of this job, which is pending, do without some nodes, if its partition has enough others.
-exclude() {
-    local before all others
-    before="$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o ' ExcNodeList=[^ ]*')" || true
+# Sets `excluded`, the nodes that the next start of this job is to do without: those of before and $1, if the job's
+# partition has enough others; else nothing.
+choose_excluded() {
+    local others
+    excluded="" before="$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o ' ExcNodeList=[^ ]*')" || true
     before="${before##*=}" before="${before/#(null)/}"
-    all="${before:+$before,}$1"
+    excluded="${before:+$before,}$1"
     others="$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,mixed,allocated,completing -o %N | sort -u |
-        grep -cvxF -- "$(scontrol show hostnames "$all")")" || true
+        grep -cvxF -- "$(scontrol show hostnames "$excluded")")" || true
     if [ "${others:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
         say "not excluded: $1, since partition $SLURM_JOB_PARTITION has only ${others:-0} other nodes for this job"
-    elif scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$all"; then
-        say "excluded from this job: $1 (to undo: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$before)"
-    else
-        say "not excluded: $1, since scontrol failed"
+        excluded=""
     fi
 }
 
@@ -187,12 +185,18 @@ finish() {
     elif [ "$restarts" -ge "$max_restarts" ]; then
         say "not requeued: no restarts left (MAX_RESTARTS=$max_restarts)"
     else
+        local excluded="" before=""
+        if [ -n "$hosts" ]; then choose_excluded "${hosts// /,}"; fi
         say "requeueing"
-        trap '' TERM # SLURM now ends this script, and only a pending job can be changed
-        if scontrol requeue "$SLURM_JOB_ID"; then
-            if [ -n "$hosts" ]; then exclude "${hosts// /,}"; fi
-        else
+        # SLURM now ends this script, and only a pending job can be changed. Not a moment longer: slurmd looks for processes
+        # of this run less and less often, and would take those of the next run for them.
+        trap '' TERM
+        if ! scontrol requeue "$SLURM_JOB_ID"; then
             say "not requeued by this script: SLURM has already done it, or the job was submitted with --no-requeue"
+        elif [ -n "$excluded" ] && scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded"; then
+            say "excluded from this job: ${hosts// /,} (to undo: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$before)"
+        elif [ -n "$excluded" ]; then
+            say "not excluded: ${hosts// /,}, since scontrol failed"
         fi
     fi
     exit "$code"
