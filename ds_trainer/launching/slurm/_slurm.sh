@@ -188,12 +188,11 @@ finish() {
         local excluded="" before=""
         if [ -n "$hosts" ]; then choose_excluded "${hosts// /,}"; fi
         say "requeueing"
-        # SLURM now ends this script, and only a pending job can be changed. The next run must not begin at once: slurmd
-        # looks once a second whether this one has ended, and would end the next one in its place.
+        # SLURM now ends this script, and only a pending job can be changed.
         trap '' TERM
         if ! scontrol requeue "$SLURM_JOB_ID"; then
             say "not requeued by this script: SLURM has already done it, or the job was submitted with --no-requeue"
-        elif [ -n "$excluded" ] && scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded" StartTime=now+15; then
+        elif [ -n "$excluded" ] && scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded"; then
             say "excluded from this job: ${hosts// /,} (to undo: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$before)"
         elif [ -n "$excluded" ]; then
             say "not excluded: ${hosts// /,}, since scontrol failed"
