@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.engine.loading.creation_memory import return_freed_memory
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
@@ -19,6 +20,8 @@ OPTIONS: dict[str, Any] = dict(max_steps=1, save_strategy="no", disable_tqdm=Tru
 
 def private_bytes() -> int:
     """Memory of this process that no file backs and no other process shares."""
+    gc.collect()
+    return_freed_memory()  # else what an earlier test has freed would be used again unseen
     text = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Private_Dirty:"))
 
@@ -89,10 +92,8 @@ def memory_of_a_script(directory: str, output_dir: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     def more() -> int:
-        gc.collect()
         return private_bytes() - before
 
-    gc.collect()
     before = private_bytes()
     model: nn.Module = AutoModelForCausalLM.from_pretrained(directory)
     found: dict[str, Any] = {"size": sum(p.nbytes for p in model.parameters()), "loaded": more()}
