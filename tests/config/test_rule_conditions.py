@@ -63,10 +63,13 @@ def optimizer_on(device: str, **keys: Any) -> dict[str, Any]:
 _FP16_MASTER = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
 _BF16_MASTER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 _NO_NORM = zero(compute_grad_norm=False)
+_INT4 = zero(zero_quantized_gradients=True)
 _NVME = {"device": "nvme", "nvme_path": "/nvme"}
 _TWO_SLICES = {"world": 2, "tensor_parallel_size": 2}
 _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_ratio": 0.1})}
 _BARE = Environment(version=lambda package: None)
+_EXPERTS = {"expert_parallel": {"enabled": True}}
+_SLICED_EXPERTS = {"expert_parallel": {"enabled": True, "expert_tensor_parallel_size": 2}}
 
 CASES = [
     # -- precision ---------------------------------------------------------------------------------------------------
@@ -127,7 +130,31 @@ CASES = [
         nvme_path="/nvme",
         deepspeed=_NO_NORM,
     ),
-    keeps("quantized-gradients-in-16-bits", bf16=True, communication_data_type="fp32"),
+    keeps("quantized-gradients-need-fp16", bf16=True),
+    breaks("quantized-gradients-need-fp16", device="cuda", zero_stage=3, deepspeed=_INT4),
+    breaks(
+        "quantized-gradients-need-fp16",
+        fp16=True,
+        device="cuda",
+        zero_stage=3,
+        communication_data_type="fp32",
+        deepspeed=_INT4,
+    ),
+    keeps(
+        "quantized-gradients-need-fp16",
+        bf16=True,
+        device="cuda",
+        zero_stage=3,
+        communication_data_type="fp16",
+        deepspeed=_INT4,
+    ),
+    breaks(
+        "quantized-gradients-need-fp16",
+        device="cuda",
+        zero_stage=3,
+        communication_data_type="fp16",
+        deepspeed={**autocast("bfloat16"), **_INT4},
+    ),
     breaks(
         "half-at-stage-0-with-tensor-parallelism",
         "fp16-needs-zero",
@@ -160,9 +187,24 @@ CASES = [
     keeps("predivide-with-reduce-scatter", zero_stage=0, deepspeed={"prescale_gradients": True}),
     breaks("predivide-with-reduce-scatter", zero_stage=1, deepspeed={"gradient_predivide_factor": 2.0}),
     breaks("zeropp-needs-stage-3", zero_stage=2, world=2, deepspeed=zero(zero_hpz_partition_size=2)),
-    *(
-        breaks("zeropp-quantization-needs-gpu", zero_stage=3, deepspeed=zero(**{f"zero_quantized_{kind}": True}))
-        for kind in ("weights", "gradients", "nontrainable_weights")
+    breaks("zeropp-quantization-needs-gpu", "quantized-gradients-need-fp16", zero_stage=3, deepspeed=_INT4),
+    keeps("hpz-without-nvme-parameters", zero_stage=3, world=2, offload_param="nvme", nvme_path="/nvme"),
+    keeps(
+        "hpz-without-nvme-parameters",
+        zero_stage=3,
+        world=2,
+        offload_param="nvme",
+        nvme_path="/nvme",
+        deepspeed=zero(zero_hpz_partition_size=1),
+    ),
+    keeps("quantized-gradients-without-tensor-parallelism", zero_stage=3, **_TWO_SLICES),
+    keeps("quantized-gradients-need-reduce-scatter", zero_stage=3, deepspeed=zero(reduce_scatter=False)),
+    keeps(
+        "quantized-gradients-need-reduce-scatter",
+        fp16=True,
+        device="cuda",
+        zero_stage=3,
+        deepspeed=zero(reduce_scatter=True, zero_quantized_gradients=True),
     ),
     # -- SuperOffload and ZenFlow ------------------------------------------------------------------------------------
     breaks(
@@ -233,6 +275,19 @@ CASES = [
     ),
     keeps("expert-parallel-transformers", environment=Environment(version=lambda package: "5.23.0")),
     keeps("expert-parallel-transformers", deepspeed={"expert_parallel": {"enabled": True}}, environment=_BARE),
+    keeps("expert-parallel-stage-3", zero_stage=2, deepspeed=_EXPERTS, environment=_BARE),
+    keeps("expert-parallel-stage-3", zero_stage=3, deepspeed=_EXPERTS, environment=_BARE),
+    keeps("expert-parallel-stage-3", zero_stage=3, world=2, deepspeed=zero(zero_hpz_partition_size=2)),
+    keeps("expert-parallel-stage-3", zero_stage=2, deepspeed=_SLICED_EXPERTS, environment=_BARE),
+    breaks("expert-parallel-stage-3", zero_stage=3, deepspeed=_SLICED_EXPERTS, environment=_BARE),
+    breaks(
+        "expert-parallel-stage-3",
+        zero_stage=3,
+        fp16=True,
+        device="cuda",
+        deepspeed={**_EXPERTS, **_INT4},
+        environment=_BARE,
+    ),
     *(keeps(f"{name}-needs-package", environment=_BARE) for name in ("datastates", "tensorboard", "wandb", "comet")),
 ]
 

@@ -27,7 +27,8 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 
 _CPU = {"device": "cpu"}
-_QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+_QUANTISED = {"zero_quantized_weights": True}
+_QUANTISED_GRADIENTS = {"zero_quantized_gradients": True}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 _ZENFLOW: dict[str, Any] = {
@@ -143,16 +144,10 @@ EXAMPLES: dict[str, Example] = {
         {"zero_stage": 2},
         ("grad_accum_dtype=fp32 (argument)", "compute_grad_norm=false"),
     ),
-    "quantized-gradients-in-16-bits": Example(
-        {
-            "bf16": True,
-            "zero_stage": 3,
-            "device": "cuda",
-            "communication_data_type": "fp32",
-            "deepspeed": zero(**_QUANTISED),
-        },
-        {"communication_data_type": "auto"},
-        ("zero_quantized_gradients=true", "communication_data_type=fp32 (argument)"),
+    "quantized-gradients-need-fp16": Example(
+        {"bf16": True, "zero_stage": 3, "device": "cuda", "deepspeed": zero(**_QUANTISED_GRADIENTS)},
+        {"bf16": False, "fp16": True},
+        ("zero_quantized_gradients=true", "communication_data_type="),
     ),
     "half-at-stage-0-with-tensor-parallelism": Example(
         {"bf16": True, "zero_stage": 0, "tensor_parallel_size": 2, "world": 2},
@@ -191,6 +186,41 @@ EXAMPLES: dict[str, Example] = {
     "zeropp-quantization-needs-gpu": Example({"zero_stage": 3, "deepspeed": zero(**_QUANTISED)}, {"device": "cuda"}),
     "hpz-divides-ranks": Example(
         {"zero_stage": 3, "world": 6, "deepspeed": zero(zero_hpz_partition_size=4)}, {"world": 8}
+    ),
+    "hpz-without-nvme-parameters": Example(
+        {
+            "zero_stage": 3,
+            "world": 2,
+            "offload_param": "nvme",
+            "nvme_path": "/nvme",
+            "deepspeed": zero(zero_hpz_partition_size=2),
+        },
+        {"offload_param": "cpu", "nvme_path": None},
+        ("zero_hpz_partition_size=2", "offload_param=nvme", "Set offload_param=cpu"),
+    ),
+    "quantized-frozen-weights": Example(
+        {"zero_stage": 3, "deepspeed": zero(zero_quantized_nontrainable_weights=True)},
+        {"deepspeed": zero(zero_quantized_nontrainable_weights=False)},
+    ),
+    "quantized-gradients-without-tensor-parallelism": Example(
+        {
+            "fp16": True,
+            "zero_stage": 3,
+            "device": "cuda",
+            "world": 2,
+            "tensor_parallel_size": 2,
+            "deepspeed": zero(**_QUANTISED_GRADIENTS),
+        },
+        {"tensor_parallel_size": 1},
+    ),
+    "quantized-gradients-need-reduce-scatter": Example(
+        {
+            "fp16": True,
+            "zero_stage": 3,
+            "device": "cuda",
+            "deepspeed": zero(reduce_scatter=False, **_QUANTISED_GRADIENTS),
+        },
+        {"deepspeed": zero(**_QUANTISED_GRADIENTS)},
     ),
     "compute-grad-norm-off": Example(
         {"zero_stage": 1, "deepspeed": zero(compute_grad_norm=False)}, {"max_grad_norm": 0}
@@ -345,6 +375,16 @@ EXAMPLES: dict[str, Example] = {
             "environment": Environment(version=lambda package: "5.23.0"),
         },
         {"environment": Environment(version=lambda package: "5.22.1")},
+    ),
+    "expert-parallel-stage-3": Example(
+        {
+            "zero_stage": 3,
+            "world": 2,
+            "deepspeed": {"expert_parallel": {"enabled": True}, **zero(zero_hpz_partition_size=2)},
+            "environment": Environment(version=lambda package: "5.22.1"),
+        },
+        {"deepspeed": {"expert_parallel": {"enabled": True}}},
+        ("zero_hpz_partition_size=2",),
     ),
     "deepcompile-needs-gpu": Example({"deepspeed": {"compile": {"deepcompile": True}}}, {"device": "cuda"}),
     "checkpoint-writer-needs-gpu": Example(

@@ -104,12 +104,17 @@ PRECISION = (
         "Remove zero_optimization.compute_grad_norm, or use zero_stage=2.",
     ),
     Rule(
-        "quantized-gradients-in-16-bits",
+        # coalesced_collectives.py, all_to_all_quant_reduce: csrc/quantization/pt_binding.cpp casts the pointer to __half*.
+        "quantized-gradients-need-fp16",
         "Precision",
-        ("zero_optimization.zero_quantized_gradients", _COMMUNICATE),
-        lambda c: c.zero("zero_quantized_gradients", False) is True and c.get(_COMMUNICATE) == "fp32",
-        "quantized gradients are communicated as integers made from 16-bit gradients",
-        "Remove communication_data_type, or zero_quantized_gradients.",
+        ("zero_optimization.zero_quantized_gradients", _COMMUNICATE, "torch_autocast.enabled"),
+        lambda c: (
+            c.on("zero_optimization.zero_quantized_gradients")
+            and (c.on("torch_autocast.enabled") or (c.get(_COMMUNICATE) or c.model_dtype) != "fp16")
+        ),
+        "DeepSpeed 0.19.8 reads the bytes of a gradient that it quantizes as float16, whatever they are, so any other "
+        "dtype gives wrong gradients on several machines",
+        "Set fp16=True, or remove zero_quantized_gradients.",
     ),
     Rule(
         "half-at-stage-0-with-tensor-parallelism",

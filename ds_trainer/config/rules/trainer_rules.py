@@ -135,6 +135,27 @@ TRAINER = (
         "Install transformers below 5.23, or remove expert_parallel.",
     ),
     Rule(
+        "expert-parallel-stage-3",
+        "Settings that the Trainer manages",
+        (
+            "expert_parallel.enabled",
+            "zero_optimization.zero_hpz_partition_size",
+            "zero_optimization.zero_quantized_gradients",
+            "expert_parallel.expert_tensor_parallel_size",
+        ),
+        lambda c: (
+            c.on("expert_parallel.enabled")
+            and c.stage == 3
+            and (
+                int(c.zero("zero_hpz_partition_size") or 1) > 1
+                or c.on("zero_optimization.zero_quantized_gradients")
+                or int(c.get("expert_parallel.expert_tensor_parallel_size") or 1) > 1
+            )
+        ),
+        "AutoEP at ZeRO stage 3 has neither hpZ nor quantized gradients, and does not divide experts among ranks",
+        "Remove these keys, or set zero_stage=2.",
+    ),
+    Rule(
         "deepcompile-needs-gpu",
         "Settings that the Trainer manages",
         ("compile.deepcompile",),

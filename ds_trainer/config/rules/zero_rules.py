@@ -7,6 +7,7 @@ from ds_trainer.config.rules.rule_context import Rule, RuleContext
 _STAGE = "zero_optimization.stage"
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 _OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+_QUANTIZED_GRADIENTS = "zero_optimization.zero_quantized_gradients"
 
 
 def _nvme(context: RuleContext) -> bool:
@@ -22,12 +23,15 @@ def _nvme_paths(context: RuleContext) -> list[str | None]:
 
 
 def _zeropp(context: RuleContext) -> bool:
-    return _quantized(context) or int(context.zero("zero_hpz_partition_size", 1)) > 1
+    return _quantized(context) or _hpz(context) > 1
 
 
 def _quantized(context: RuleContext) -> bool:
-    kinds = ("weights", "gradients", "nontrainable_weights")
-    return any(context.on(f"zero_optimization.zero_quantized_{kind}") for kind in kinds)
+    return any(context.on(f"zero_optimization.zero_quantized_{kind}") for kind in ("weights", "gradients"))
+
+
+def _hpz(context: RuleContext) -> int:
+    return int(context.zero("zero_hpz_partition_size") or 1)
 
 
 ZERO = (
@@ -109,8 +113,7 @@ ZERO = (
         (
             "zero_optimization.zero_hpz_partition_size",
             "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_gradients",
-            "zero_optimization.zero_quantized_nontrainable_weights",
+            _QUANTIZED_GRADIENTS,
             _STAGE,
         ),
         lambda c: c.stage != 3 and _zeropp(c),
@@ -122,8 +125,7 @@ ZERO = (
         "ZeRO",
         (
             "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_gradients",
-            "zero_optimization.zero_quantized_nontrainable_weights",
+            _QUANTIZED_GRADIENTS,
         ),
         lambda c: c.on_cpu and _quantized(c),
         "quantized communication needs a GPU, and this job runs on CPUs",
@@ -133,9 +135,44 @@ ZERO = (
         "hpz-divides-ranks",
         "ZeRO",
         ("zero_optimization.zero_hpz_partition_size",),
-        lambda c: c.layout.seq_data_parallel_size % max(1, int(c.zero("zero_hpz_partition_size", 1))) != 0,
+        lambda c: c.layout.seq_data_parallel_size % _hpz(c) != 0,
         "the secondary partition of ZeRO++ (hpZ) must divide the number of ranks over which ZeRO shards",
         "Set it to the number of GPUs per node.",
+    ),
+    Rule(
+        # partition_parameters.py, _partition_param_sec: torch.empty(..., device="nvme").
+        "hpz-without-nvme-parameters",
+        "ZeRO",
+        ("zero_optimization.zero_hpz_partition_size", _OFFLOAD_PARAM),
+        lambda c: _hpz(c) > 1 and c.offloads("param", "nvme"),
+        "DeepSpeed 0.19.8 cannot keep the secondary partition of ZeRO++ (hpZ) on NVMe",
+        "Set offload_param=cpu, or remove zero_hpz_partition_size.",
+    ),
+    Rule(
+        # Measured with a quantizer in Python: the shard of a frozen weight is quantized while it is empty, and the
+        # weight is then copied into the integers (_partition_param), where everything below 1 becomes 0.
+        "quantized-frozen-weights",
+        "ZeRO",
+        ("zero_optimization.zero_quantized_nontrainable_weights",),
+        lambda c: c.on("zero_optimization.zero_quantized_nontrainable_weights"),
+        "DeepSpeed 0.19.8 rounds frozen weights to whole numbers when it shards them, so that most become 0",
+        "Remove zero_quantized_nontrainable_weights. zero_quantized_weights quantizes what ranks send each other.",
+    ),
+    Rule(
+        "quantized-gradients-without-tensor-parallelism",
+        "ZeRO",
+        (_QUANTIZED_GRADIENTS, "tensor_parallel.autotp_size"),
+        lambda c: c.on(_QUANTIZED_GRADIENTS) and c.layout.tp > 1,
+        "DeepSpeed 0.19.8 sums quantized gradients over all ranks, also over those with other slices of the weights",
+        "Remove zero_quantized_gradients, or set tensor_parallel_size=1.",
+    ),
+    Rule(
+        "quantized-gradients-need-reduce-scatter",
+        "ZeRO",
+        (_QUANTIZED_GRADIENTS, "zero_optimization.reduce_scatter"),
+        lambda c: c.on(_QUANTIZED_GRADIENTS) and c.zero("reduce_scatter", True) is not True,
+        "quantized gradients need reduce_scatter",
+        "Remove reduce_scatter, or zero_quantized_gradients.",
     ),
     Rule(
         "compute-grad-norm-off",

@@ -331,6 +331,7 @@ def _write_not_stepped(
         if hasattr(parameter, "ds_tensor"):
             shard = zero_shard_slice(parameter, engine.groups.coordinates.tp)
             _fill(parameter.ds_tensor, 0, source, name, kind, shard)
+            parameter.ds_secondary_tensor = None  # hpZ's copy; DeepSpeed drops those of stepped weights only
         else:
             _fill(parameter, 0, source, name, kind, parameter_slice(parameter, engine.groups.coordinates.tp))
     for name, buffer in persistent_buffers(model):

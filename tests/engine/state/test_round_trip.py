@@ -133,6 +133,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
     "oddities, stage 0": (Oddities, Setup(2, {"zero_stage": 0})),
     "oddities, stage 1": (Oddities, Setup(2, ZERO_1)),
     "oddities, stage 3": (Oddities, Setup(2, ZERO_3)),
+    "oddities, hpZ": (
+        Oddities,
+        Setup(2, ZERO_3, {"zero_optimization": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}}),
+    ),
     "bf16, stage 0": (small_llama, Setup(2, {**BF16, "zero_stage": 0})),
     "bf16, stage 0, sums in float32": (
         small_llama,
