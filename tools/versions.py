@@ -31,11 +31,19 @@ SETS = {
 SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors", "numpy")
 
 
-def lowest(project: dict[str, Any]) -> list[str]:
-    """``name==version`` for every lower bound of the dependencies and of the extras in :data:`BOUNDED`."""
+def bounds() -> dict[str, str]:
+    """Bounds by package, of the dependencies and of the extras in :data:`BOUNDED`."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [line for name in BOUNDED for line in project["optional-dependencies"][name]]
-    found = (re.match(r"([\w.-]+)(?:\[.*?\])?>=([\w.]+)", line) for line in [*project["dependencies"], *extras])
-    return [f"{match[1]}=={match[2]}" for match in found if match]
+    found = (re.match(r"([\w.-]+)(?:\[.*?\])?(>=.+)", line) for line in [*project["dependencies"], *extras])
+    return {match[1]: match[2] for match in found if match}
+
+
+def lowest() -> list[str]:
+    """``name==version`` for every lower bound."""
+    return [f"{name}=={specifier[2:].partition(',')[0]}" for name, specifier in bounds().items()]
 
 
 def installed() -> dict[str, str]:
@@ -131,17 +139,14 @@ def write(results: Path) -> None:
         if (results / name / "packages.json").is_file():
             known[name] = result(name, results / name)
     sets = [known[name] for name in SETS if name in known]
-    RECORD.write_text(json.dumps({"sets": sets}, indent=1) + "\n", encoding="utf-8")
+    RECORD.write_text(json.dumps({"bounds": bounds(), "sets": sets}, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(sets), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
     """Run one command."""
     if arguments == ["lowest"]:
-        import tomllib
-
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        print("\n".join(lowest(project)))
+        print("\n".join(lowest()))
     elif arguments == ["installed"]:
         print(json.dumps(installed(), indent=1))
     elif len(arguments) == 2 and arguments[0] == "page":

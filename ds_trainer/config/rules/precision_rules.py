@@ -104,7 +104,7 @@ PRECISION = (
         "Remove zero_optimization.compute_grad_norm, or use zero_stage=2.",
     ),
     Rule(
-        # coalesced_collectives.py, all_to_all_quant_reduce: csrc/quantization/pt_binding.cpp casts the pointer to __half*.
+        # all_to_all_quant_reduce calls csrc/quantization/pt_binding.cpp, which casts the pointer to __half*.
         "quantized-gradients-need-fp16",
         "Precision",
         ("zero_optimization.zero_quantized_gradients", _COMMUNICATE, "torch_autocast.enabled"),

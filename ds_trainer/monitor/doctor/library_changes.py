@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from ds_trainer.engine.library_functions import (
     DIGESTS,
@@ -28,13 +31,14 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 TESTED = Path(__file__).with_name("tested_versions.json")
-"""What the tests said in each environment of ``tools/versions.sh``, which writes it."""
+"""What the tests said in each environment of ``tools/versions.sh``, which writes it, and the bounds of pyproject."""
+_INSTALL = "What then fails is in docs/reference/versions.md and pyproject.toml. Install versions within the bounds."
 _NAMED = 8  # changes in a warning
 _COMPARED = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "peft")
 
 
 def warn_of_changes(directory: Path, self_test: str) -> bool:
-    """Name the changed functions in a warning, with what they could corrupt. Called by one rank.
+    """Warn of packages outside the bounds, and of changed functions, with what they could corrupt. Called by one rank.
 
     Args:
         directory: of the records; beside that of the self-test.
@@ -43,6 +47,9 @@ def warn_of_changes(directory: Path, self_test: str) -> bool:
     Returns:
         Whether a change was found that no earlier start has recorded: the self-test should run again.
     """
+    outside = outside_bounds()
+    if outside:
+        logger.warning("ds_trainer needs other versions than the installed ones: %s. %s", "; ".join(outside), _INSTALL)
     record = directory / f"{_key()}.json"
     try:
         texts, new = json.loads(record.read_text(encoding="utf-8"))["changes"], False
@@ -68,8 +75,23 @@ def warn_of_changes(directory: Path, self_test: str) -> bool:
 
 def library_findings() -> list[Finding]:
     """For ``ds-trainer doctor``: what is known about the installed set of versions, and each changed function."""
-    changes = changed_functions()
-    return [_versions(), *([_function(change) for change in changes] or [_no_change()])]
+    changes, outside = changed_functions(), outside_bounds()
+    bounds = [Finding(Level.WARN, "bounds", "; ".join(outside), _INSTALL)] if outside else []
+    return [_versions(), *bounds, *([_function(change) for change in changes] or [_no_change()])]
+
+
+def outside_bounds() -> list[str]:
+    """Installed packages that pyproject.toml does not allow: each with its version and the bounds.
+
+    Only the release number counts, as vendors build from the source of a coming release: torch 2.12.0a0+nv.
+    """
+    bounds: dict[str, str] = json.loads(TESTED.read_text(encoding="utf-8"))["bounds"]
+    releases = {name: re.match(r"[\d.]*\d", installed_version(name) or "") for name in bounds}
+    return [
+        f"{name} {installed_version(name)} is installed, and ds_trainer asks for {name}{bounds[name]}"
+        for name, release in releases.items()
+        if release is not None and not SpecifierSet(bounds[name]).contains(release[0])
+    ]
 
 
 def tested_sets() -> list[dict[str, Any]]:

@@ -129,13 +129,14 @@ def _trained(model: nn.Module, args: TrainingArguments, checkpoint: str | None =
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
 BF16 = {"bf16": True}
+FEW_GATHERED = {"stage3_param_persistence_threshold": 0}
 CASES: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
     "oddities, stage 0": (Oddities, Setup(2, {"zero_stage": 0})),
     "oddities, stage 1": (Oddities, Setup(2, ZERO_1)),
     "oddities, stage 3": (Oddities, Setup(2, ZERO_3)),
     "oddities, hpZ": (
         Oddities,
-        Setup(2, ZERO_3, {"zero_optimization": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}}),
+        Setup(2, ZERO_3, {"zero_optimization": {"zero_hpz_partition_size": 2, **FEW_GATHERED}}),
     ),
     "bf16, stage 0": (small_llama, Setup(2, {**BF16, "zero_stage": 0})),
     "bf16, stage 0, sums in float32": (
@@ -150,7 +151,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
     "bf16, stage 3": (small_llama, Setup(2, {**BF16, **ZERO_3})),
     "round robin": (small_llama, Setup(2, ZERO_2, {"zero_optimization": {"round_robin_gradients": True}})),
     "sub-groups": (small_llama, Setup(2, ZERO_3, {"zero_optimization": {"sub_group_size": 2000}})),
-    "few gathered": (small_llama, Setup(2, ZERO_3, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})),
+    "few gathered": (small_llama, Setup(2, ZERO_3, {"zero_optimization": FEW_GATHERED})),
     "offloaded optimizer": (small_llama, Setup(2, {**ZERO_2, "offload_optimizer": "cpu"})),
     "offloaded parameters": (small_llama, Setup(2, {**ZERO_3, "offload_optimizer": "cpu", "offload_param": "cpu"})),
     "fused weights, tp 2, stage 1": (Mixer, Setup(2, {**ZERO_1, "tensor_parallel_size": 2}, FUSED_PARTITION)),

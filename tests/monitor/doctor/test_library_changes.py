@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,50 @@ def test_the_self_test_runs_again_after_a_change(
     file.unlink()  # as an edited installation has another one
     ran += [gradients.self_test_once(args, compiled, layout) is not None for _ in range(2)]
     assert ran == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "outside"),
+    [
+        ("torch", "2.11.0", True),
+        ("torch", "2.9.1", True),
+        ("torch", "2.12.0a0+a1b2c3", False),  # NVIDIA's containers
+        ("torch", "2.15.0", False),
+        ("deepspeed", "0.20.0", True),
+        ("transformers", "5.19.2", True),
+        ("peft", "0.19.0", True),
+        ("peft", None, False),
+    ],
+)
+def test_a_version_outside_the_bounds_is_named_at_start_and_by_the_doctor(
+    package: str,
+    version: str | None,
+    outside: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    installed = library_changes.installed_version
+    monkeypatch.setattr(
+        library_changes, "installed_version", lambda name: version if name == package else installed(name)
+    )
+    monkeypatch.setattr(library_changes, "changed_functions", list)  # takes seconds
+    warn_of_changes(tmp_path, "never")
+    found = [finding.message for finding in library_findings() if finding.name == "bounds"]
+    assert bool(caplog.records) == bool(found) == outside
+    for text in [caplog.text, *found] if outside else []:
+        assert f"{package} {version} is installed, and ds_trainer asks for {package}>=" in text
+
+
+def test_the_bounds_are_those_of_pyproject() -> None:
+    """When this fails: tools/versions.sh page"""
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = json.loads(library_changes.TESTED.read_text(encoding="utf-8"))["bounds"]
+    assert len(bounds) > 20 and {"torch", "deepspeed", "transformers", "accelerate", "peft", "wandb"} <= bounds.keys()
+    lines = re.findall(r'"([\w.-]+)(?:\[\w+\])?(>=[^"]+)"', text)
+    assert set(bounds.items()) <= set(lines)
+    first = text[text.index("dependencies = [") : text.index("[project.optional")]
+    assert set(re.findall(r'"([\w.-]+)(>=[^"]+)"', first)) <= set(bounds.items())
 
 
 SETS: list[dict[str, Any]] = [
