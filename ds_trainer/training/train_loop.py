@@ -179,8 +179,6 @@ class TrainLoop:
                 self._checkpointer.prepare()
             events.notify("on_step_end")
             self._agree()
-            if events.control.should_epoch_stop:
-                cursor.leave()
             if self._stop.after_step() and self._can_stop():
                 self._stopped = True
                 break
@@ -206,7 +204,12 @@ class TrainLoop:
     def _agree(self) -> None:
         """Agree on the decisions of the callbacks so far. Collective."""
         self._report_save()
+        self._decide()
+
+    def _decide(self) -> None:
         self._events.agree_on_decisions()
+        if self._events.control.should_epoch_stop and self._cursor.is_inside:
+            self._cursor.leave()  # a checkpoint of this step says so, whatever event the decision came from
 
     def _log_evaluate_save(self) -> None:
         """Do what all ranks have decided; callbacks may decide more after each part, alone on a rank. Collective."""
@@ -214,7 +217,7 @@ class TrainLoop:
         # A callback may replace the control at any of these events, so it is read again after each.
         if events.control.should_log and events.state.global_step > self._window_start:
             self._run.log(self._close_window(), **self._log_keywords)
-            events.agree_on_decisions()
+            self._decide()
         if events.control.should_evaluate:
             self._counter.flush()
             metrics = self._evaluate()
@@ -228,7 +231,7 @@ class TrainLoop:
             self._counter.flush()
             with self._paused("saving"):
                 self._save_checkpoint()
-            events.agree_on_decisions()
+            self._decide()
             events.control.should_save = False
 
     def _report_save(self, wait: bool = False) -> None:
@@ -261,7 +264,7 @@ class TrainLoop:
         is_best = judge(events.args, events.state, metrics)
         if events.args.save_strategy == SaveStrategy.BEST:
             events.control.should_save = is_best
-        events.agree_on_decisions()
+        self._decide()
 
     def _close_window(self) -> dict[str, float]:
         """Return the logs of the steps since the last log, and begin a new window. Waits for the device."""
@@ -304,7 +307,7 @@ class TrainLoop:
 
     def _can_stop(self) -> bool:
         """Whether there are steps left for another process. Collective."""
-        self._events.agree_on_decisions()
+        self._decide()
         return not (self._is_done() or self._events.control.should_training_stop)
 
     def _save_and_stop(self) -> NoReturn:

@@ -39,7 +39,7 @@ class LogitsToHost:
     def of(self, logits: Any, dummy: bool, unshard: Callable[[Any], Any] | None = None) -> OnHost | None:
         """``logits`` ``[B, S, V]`` of all replicas; None if they fit into one piece, or exist already.
 
-        Without gradients. Collective: like all ranks of the evaluation, since its outputs are of one structure.
+        Without gradients. Collective: all ranks have deferred logits or none, as the outputs are of one structure.
 
         Args:
             logits: the prediction of the model; something can be done if it is :class:`DeferredLogits`.
@@ -48,15 +48,16 @@ class LogitsToHost:
                 inputs of the head, which are much smaller than the logits; every rank of a sequence then computes the
                 logits of all its tokens.
         """
-        if not isinstance(logits, DeferredLogits) or logits.known is not None or logits.hidden.dim() != 3:
+        if not isinstance(logits, DeferredLogits) or logits.hidden.dim() != 3:
             return None
         hidden = logits.hidden if unshard is None else unshard(logits.hidden)
         tokens = hidden.shape[1]
         # All ranks make the same pieces; those that have no more tokens give none.
         own = max(1, logits.reader.chunk_tokens // max(1, len(hidden)))
-        longest, smallest = distributed.agree(torch.tensor([tokens, -own]))
+        read = int(logits.known is not None)  # by the model; perhaps on this rank alone
+        longest, smallest, exist = distributed.agree(torch.tensor([tokens, -own, read]))
         size = -smallest
-        if longest <= size:
+        if exist or longest <= size:
             return None
 
         def use(logits_of: Any) -> torch.Tensor:

@@ -188,10 +188,11 @@ class LossComputation:
         tokens = labels.numel() if isinstance(labels, torch.Tensor) else math.inf
         # In an evaluation that wants outputs, the logits are made anyway, unless a function reduces them in pieces.
         made = bool(keywords.get("return_outputs")) and not self.defers_outputs
-        plain = made or tokens < self.chunked.tokens_from
+        # There all ranks do the same whatever their batches, as they vote on the pieces (evaluation/logits_to_host.py).
+        plain = made or (tokens < self.chunked.tokens_from and not self.defers_outputs)
         try:
             with (
-                nullcontext() if plain else self.chunked.deferring(model),
+                nullcontext() if plain else self.chunked.deferring(model, always=self.defers_outputs),
                 self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):
                 return method.call(model, inputs, **keywords)

@@ -311,7 +311,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
         if has_loss:
             loss, outputs = self._loss_and_outputs(model, own, items, wanted)
         else:
-            with self.losses.chunked.deferring(model) if self._pieces is not None else nullcontext():
+            with self.losses.chunked.deferring(model, always=True) if self._pieces is not None else nullcontext():
                 outputs = model(**own)
             loss = loss_of_outputs(outputs)
         loss = None if loss is None else loss.detach().mean()

@@ -125,6 +125,31 @@ def test_predictions_on_two_ranks(layout: str, tmp_path: Any) -> None:
     np.testing.assert_allclose(np.where(same, wanted[0], 0), np.where(same, one[0], 0), rtol=1e-5, atol=1e-6)
 
 
+def predicted_where_tiles_pay(output_dir: str, tokens: float, chunk: int | None) -> Any:
+    before, chunked_loss.PAYS_FROM = chunked_loss.PAYS_FROM, int(4 * VOCABULARY * tokens)
+    try:
+        return predicted(output_dir, chunk, per_device_eval_batch_size=2, zero_stage=3)  # type: ignore[arg-type]
+    finally:
+        chunked_loss.PAYS_FROM = before
+
+
+def test_tiles_that_pay_on_one_rank_only_are_made_on_all(tmp_path: Any) -> None:
+    """By default the number of tokens of a batch decides, and batches of different ranks are padded differently."""
+    sizes = [[len(rows) * max(map(len, rows)) for rows in pairs] for pairs in batches_of_two_ranks()]
+    between = next((one + other) / 2 for one, other in sizes if one != other)
+    (wanted, _), (found, _) = (
+        pool(2).run(partial(predicted_where_tiles_pay, str(tmp_path), between, chunk), timeout=120)
+        for chunk in (0, None)
+    )
+    assert_equal(found, wanted)
+
+
+def batches_of_two_ranks() -> list[list[list[torch.Tensor]]]:
+    """The rows of both ranks in each micro-step."""
+    rows = [row["input_ids"] for row in (Unpadded(SAMPLES)[index] for index in range(SAMPLES - SAMPLES % 4))]
+    return [[rows[at : at + 2], rows[at + 2 : at + 4]] for at in range(0, len(rows), 4)]
+
+
 def test_a_border_that_drops_a_token_is_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = predicted(str(tmp_path), 0)
     gathered = logits_to_host.gather_micro_steps

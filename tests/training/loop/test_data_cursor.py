@@ -33,7 +33,8 @@ class Linear(nn.Module):
         self.seen: list[int] = []
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.seen += [int(number) for number in x.flatten()]
+        if self.training:
+            self.seen += [int(number) for number in x.flatten()]
         return {"loss": nn.functional.mse_loss(self.layer(x / SAMPLES), labels)}
 
 
@@ -43,13 +44,23 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class EndsEpochAt(TrainerCallback):
-    """Ends the epoch early."""
+    """Ends the epoch early, at an event of a step."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, event: str = "on_step_end") -> None:
+        self._step, self._event = step, event
+
+    def _end(self, event: str, state: Any, control: Any) -> None:
+        if event == self._event and state.global_step == self._step:
+            control.should_epoch_stop = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_epoch_stop = control.should_epoch_stop or state.global_step == self._step
+        self._end("on_step_end", state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end("on_log", state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end("on_evaluate", state, control)
 
 
 def seen(
@@ -63,7 +74,8 @@ def seen(
         save_strategy="steps",
         save_steps=1,
         save_total_limit=1,
-        logging_strategy="no",
+        logging_strategy=more.pop("logging_strategy", "no"),
+        logging_steps=1,
         lr_scheduler_type="constant",
         disable_tqdm=True,
         use_cpu=True,
@@ -71,7 +83,8 @@ def seen(
         **more,
     )
     model = Linear()
-    trainer = Trainer(model, args, train_dataset=Numbers(), data_collator=collate, callbacks=[*callbacks, StopAt(stop)])
+    data = {"train_dataset": Numbers(), "eval_dataset": Numbers() if "eval_strategy" in more else None}
+    trainer = Trainer(model, args, data_collator=collate, callbacks=[*callbacks, StopAt(stop)], **data)
     trainer.train(resume_from_checkpoint=True if resume else None)
     trainer.engine.close()
     (newest,) = output_dir.glob("checkpoint-*")
@@ -107,12 +120,20 @@ def test_a_run_stopped_at_the_end_of_an_epoch_resumes(tmp_path: Path) -> None:
     assert rest == uninterrupted[SAMPLES:]
 
 
-def test_an_epoch_that_was_ended_early_does_not_begin_again(tmp_path: Path) -> None:
-    ends = [EndsEpochAt(3)]
-    whole, _ = seen(tmp_path / "whole", 99, 4, callbacks=ends)
-    first, position = seen(tmp_path / "parts", 3, 4, callbacks=ends)
+@pytest.mark.parametrize(
+    ("event", "more"),
+    [
+        ("on_step_end", {}),
+        ("on_log", {"logging_strategy": "steps"}),
+        ("on_evaluate", {"eval_strategy": "steps", "eval_steps": 1}),
+    ],
+)
+def test_an_epoch_that_was_ended_early_does_not_begin_again(event: str, more: dict[str, Any], tmp_path: Path) -> None:
+    ends = [EndsEpochAt(3, event)]
+    whole, _ = seen(tmp_path / "whole", 99, 4, callbacks=ends, **more)
+    first, position = seen(tmp_path / "parts", 3, 4, callbacks=ends, **more)
     assert (first, position["ended"], position["epoch"]) == (whole[:12], True, 0)
-    rest, _ = seen(tmp_path / "parts", 99, 4, resume=True)
+    rest, _ = seen(tmp_path / "parts", 99, 4, resume=True, **more)
     assert rest == whole[12:] and len(rest) == SAMPLES
 
 

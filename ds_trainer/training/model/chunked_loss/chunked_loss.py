@@ -96,11 +96,12 @@ class ChunkedLoss:
             self._is_known, self.tokens_from = False, 0.0
 
     @contextmanager
-    def deferring(self, model: nn.Module) -> Iterator[None]:
+    def deferring(self, model: nn.Module, always: bool = False) -> Iterator[None]:
         """Inside, the head of ``model`` returns deferred logits.
 
         Args:
             model: the engine, or the model if there is none.
+            always: also for few tokens. Ranks have batches of different sizes: needed if all must do the same.
         """
         if self._active or (self._chunk_tokens == 0 and not self._z_loss):
             yield
@@ -128,7 +129,7 @@ class ChunkedLoss:
             ]
         self._active = True
         # nn.Module.__call__ calls this instead of the hooks and forward, if it is set.
-        module.__dict__["_compiled_call_impl"] = self._call(head, module, core)
+        module.__dict__["_compiled_call_impl"] = self._call(head, module, core, always)
         try:
             yield
         finally:
@@ -154,10 +155,10 @@ class ChunkedLoss:
         self._checked = True
         check_tiles(*computed)
 
-    def _call(self, head: LinearHead, module: Any, core: nn.Module) -> Any:
+    def _call(self, head: LinearHead, module: Any, core: nn.Module, always: bool) -> Any:
         def call(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             plain = bool(args or kwargs) or not isinstance(hidden, torch.Tensor) or not head.can_run()
-            needed = bool(self._z_loss) and core.training
+            needed = always or (bool(self._z_loss) and core.training)
             if plain or not (needed or uses_tiles(self._chunk_tokens, hidden.shape[:-1].numel(), head.classes)):
                 return module._call_impl(hidden, *args, **kwargs)
             kind = hidden.device.type
