@@ -315,6 +315,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         cut_for_ranks(run.loader, self.losses, counter, {*self.overridden, *vars(self)}, self.args.auto_find_batch_size)
         health = self.telemetry.watch(self.output_dir, checkpointer.finish_before_exit)
         group = self.groups.seq_data_parallel if distributed.world_size() > 1 else None
+        self.losses.loader = run.loader
         by_source = self.losses.sources.window = self.losses.sources.sums(self.train_dataset, group)
         window = LossWindow(self.device, self.args.logging_nan_inf_filter, group, by_source)
         step = StepRunner(

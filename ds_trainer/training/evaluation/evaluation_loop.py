@@ -18,7 +18,8 @@ of a few tokens at a time are gathered and copied to the host (:mod:`.logits_to_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,9 +39,12 @@ from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccu
 from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
+from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
+from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.plain_attributes import plain_attributes_restored
 
 if TYPE_CHECKING:
     from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
@@ -58,9 +62,17 @@ class EvalLoop:
         loader: the batches of this replica.
         loss_only: compute only the loss.
         keep: keep predictions for the caller, even if metrics are computed per batch.
+        has_loss: whether a batch has a loss.
     """
 
-    def __init__(self, trainer: EvaluationMethods, loader: Any, loss_only: bool, keep: bool) -> None:
+    def __init__(
+        self,
+        trainer: EvaluationMethods,
+        loader: Any,
+        loss_only: bool,
+        keep: bool,
+        has_loss: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
         args = trainer.args
         self.trainer = trainer
         self.loader = loader
@@ -79,6 +91,8 @@ class EvalLoop:
         self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._is_leader)
         group = trainer.groups.seq_data_parallel if distributed.world_size() > 1 else None
         self._by_source = trainer.losses.sources.sums(getattr(loader, "dataset", None), group)
+        self._has_loss = has_loss
+        self._count: Callable[[Any], torch.Tensor] = trainer.loss_rule.count
         self._samples = 0
         self._metrics: dict[str, Any] = {}
 
@@ -97,6 +111,8 @@ class EvalLoop:
             if index == 1 and summary_of(self.loader) is not None:
                 trainer.check_packing(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
             try:
+                if index == 1:
+                    self._use_weighting(self._weighting(model, inputs))
                 found = self._micro_step(model, inputs, ignore_keys)
             except (IndexError, RuntimeError) as error:
                 explain_index_error(error, [inputs], model)
@@ -131,7 +147,7 @@ class EvalLoop:
             self._add_loss(loss, inputs.facts.items, dummy)
             return None
         dummy = isinstance(inputs, Dummy)
-        items = trainer.loss_rule.count(inputs)
+        items = self._count(inputs)
         samples = number_of_samples(inputs)
         self._samples += 0 if dummy else samples
         wanted = self._inputs_wanted(inputs)
@@ -158,6 +174,34 @@ class EvalLoop:
             tree["losses"] = loss.to(trainer.device).repeat(samples)
         found = gather_micro_steps(tree, dummy, trainer.layout, self._as_objects)
         return found if whole is None else {**found, "predictions": whole}
+
+    def _use_weighting(self, weighting: Weighting) -> None:
+        self._count, self._loss.summed = weighting.count, weighting.summed
+
+    def _weighting(self, model: nn.Module, inputs: Any) -> Weighting:
+        """How the losses of batches make the loss of the dataset; measured once. Collective."""
+        trainer, rule, losses = self.trainer, self.trainer.loss_rule, self.trainer.losses
+        own = trainer.overrides_prediction_step
+        known = rule.weighting if not own or rule.evaluation is None else rule.evaluation
+        if known.settled or (rule.verified and not own) or losses.sharder is not None or losses.packed:
+            return known
+        if not distributed.agree(torch.tensor([int(isinstance(inputs, Mapping) and self._has_loss(inputs))]))[0]:
+            return known
+
+        def loss_of(part: Any) -> torch.Tensor | None:
+            with trainer.accelerator.batch(part):
+                loss = trainer.prediction_step(model, part, True)[0]
+            return None if loss is None else torch.as_tensor(loss)
+
+        with plain_attributes_restored(trainer):
+            more = partial(two_samples, self.loader, rule.count)
+            known = measured_weighting(loss_of, model, inputs, rule.count, more)
+        losses.sources.take()  # of no batch
+        if own:
+            rule.evaluation = known
+        else:
+            rule.weighting = known
+        return known
 
     def _add_loss(self, loss: Any, items: torch.Tensor, dummy: bool) -> torch.Tensor | None:
         """Let the loss of a batch with ``items`` count, unless it is a dummy; returns the loss as a scalar."""

@@ -31,7 +31,12 @@ class LossMean:
         device: device of the losses.
         filtered: leave batches with a non-finite loss out of the mean, with a warning that counts them.
         counts: whether this rank's batches count: those of the first rank of each replica do.
+
+    Attributes:
+        summed: the losses are sums, which are added up without weights.
     """
+
+    summed = False
 
     def __init__(self, device: torch.device, filtered: bool, counts: bool = True) -> None:
         self._device = device
@@ -47,7 +52,7 @@ class LossMean:
             return
         items = count_for(self._device, items).double()
         loss = loss.detach().to(self._device).double().mean()
-        total = torch.where(items > 0, loss * items, 0.0)
+        total = torch.where(items > 0, loss if self.summed else loss * items, 0.0)
         finite = total.isfinite()
         zero = torch.zeros_like(total)
         values = [total, items, torch.where(finite, total, zero), torch.where(finite, items, zero)]
@@ -69,4 +74,5 @@ class LossMean:
             total, counted = finite_total, finite_items
         else:
             counted = items
-        return Loss(total / counted if counted else math.nan, int(items))
+        divisor = min(counted, 1) if self.summed else counted
+        return Loss(total / divisor if counted else math.nan, int(items))

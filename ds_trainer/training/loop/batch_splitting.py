@@ -39,7 +39,18 @@ def part_of_batch(batch: Any, first: int, rows: int) -> Any:
     return DummyBatch(part) if isinstance(batch, DummyBatch) else part
 
 
-def _rows(value: Any, rows: slice, samples: int, name: str) -> Any:
+def samples_of_batch(batch: Any, samples: list[int]) -> Any:
+    """These samples of ``batch``; see :func:`split_batch`.
+
+    Raises:
+        NotSplittable: the batch is no mapping, or not every item has one entry per sample.
+    """
+    if not isinstance(batch, Mapping):
+        raise NotSplittable(f"a batch is a {type(batch).__name__}, not a dict")
+    return _rows(batch, samples, number_of_samples(batch), "")
+
+
+def _rows(value: Any, rows: slice | list[int], samples: int, name: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _rows(part, rows, samples, f"{name}[{key!r}]") for key, part in value.items()}
     if isinstance(value, torch.Tensor):
@@ -52,4 +63,10 @@ def _rows(value: Any, rows: slice, samples: int, name: str) -> Any:
         return value  # the same for all samples
     if length != samples:
         raise NotSplittable(f"batch{name} has {length} entries for {samples} samples")
-    return value.rows(rows) if isinstance(value, DocumentMask) else value[rows]
+    if isinstance(value, DocumentMask):
+        if not isinstance(rows, slice):
+            raise NotSplittable("a batch of packed rows")
+        return value.rows(rows)
+    if isinstance(rows, list) and not isinstance(value, torch.Tensor):
+        return [value[row] for row in rows]
+    return value[rows]

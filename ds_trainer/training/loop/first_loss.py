@@ -1,8 +1,8 @@
-"""Verifies on the first micro-batch of a run what its loss is: whether it uses the item count, and its scale."""
+"""Finds out on the first micro-batch of a run what its loss is: whether it uses the item count, its scale, its mean."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +13,8 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
+from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
+from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.utils import distributed
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.reported_ranks import reads, reporting
@@ -25,20 +27,36 @@ class FirstLoss:
     Args:
         losses: has the rule to verify.
         method: computes the loss.
-        count: items of the global batch.
+        items: items of the global batch.
         layout: the layout of the job.
+        prepare: moves a batch to the device.
+
+    Attributes:
+        items: see above; counted again if the loss is the mean of something else.
     """
 
-    def __init__(self, losses: LossComputation, method: LossMethod, count: ItemCount, layout: ParallelLayout) -> None:
+    def __init__(
+        self,
+        losses: LossComputation,
+        method: LossMethod,
+        items: ItemCount,
+        layout: ParallelLayout,
+        prepare: Callable[[Any], dict[str, Any]],
+    ) -> None:
         self._losses = losses
         self._method = method
-        self._count = count.divisor.clone().requires_grad_()
+        self.items = items
+        self._count = items.divisor.clone().requires_grad_()
         self._layout = layout
+        self._prepare = prepare
         self._contribution: torch.Tensor | None = None
 
     def compute(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Compute the loss of ``inputs``, and verify the rule, with the same result on all ranks. Collective."""
         losses, rule = self._losses, self._losses.rule
+        if not rule.normalized:
+            self._measure(model, inputs)
+            return losses.of(self._method, model, dict(inputs), self._count.detach())
         of_user = getattr(self._method.call, "__self__", None)
         reads_before, random_before = reads(), random_state() if self._layout.world_size > 1 else None
         loss: torch.Tensor = losses.of(self._method, model, dict(inputs), self._count)
@@ -53,7 +71,39 @@ class FirstLoss:
                 scale = self._scale(loss, model, dict(inputs), random_before)
                 # A batch without targets on any rank cannot tell; the next one is asked.
                 rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
+        if not rule.normalized:
+            self._measure(model, inputs)
         return loss
+
+    def _measure(self, model: nn.Module, inputs: Any) -> None:
+        """Measure what the losses of micro-batches are the mean of, and count the step by that. Collective."""
+        losses, rule = self._losses, self._losses.rule
+        rule.verified = True
+        if not (rule.weighting.settled or losses.sharder is not None or losses.packed):
+            rule.weighting = self._measured(model, inputs)  # shards and packed rows are text, whose items are tokens
+            if not rule.weighting.settled:
+                losses.look_again()
+        if rule.weighting.count is not rule.count:
+            self.items = losses.recount()
+
+    def _measured(self, model: nn.Module, inputs: Any) -> Weighting:
+        losses, rule = self._losses, self._losses.rule
+
+        def loss_of(part: Any) -> torch.Tensor:
+            losses.sources.ids = None
+            return torch.as_tensor(losses.of(self._method, model, dict(part), self._count.detach()))
+
+        def more() -> Any:
+            batch = two_samples(losses.loader, rule.count)
+            return None if batch is None else self._prepare(batch)
+
+        of_user = getattr(self._method.call, "__self__", None)
+        plain = self._prepare.__module__.startswith(__name__.partition(".")[0])
+        ids = losses.sources.ids
+        with nullcontext() if of_user is None else plain_attributes_restored(of_user):
+            found = measured_weighting(loss_of, model, inputs, rule.count, more if plain else None)
+        losses.sources.ids = ids
+        return found
 
     def _without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
         model.eval()

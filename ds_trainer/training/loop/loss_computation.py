@@ -38,6 +38,8 @@ from ds_trainer.utils.seeds import random_state, restore_random_state
 
 logger = get_logger(__name__)
 
+_LONGEST_WAIT = 512  # steps between two measurements; no more after it, because the data has samples of one length
+
 
 class LossMethod(NamedTuple):
     """``compute_loss`` of a Trainer, as a subclass may override it."""
@@ -78,6 +80,7 @@ class LossComputation:
         check: see above.
         chunked, sources: see above.
         label_names: see above.
+        loader: of the training; a measurement may read samples of its dataset.
         items: item count of the current step.
         overlap_count: see above.
         defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
@@ -108,10 +111,14 @@ class LossComputation:
         self.sharder = sharder
         self.packed = packed
         self.for_loop = False
+        self.loader: Any = None
         self.items: ItemCount | None = None
         self.overlap_count = overlap_count
         # Batches of the step and their items, which are the weights of mean losses.
         self._counted: Mapping[int, tuple[Any, torch.Tensor]] = {}
+        self._batches: Sequence[Any] = ()
+        self._steps_to_look = self._last_wait = 0
+        self._superseded: torch.Tensor | None = None  # the count of the step before it was counted again
         self._loss_function = loss_function
         self._shifts_for_function = loss_function is not None and takes_shifted_labels(loss_function)
         self._smoother = smoother
@@ -124,7 +131,8 @@ class LossComputation:
         """Drop the references to the model."""
         self._smoother = self.sharder = None
         self.chunked.release()
-        self._counted = {}
+        self.loader = self._superseded = None
+        self._counted, self._batches = {}, ()
 
     def count_step(self, batches: Sequence[Any], device: torch.device) -> ItemCount:
         """Count the items of a global batch: one all-reduce over the replicas.
@@ -141,10 +149,16 @@ class LossComputation:
                 continue
             if self.items is None or not isinstance(batch, Mapping):  # the first batches of this Trainer
                 self.check(batch)
-        counts = [batch.facts.items if isinstance(batch, ShardedBatch) else self.rule.count(batch) for batch in batches]
+        counts = [
+            batch.facts.items if isinstance(batch, ShardedBatch) else self.rule.weight(batch) for batch in batches
+        ]
         if self.items is None and not any(isinstance(getattr(batch, "local", batch), Dummy) for batch in batches):
             _warn_without_targets(counts)
         self._counted = {}
+        if self._steps_to_look:
+            self._steps_to_look -= 1
+            self.rule.verified = self._steps_to_look > 0
+        self._batches = () if self.rule.verified else batches
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
         if len(counts) == 1:
@@ -158,15 +172,31 @@ class LossComputation:
 
     def items_of_step(self, divisor: Any) -> ItemCount:
         """The item count of the step; ``divisor`` replaces it if it came from user code."""
+        if self.items is not None and divisor is not None and divisor is self._superseded:
+            return self.items
         if self.items is None or (divisor is not None and divisor is not self.items.divisor):
             self.items = ItemCount(torch.as_tensor(divisor, dtype=torch.float32, device=self._device))
         return self.items
+
+    def look_again(self) -> None:
+        """Measure what the losses are the mean of again, because this batch could not tell: in 1, 2, 4 ... steps."""
+        self._steps_to_look = self._last_wait = min(2 * self._last_wait or 1, _LONGEST_WAIT + 1)
+        if self._last_wait > _LONGEST_WAIT:
+            self._steps_to_look = 0
+
+    def recount(self) -> ItemCount:
+        """Count the step again, after its first micro-batch has shown what the losses are the mean of. Collective."""
+        assert self.items is not None  # the step was counted
+        before = self.items.divisor
+        items = self.count_step(self._batches, self._device)
+        self._superseded = before
+        return items
 
     def local_items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Items of a micro-batch, on the device; those counted at the fetch if it is the same object."""
         fetched, count = self._counted.get(id(inputs), (None, None))
         if count is None or fetched is not inputs:
-            count = self.rule.count(inputs)
+            count = self.rule.weight(inputs)
         return count_for(self._device, count)
 
     def of(

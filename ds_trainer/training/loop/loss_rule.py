@@ -8,8 +8,9 @@ There are two kinds of losses:
 
 * *normalized*: the model (or ``compute_loss``) takes ``num_items_in_batch = N`` and returns its own sum divided by
   ``N``, as Hugging Face models do. It needs no change.
-* *mean*: the model returns the mean over the ``n`` items of its micro-batch. It is weighted by ``n / N``, which gives
-  exactly the same sum.
+* *mean*: the model returns a mean over its micro-batch. What it is the mean of is measured
+  (:mod:`ds_trainer.training.loop.loss_measurement`). With ``n`` of these in the micro-batch and ``N`` in the global
+  batch, it is weighted by ``n / N``, which gives the mean over the global batch.
 
 A model that adds an auxiliary loss is called with ``n`` instead of ``N``, and its loss is weighted by ``n / N``
 (:mod:`ds_trainer.training.loop.auxiliary_loss`).
@@ -23,6 +24,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,15 +85,26 @@ class ItemCounter:
         shifted = inputs.get("shift_labels")
         if isinstance(shifted, torch.Tensor):
             return shifted.ne(IGNORED).sum()
-        labels = None
-        for name in self.label_names:
-            if name in inputs:
-                labels = inputs[name]
-                break
+        targets = self._targets(inputs)
+        return torch.tensor(number_of_samples(inputs)) if targets is None else targets.ne(IGNORED).sum()
+
+    def rows(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The items of each sample of a mapping: float64 ``[samples]``."""
+        shifted = inputs.get("shift_labels")
+        targets = shifted if isinstance(shifted, torch.Tensor) else self._targets(inputs)
+        if targets is None:
+            return torch.ones(number_of_samples(inputs), dtype=torch.float64)
+        return targets.ne(IGNORED).double().flatten(1).sum(1) if targets.dim() > 1 else targets.ne(IGNORED).double()
+
+    def _targets(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """The labels that are counted; None if samples are."""
+        labels = next((inputs[name] for name in self.label_names if name in inputs), None)
         if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
-            return torch.tensor(number_of_samples(inputs))
-        targets = labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
-        return targets.ne(IGNORED).sum()
+            return None
+        return labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
+
+    def __str__(self) -> str:
+        return "items"
 
 
 def depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
@@ -131,6 +144,23 @@ def loss_in(outputs: Any, model: nn.Module, inputs: Mapping[str, Any]) -> torch.
     return loss
 
 
+@dataclass
+class Weighting:
+    """How the losses of micro-batches that are no sums over ``num_items_in_batch`` make the loss of all of them.
+
+    Attributes:
+        count: what each loss is the mean of, counted in a micro-batch: its weight.
+        summed: the losses are sums; they are added up.
+        additive: whether the loss of all follows from them.
+        settled: whether that is measured (:mod:`ds_trainer.training.loop.loss_measurement`).
+    """
+
+    count: Callable[[Any], torch.Tensor]
+    summed: bool = False
+    additive: bool = True
+    settled: bool = False
+
+
 class LossRule:
     """Turns the loss of one micro-batch into its contribution to the loss of the global batch.
 
@@ -141,6 +171,9 @@ class LossRule:
         claimed: whether the model, or the user, says that it is; otherwise it only takes any keyword argument.
 
     Attributes:
+        weighting: how losses make the loss of the global batch if they do not use the count.
+        evaluation: the same for the losses of a subclass's ``prediction_step``; None: not measured.
+        verified: whether nothing is left to find out on the first batch.
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
         scale: the factor by which ``compute_loss`` multiplies its result because transformers averages over ranks.
     """
@@ -153,17 +186,18 @@ class LossRule:
         self.normalized = normalized
         self.auxiliary = auxiliary
         self._claimed = claimed
-        self.verified = not normalized  # a mean loss needs no verification
+        self.weighting = Weighting(count)
+        self.evaluation: Weighting | None = None
+        self.verified = False
 
     def reject(self) -> None:
         """Treat the loss as a mean from now on, because it ignores ``num_items_in_batch``."""
         self.normalized = False
-        self.verified = True
         # Most models of transformers take any keyword argument, and classifiers return a mean all the same.
         logger.log(
             logging.WARNING if self._claimed else logging.DEBUG,
-            "The loss does not depend on num_items_in_batch although the model accepts it: it is treated as the mean "
-            "over the items of each micro-batch and weighted by their number. To make this explicit, divide a summed "
+            "The loss does not depend on num_items_in_batch although the model accepts it: what it is the "
+            "mean of is measured, and it is weighted by that number. To make this explicit, divide a summed "
             "loss by num_items_in_batch, or set `accepts_loss_kwargs = False` on the model.",
         )
 
@@ -175,8 +209,12 @@ class LossRule:
                 averaged. False: each is the mean over the items of its micro-batch.
             replicas: number of data-parallel replicas.
         """
-        self.normalized, self.verified = False, True
+        self.normalized, self.verified = False, scaled
         self.replicas = replicas if scaled else None
+
+    def weight(self, inputs: Any) -> torch.Tensor:
+        """What a micro-batch counts in the global batch: its items, or its weight if the loss does not use them."""
+        return self.count(inputs) if self.normalized else self.weighting.count(inputs)
 
     def verify(self, loss: torch.Tensor, items: torch.Tensor, again: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Determine whether ``loss`` uses ``items``.
@@ -193,21 +231,23 @@ class LossRule:
         once, twice = again(items.detach()), again(2 * items.detach())
         if bool(abs(once - 2 * twice) > abs(once - twice)):
             self.reject()
-        self.verified = True
+        self.verified = self.normalized
 
     def contribution(self, loss: torch.Tensor, own: torch.Tensor | None, items: ItemCount) -> torch.Tensor:
         """Contribution of this micro-batch to the loss of the global batch.
 
         Args:
             loss: the loss of the model for ``items.divisor``, a scalar.
-            own: items of this micro-batch; needed for a mean loss, and 0 for a dummy batch.
-            items: items of the global batch.
+            own: :meth:`weight` of this micro-batch; needed for a mean loss, and 0 for a dummy batch.
+            items: that of the global batch.
         """
         if self.replicas is not None:
             return loss / self.replicas
         if self.normalized:
             loss = loss if self.scale == 1.0 else loss / self.scale
             return loss if items.is_exact else loss * (items.divisor / items.exact())
+        if self.weighting.summed:
+            return loss
         assert own is not None  # the caller counts items for mean losses
         # The mean over no items is nan with a zero gradient; it must not make the sum nan.
         return torch.where(own > 0, loss, torch.nan_to_num(loss)) * (own / items.exact())
@@ -242,5 +282,5 @@ def loss_rule_of(
         normalized = accepts_item_count(model.forward) if declared is None else bool(declared)
         claimed = bool(declared) or _names_item_count(compute_loss or model.forward)
     rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalized, adds_auxiliary_loss(model), claimed)
-    rule.verified = rule.verified or (smoothed and compute_loss is None)
+    rule.verified = smoothed and compute_loss is None
     return rule

@@ -131,13 +131,15 @@ class MicroBatchRunner:
         items = losses.items_of_step(num_items_in_batch)
         if not (model.training and self._module.training):  # a callback may have left it in evaluation mode
             model.train()
-        first = None if rule.verified else FirstLoss(losses, method, items, self._layout)
-        local = None if first is None and rule.normalized else losses.local_items(inputs)
+        first = None if rule.verified else FirstLoss(losses, method, items, self._layout, self._methods.prepare_inputs)
+        local = None if first is not None or rule.normalized else losses.local_items(inputs)
         prepared = self._methods.prepare_inputs(inputs)
         with self._loss_context():
-            loss = (
-                losses.of(method, model, prepared, items.divisor) if first is None else first.compute(model, prepared)
-            )
+            if first is None:
+                loss = losses.of(method, model, prepared, items.divisor)
+            else:
+                loss, items = first.compute(model, prepared), first.items
+                local = losses.local_items(inputs)
         contribution = rule.contribution(loss, local, items)
         by_source = losses.sources.window
         if isinstance(inputs, Dummy):

@@ -155,7 +155,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             self.sequence_sharder is not None,
         )
         self.callback_handler.eval_dataloader = dataloader
-        loop = EvalLoop(self, dataloader, loss_only, keep=description == "Prediction")
+        loop = EvalLoop(self, dataloader, loss_only, keep=description == "Prediction", has_loss=self._has_loss)
         explained = explained_out_of_memory(
             lambda: f"in the evaluation, with {self.args.per_device_eval_batch_size} samples in a batch",
             lambda: evaluation_remedies(self.args, keeps_predictions=not loss_only),
@@ -364,7 +364,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             distributed.all_reduce_sum(loss)
             return loss
 
-        if not self.loss_rule.verified:
+        if self.loss_rule.normalized and not self.loss_rule.verified:
             self.loss_rule.verify(items, items, of_all_ranks)
 
     def _loss_needs_no_labels(self) -> bool:

@@ -1,0 +1,250 @@
+"""What a loss is the mean of is measured: models and functions of many kinds, whole runs in several layouts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.data.columns import find_label_names
+from ds_trainer.training.loop.batch_splitting import samples_of_batch
+from ds_trainer.training.loop.loss_measurement import measured_weighting
+from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting, loss_in, loss_rule_of
+from ds_trainer.utils.seeds import random_state
+from tests.support.loss_functions import NONE, SUM, Head, LossCase, ctc
+from tests.support.loss_models import CASES
+from tests.support.pool import pool
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def measured(case: LossCase, model: nn.Module, batch: Any) -> Weighting:
+    def loss_of(part: Any) -> torch.Tensor:
+        return loss_in(model(**part), model, part)
+
+    rule = loss_rule_of(model, find_label_names(model) or ["labels"])
+    return measured_weighting(loss_of, model, batch, rule.count)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_loss_of_a_batch_follows_from_the_losses_of_its_parts(case: LossCase) -> None:
+    model = case.model()
+    torch.manual_seed(1)
+    batch = case.batch()
+    weighting = measured(case, model, batch)
+    assert weighting.settled and weighting.additive is (case.unit != NONE)
+    if case.unit == NONE:
+        return
+    assert (SUM if weighting.summed else str(weighting.count)) == case.unit
+    if "drawn" in case.name or "MAE" in case.name or "Informer" in case.name or "Pretraining" in case.name:
+        return  # a part draws other numbers
+    model.eval()
+    parts = [samples_of_batch(batch, rows) for rows in ([0], [1, 2], [3, 4, 5])]
+    with torch.no_grad():
+        whole, *losses = (float(loss_in(model(**part), model, part)) for part in [batch, *parts])
+    weights = [1.0 if weighting.summed else float(weighting.count(part)) for part in parts]
+    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+    assert total / (1.0 if weighting.summed else sum(weights)) == pytest.approx(whole, rel=1e-5)
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "Wav2Vec2ForCTC (mean)": "samples",
+    "SegformerForSemanticSegmentation": "entries of 'labels' other than 255",
+    "BertForMaskedLM": "items",
+    "TimeSeriesTransformerForPrediction": "entries of 'future_observed_mask' other than 0",
+    "CTC, mean": "samples",
+    "token cross-entropy, sum": "sum",
+    "token cross-entropy, labels shifted": "entries of 'labels' after the first of each row other than -100",
+    "mean over samples of means over tokens": "samples",
+    "masked mean squared error": "entries of 'observed_mask' other than 0",
+}
+
+
+def rows_of(case: LossCase) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    batches = [case.batch(), case.batch()]
+    return [{key: batch[key][row] for key in batch} for batch in batches for row in range(6)]
+
+
+def trained(
+    name: str, output_dir: str, micro_batch: int, accumulation: int, stage: int
+) -> tuple[float, float, float, str]:
+    """Loss and gradient norm of one step over 12 samples, the loss of their evaluation, and the weighting."""
+    case = BY_NAME[name]
+    args = TrainingArguments(
+        output_dir,
+        per_device_train_batch_size=micro_batch,
+        per_device_eval_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        zero_stage=stage,
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        learning_rate=0.0,
+        max_grad_norm=0.0,
+        max_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    rows = rows_of(case)
+    trainer = Trainer(case.model(), args, train_dataset=rows, eval_dataset=rows[:11])
+    trainer.train()
+    logs = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
+    weighting = trainer.loss_rule.weighting
+    found = logs["loss"], logs["grad_norm"], trainer.evaluate()["eval_loss"]
+    trainer.engine.close()
+    return *found, "sum" if weighting.summed else str(weighting.count)
+
+
+def wanted(name: str) -> tuple[float, float, float]:
+    """The same in plain PyTorch, in one batch."""
+    case = BY_NAME[name]
+    model, rows = case.model(), rows_of(case)
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    loss = loss_in(model(**batch), model, batch)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    part = {key: value[:11] for key, value in batch.items()}
+    with torch.no_grad():
+        return float(loss.detach()), float(norm), float(loss_in(model(**part), model, part))
+
+
+def all_trained(output_dir: str, names: list[str], layouts: list[tuple[int, int]], stage: int) -> Any:
+    return {(n, size, more): trained(n, output_dir, size, more, stage) for n in names for size, more in layouts}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts", "stage"), [(1, [(12, 1), (1, 12)], 0), (2, [(3, 2), (1, 6)], 3), (4, [(3, 1)], 1)]
+)
+def test_runs_equal_one_process_in_every_layout(
+    ranks: int, layouts: list[tuple[int, int]], stage: int, tmp_path: Path
+) -> None:
+    for found in pool(ranks).run(all_trained, str(tmp_path), list(RUNS), layouts, stage):
+        for (name, *layout), (loss, norm, evaluated, unit) in found.items():
+            assert unit == RUNS[name], (name, layout)
+            expected = wanted(name)
+            assert (loss, norm, evaluated) == pytest.approx(expected, rel=2e-5), (name, layout)
+
+
+def wrongly_trained(name: str, output_dir: str) -> tuple[float, float, float]:
+    """As :func:`trained`, with the items as weights, as if nothing were measured."""
+    from ds_trainer.training.loop import first_loss
+
+    real = first_loss.measured_weighting
+    first_loss.measured_weighting = lambda loss_of, model, batch, items, more: Weighting(items, settled=True)
+    try:
+        return trained(name, output_dir, 3, 2, 0)[:3]
+    finally:
+        first_loss.measured_weighting = real
+
+
+def test_a_wrong_weight_is_noticed(tmp_path: Path) -> None:
+    for name, unit in RUNS.items():
+        if unit != "items":
+            expected = wanted(name)
+            found = pool(2).run(wrongly_trained, name, str(tmp_path))[0]
+            assert all(abs(a - b) > 1e-4 * abs(b) for a, b in zip(found, expected, strict=True) if b), name
+
+
+# -- side effects, and what cannot be measured --------------------------------------------------------------------------
+
+
+class Counting(Head):
+    """Counts its passes in an attribute and a buffer, draws random numbers, and has batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda z, labels: nn.functional.cross_entropy(z, labels))
+        self.passes = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Dropout(0.5).eval()
+
+    def forward(self, x: torch.Tensor, labels: Any = None, **batch: Any) -> dict[str, torch.Tensor]:
+        self.passes += 1
+        self.seen += 1
+        return super().forward(self.norm(self.frozen(x)) + 0 * torch.rand(len(x), 1), labels)
+
+
+def test_a_measurement_leaves_no_trace() -> None:
+    model = Counting()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    torch.manual_seed(1)
+    batch, before = BY_NAME["cross-entropy with label smoothing"].batch(), random_state()
+    assert measured(CASES[0], model, batch).settled
+    assert torch.equal(random_state()["torch"], before["torch"]) and random_state()["python"] == before["python"]
+    assert model.passes == 0
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_one_sentence_says_what_depends_on_the_layout(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("ds_trainer").propagate = True
+    case = BY_NAME["in-batch negatives"]
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        assert not measured(case, case.model(), case.batch()).additive
+    [record] = caplog.records
+    for word in ("Head", "parts", "per_device_train_batch_size", "weighted by their samples", "num_items_in_batch"):
+        assert word in record.getMessage()
+
+
+def test_a_loss_that_needs_two_samples_is_measured_with_two(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(logits) < 2:
+            raise ValueError("one sample has no pair")
+        return nn.functional.cross_entropy(logits, labels)
+
+    torch.manual_seed(1)
+    batch = BY_NAME["cross-entropy with label smoothing"].batch()
+    assert measured(CASES[0], Head(loss), batch).additive
+    few = samples_of_batch(batch, [0, 1])
+    logging.getLogger("ds_trainer").propagate = True
+    with caplog.at_level(logging.INFO, "ds_trainer"):
+        found = measured(CASES[0], Head(loss), few)
+    assert isinstance(found.count, ItemCounter) and "one sample has no pair" in caplog.text
+
+
+def stream_of(rows: list[dict[str, torch.Tensor]]) -> Any:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(rows)
+
+    return Stream()
+
+
+def test_a_batch_that_cannot_tell_is_followed_by_one_that_can(tmp_path: Path) -> None:
+    """A stream whose first batches have labels of one length: a mean over samples looks like one over labels."""
+    torch.manual_seed(1)
+    rows = [{"x": torch.randn(30, 4) * (1 + row % 5), "labels": torch.randint(1, 5, (8,))} for row in range(24)]
+    for row in range(12, 24):
+        rows[row]["labels"][1 + row % 7 :] = -100
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=5, use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    trainer = Trainer(Head(ctc("mean")), args, train_dataset=stream_of(rows))
+    seen = []
+
+    class Look(_callback()):  # type: ignore[misc]
+        def on_step_end(self, *given: Any, **more: Any) -> None:
+            seen.append((str(trainer.loss_rule.weighting.count), trainer.loss_rule.weighting.settled))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    assert seen == [("items", False)] * 3 + [("samples", True)] * 2
+    trainer.engine.close()
+
+
+def _callback() -> type:
+    from ds_trainer import TrainerCallback
+
+    return TrainerCallback
