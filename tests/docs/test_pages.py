@@ -34,7 +34,9 @@ def text(name: str) -> str:
 # -- generated pages ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", ["recipe_reference", "zero_table", "behaviors_table", "plan_page", "recipe_plans"])
+@pytest.mark.parametrize(
+    "tool", ["recipe_reference", "zero_table", "behaviors_table", "plan_page", "recipe_plans", "loss_table"]
+)
 def test_generated_pages_are_current(tool: str) -> None:
     """When this fails: python tools/TOOL.py --write"""
     code = (

@@ -59,6 +59,8 @@ def classes(count: int = 3) -> torch.Tensor:
 class Head(nn.Module):
     """A linear layer; ``loss(logits, labels, ...)`` is the loss."""
 
+    accepts_loss_kwargs = False
+
     def __init__(self, loss: Callable[..., torch.Tensor], outputs: int = 5) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -151,6 +153,10 @@ def _triplet(logits: torch.Tensor, labels: Any, positive: torch.Tensor, negative
     return F.triplet_margin_loss(logits, positive, negative)
 
 
+def _triplets() -> dict[str, torch.Tensor]:
+    return {"x": _x(), "positive": torch.randn(6, 5), "negative": torch.randn(6, 5)}
+
+
 def _cosine(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(F.cosine_similarity(logits[:, 0], logits[:, 1]), labels)
 
@@ -202,11 +208,10 @@ def _of(name: str, loss: Any, batch: Any, unit: str, field: str = "function") ->
 
 FUNCTIONS = (
     _of("in-batch negatives", _in_batch, lambda: {"x": _x()}, NONE, "retrieval"),
-    _of(
-        "triplets", _triplet, lambda: {"x": _x(), "positive": _x()[:, :1], "negative": _x()[:, 1:2]}, ITEMS, "retrieval"
-    ),
+    _of("triplets", _triplet, _triplets, ITEMS, "retrieval"),
     _of("cosine similarity of pairs", _cosine, lambda: {"x": _x(2), "labels": torch.rand(6)}, ITEMS, "retrieval"),
     _of("boxes: sum over boxes / boxes of the batch", _of_boxes, _boxes, other_than(0), "vision"),
+    _of("pixel cross-entropy, 255 ignored", _tokens(ignore_index=255), lambda: _padded(255), other_than(255), "vision"),
     _of("Dice", _dice, lambda: {"x": _x(), "labels": torch.rand(6, 5).round()}, NONE, "vision"),
     _of("CTC, mean", ctc("mean"), _long, SAMPLES, "audio"),
     _of("CTC, sum", ctc("sum"), _long, SUM, "audio"),
