@@ -17,12 +17,12 @@ PAGE = ROOT / "docs" / "reference" / "losses.md"
 _HEAD = """# What losses are the mean of
 
 A loss that does not use `num_items_in_batch` is measured on the first batch
-([how](../explanation/loss.md#what-a-loss-is-the-mean-of)). This table has what the measurement finds. *Items* are labels that are not
--100, or samples where the labels are one class or number for each. *Not additive*: the loss of a batch does not follow from the
-losses of its parts, so it depends on the micro-batch, and a warning says so.
+([how](../explanation/loss.md#what-a-loss-is-the-mean-of)). This table has what the measurement finds. *Items* are
+labels that are not -100, or samples where the labels are one class or number for each. *Not additive*: the loss of a
+batch does not follow from the losses of its parts, so it depends on the micro-batch, and a warning says so.
 
-Models have a few thousand random weights and labels of different lengths. Causal language models are missing, because they use the
-count. Made by `tools/loss_table.py`; `tests/training/loop/test_measured_losses.py` measures each row again.
+Models have a few thousand random weights and labels of different lengths. Causal language models are missing, because
+they use the count. Made by `tools/loss_table.py`; `tests/training/loop/test_measured_losses.py` measures each row.
 
 | field | model or loss function | the loss is a mean over |
 |---|---|---|

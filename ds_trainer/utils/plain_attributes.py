@@ -22,7 +22,9 @@ def plain_attributes_restored(owner: object) -> Iterator[None]:
     """Afterwards, attributes of ``owner`` that hold numbers, text, tensors, or small containers of these are as before.
 
     A subclass's ``compute_loss`` collects metrics in such attributes. Tensors are not copied: in-place changes stay.
+    One that did not exist is removed if its class has a default of this name.
     """
+    names = set(vars(owner))
     before = {}
     for name, value in vars(owner).items():
         try:
@@ -32,6 +34,9 @@ def plain_attributes_restored(owner: object) -> Iterator[None]:
     try:
         yield
     finally:
+        for name in vars(owner).keys() - names:
+            if isinstance(getattr(type(owner), name, _NotPlainError), _LEAVES):
+                delattr(owner, name)
         for name, value in before.items():
             if name not in vars(owner) or not _same(vars(owner)[name], value):
                 setattr(owner, name, value)
