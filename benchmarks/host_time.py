@@ -4,7 +4,7 @@
 
 The model has the number of tensors of a real one, and tiny tensors, so that hardly anything is computed. The ranks are
 those of torch's fake process group, so nothing is communicated. What remains is Python, DeepSpeed and torch: the time
-for which a GPU waits if it is longer than its own. ``--deepspeed`` measures DeepSpeed's own collectives of ZeRO-3.
+for which a GPU waits if it is longer than its own. ``--deepspeed`` measures DeepSpeed's own collectives and hooks.
 ZeRO-3 gathers every matrix in both passes, and keeps vectors, as with a real model.
 """
 
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("DS_TRAINER_SELF_TEST", "never")
+os.environ.setdefault("LOCAL_SIZE", "1")  # else DeepSpeed runs a process for each bucket on CPUs, to count devices
 
 import torch
 import torch.distributed as dist
@@ -128,12 +129,14 @@ def measure(shape: Shape, stage: int, ranks: int, deepspeeds: bool = False, devi
         os.environ["DS_ACCELERATOR"] = "cpu"
     from ds_trainer import TrainingArguments
     from ds_trainer.config.compiler import compile_config
+    from ds_trainer.engine import training_engine
     from ds_trainer.engine.process_group import start_process_group
-    from ds_trainer.engine.training_engine import TrainingEngine
     from ds_trainer.engine.zero3.coalesced_collectives import leave_to_deepspeed
     from ds_trainer.parallel.layout import ParallelLayout
 
     leave_to_deepspeed(deepspeeds)
+    if deepspeeds:
+        training_engine.spare_host_time = lambda: None
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     with fake_world(ranks, Counts()), cheap_gathers(), tempfile.TemporaryDirectory() as directory:
@@ -158,7 +161,7 @@ def measure(shape: Shape, stage: int, ranks: int, deepspeeds: bool = False, devi
         engines: list[Any] = []
 
         def create() -> None:
-            engines.append(TrainingEngine(model, optimizer, config, layout))
+            engines.append(training_engine.TrainingEngine(model, optimizer, config, layout))
 
         found["creation"] = _seconds(create)
         (engine,) = engines

@@ -182,6 +182,17 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
+        "engine/host_time.py",
+        "the end of a backward pass is seen too early, and gradients are not reduced",
+        SELF_TEST,
+        replaces=(
+            "deepspeed.runtime.utils:count_used_parameters_in_backward",
+            "deepspeed.utils.nvtx:enable_nvtx",
+            "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.device_count",
+        ),
+        relies_on=("deepspeed.utils.nvtx:instrument_w_nvtx", *of(ZERO3, "create_reduce_and_remove_grad_hooks")),
+    ),
+    Row(
         "engine/reduction_order.py",
         "ranks that use different modules hang, or add gradients of different parameters",
         f"{SELF_TEST} (gradients of equal modules)",
@@ -232,6 +243,22 @@ ENGINE_ROWS = (
             "deepspeed.runtime.comm.coalesced_collectives:_torch_reduce_scatter_fn",
             *of(PARTITION, "_dist_allgather_fn", "get_allgather_dtype", "MultipleAllGatherHandles"),
             *of(PARTITION, "Init._partition", "Init._partition_param", "free_param"),
+        ),
+    ),
+    Row(
+        "engine/zero3/lean_hooks.py",
+        "weights of ZeRO-3 are gathered or freed at the wrong time",
+        f"{SELF_TEST}: gradients of a model whose weights are gathered with these hooks",
+        replaces=(
+            *of(COORDINATOR, "fetch_sub_module", "_fetch_sub_module_impl", "release_sub_module", "__release_param"),
+            *of(OFFLOAD, "pre_sub_module_forward_function", "post_sub_module_forward_function"),
+            *of(OFFLOAD, "pre_sub_module_backward_function", "post_sub_module_backward_function"),
+            *of(OFFLOAD, "_register_deepspeed_module"),  # its autograd functions
+        ),
+        relies_on=(
+            *of(COORDINATOR, "__init__", "reset_step", "__all_gather_params", "__params_to_release"),
+            "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
+            "deepspeed.utils.z3_leaf_module:z3_leaf_module",
         ),
     ),
     Row(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
@@ -21,6 +22,7 @@ from ds_trainer.engine.training_engine import HALF_TYPES
 from ds_trainer.engine.zero3.closing import release_engine
 from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import mark_leaf_modules
+from ds_trainer.engine.zero3.lean_hooks import lean_hooks
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
 from ds_trainer.parallel.groups import parallel_groups
@@ -78,6 +80,7 @@ class EvaluationEngine:
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
         sharded = config.zero_stage == 3
+        spare_host_time()
         if sharded:
             mark_leaf_modules(model)
         with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
@@ -87,10 +90,11 @@ class EvaluationEngine:
         allow_empty_slices(self.deepspeed)
         skip_input_check(self.deepspeed)
         self._module_guard = guard_modules(self.deepspeed)
-        self._collectives = None
+        self._collectives = self._hooks = None
         if sharded:
             restore_hooks_when_registered(self.deepspeed)
             self._collectives = vectorize_collectives(self.deepspeed)
+            self._hooks = lean_hooks(self.deepspeed, compiled=False)
 
     def close(self) -> None:
         """Frees memory and removes hooks; the weights stay sharded, as the next engine expects them."""
@@ -98,8 +102,9 @@ class EvaluationEngine:
             self._module_guard.close()
         if self._library_state is not None:
             self._library_state.close()
-        if self._collectives is not None:
-            self._collectives.close()
+        for shortened in (self._collectives, self._hooks):
+            if shortened is not None:
+                shortened.close()
         self.deepspeed.destroy()
         release_engine(self.deepspeed.module)
         reset_deepspeed_groups()

@@ -21,6 +21,7 @@ from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import SkippedStepError, enable_overflow_checks, scales_loss, skipped_update
 from ds_trainer.engine.gradient_norm import reduce_norm_once
+from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
@@ -42,6 +43,7 @@ from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_
 from ds_trainer.engine.zero3.closing import release_engine
 from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
+from ds_trainer.engine.zero3.lean_hooks import lean_hooks
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
 from ds_trainer.parallel.batch_plan import BatchPlan
@@ -123,6 +125,7 @@ class TrainingEngine:
             mark_leaf_modules(model)
         reset_autocast(model)
         compile_muon_when_called()
+        spare_host_time()
         placed = loading_weights(model, self.groups, mpu)
         partitioned = complete_partitioning(self.groups, gather_logits)
         with skip_optimizer_state_init(), partitioned, placed, bounded_creation() as spared, keep_adagrad_groups():
@@ -141,20 +144,21 @@ class TrainingEngine:
         if self.stage == 3:
             delay_leaf_reduction(model)
         self.module_guard = guard_modules(self.deepspeed)
-        self._collectives = None
+        by_deepspeed = config.uses_deepspeed_compiler
+        self._compiled = bool(by_deepspeed) or compile_options is not None
+        self._collectives = self._hooks = None
         if self.stage == 3:
             restore_hooks_when_registered(self.deepspeed)
             self._collectives = vectorize_collectives(self.deepspeed)
+            self._hooks = lean_hooks(self.deepspeed, self._compiled)
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
         reduce_norm_once(self.deepspeed.optimizer)
         keep_reduction_dtype(self.deepspeed.optimizer, config.precision.autocast is not None)
         self._accumulation = Float32Accumulation(model) if accumulates_in_float32(config) else None
         self.scales_loss = scales_loss(self.deepspeed)
-        by_deepspeed = config.uses_deepspeed_compiler
         self.before_step: Callable[[], None] | None = None
         self.during_backward: AbstractContextManager[None] = nullcontext()
-        self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._compiled:
             compile_module(self.deepspeed, compile_options)  # DeepSpeed's configuration alone compiles nothing
         self._agreement = GradientAgreement(model, self.groups) if layout.tp > 1 else None
@@ -281,8 +285,9 @@ class TrainingEngine:
             self._accumulation.close()
         if self._library_state is not None:
             self._library_state.close()
-        if self._collectives is not None:
-            self._collectives.close()
+        for shortened in (self._collectives, self._hooks):
+            if shortened is not None:
+                shortened.close()
         self.deepspeed.destroy()
         release_engine(module)
         reset_deepspeed_groups()

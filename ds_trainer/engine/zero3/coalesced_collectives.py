@@ -40,9 +40,14 @@ def vectorize_collectives(engine: Any) -> VectorizedCollectives | None:
 
 
 def leave_to_deepspeed(leave: bool = True) -> None:
-    """Later engines of this process use DeepSpeed's own collectives; with False ours again."""
+    """Later engines of this process use DeepSpeed's own collectives and hooks; with False ours again."""
     global _left_to_deepspeed
     _left_to_deepspeed = leave
+
+
+def is_left_to_deepspeed() -> bool:
+    """Whether :func:`leave_to_deepspeed` was called."""
+    return _left_to_deepspeed
 
 
 class VectorizedCollectives:
