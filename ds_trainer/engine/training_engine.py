@@ -242,8 +242,12 @@ class TrainingEngine:
 
     def grad_norm(self) -> float:
         """2-norm of the last step's gradient over all ranks, before clipping. May synchronize the device."""
-        norm = self._grad_norm if self._computes_norm else self.deepspeed.get_global_grad_norm()
+        norm = self.norm_of_step()
         return float("nan") if norm is None else float(norm)
+
+    def norm_of_step(self) -> Any:
+        """As :meth:`grad_norm`, where DeepSpeed keeps it: a scalar on the device, a number, or None."""
+        return self._grad_norm if self._computes_norm else self.deepspeed.get_global_grad_norm()
 
     # -- state ----------------------------------------------------------------------------------------------------
 

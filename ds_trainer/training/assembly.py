@@ -24,6 +24,7 @@ from ds_trainer.training.hub.publisher import HubPublisher
 from ds_trainer.training.loading.weight_check import note_origin
 from ds_trainer.training.loop.batches import check_names, checked_batch, checked_raw_batch
 from ds_trainer.training.loop.first_loss_check import check_first_loss
+from ds_trainer.training.loop.first_steps import FirstSteps
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
@@ -334,6 +335,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             self.device,
             self.check_first_batch,
             MemoryRecovery.of(run, self.resize_micro_batch) if self.args.auto_find_batch_size else None,
+            FirstSteps.of(run, self.losses, self.step_methods(), self.overridden, self.train_dataset),
         )
         evaluate = partial(self.evaluate_in_training, ignore_keys=ignore_keys)
         save = partial(self._save_checkpoint, self.model, self.trials.trial)

@@ -65,6 +65,7 @@ _RANGES: dict[str, str] = {
     ),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _FRACTION),
 }
+_RATE_OF_A_TYPO = 1e4  # 2e5 instead of 2e-5; no optimizer takes as much
 _REMEDIES = {"torch_empty_cache_steps": " (steps between two calls); leave it out to keep the cache"}
 
 
@@ -122,6 +123,8 @@ def _number_problems(args: TrainingArguments) -> list[str]:
     factor = args.loss_spike_factor
     if factor is not None and not (math.isfinite(factor) and factor > 1):
         problems.append(f"loss_spike_factor={factor!r} must be a finite number above 1, or None (no detection).")
+    if math.isfinite(args.learning_rate) and args.learning_rate >= _RATE_OF_A_TYPO:
+        problems.append(f"learning_rate={args.learning_rate!r} is a mistake; a typical value is 5e-5 (5 / 100,000).")
     if args.warmup_steps > 1 and args.warmup_steps != int(args.warmup_steps):
         problems.append(
             f"warmup_steps={args.warmup_steps!r} must be a whole number of steps, or below 1 a fraction of all steps."

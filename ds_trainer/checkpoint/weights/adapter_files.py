@@ -17,7 +17,10 @@ from torch import nn
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, GeneratedFile, InMemoryFile
 from ds_trainer.engine.weights import full_shape, gathered
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 WEIGHTS_FILE, CONFIGURATION_FILE = "adapter_model.safetensors", "adapter_config.json"
 
@@ -61,6 +64,7 @@ def adapter_files(model: Any, writes: bool) -> list[CheckpointFile]:
         return []
     with _precomputed_prompts(model, prompts):
         written = list(_saved_tensors(model, whole, Path()))
+    warn_of_empty_adapters(model, written)
     files: list[CheckpointFile] = []
     for (folder, weights), config in zip(written, _configurations(model), strict=True):
         files.append(GeneratedFile((folder / WEIGHTS_FILE).as_posix(), partial(_serialized, weights)))
@@ -141,11 +145,46 @@ def write_adapters(
     with _precomputed_prompts(model, prompts):
         model.save_pretrained(str(directory), state_dict=dict(whole))
         written = list(_saved_tensors(model, dict(whole), directory))
+    warn_of_empty_adapters(model, written)
     for folder, expected in written:
         path = folder / WEIGHTS_FILE
         found = load_file(path) if path.is_file() else {}
         if found.keys() != expected.keys() or not all(torch.equal(found[n], t.cpu()) for n, t in expected.items()):
             raise ConfigError(f"{path} does not contain the adapters that were written. Check the disk and save again.")
+
+
+def warn_of_empty_adapters(model: Any, written: Sequence[tuple[Path, Mapping[str, torch.Tensor]]]) -> None:
+    """Warn if the adapters ``written`` would change nothing where they are loaded, or lack what was trained.
+
+    A factor that is zero makes its whole adapter zero: LoRA begins so.
+    """
+    trained = [name for name, tensor in model.named_parameters() if tensor.requires_grad]
+    computed = any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values())
+    kept = set(trained) if computed else adapter_file_keys(model).keys()
+    lost = [name for name in trained if name not in kept]
+    if lost and any(weights for _, weights in written):
+        logger.warning(
+            "The saved adapter does not hold %s, although it is trained: what it has learned is lost. Add its module "
+            "to modules_to_save of the PEFT configuration, or freeze it.",
+            listed(lost, most=3),
+        )
+    for folder, weights in written:
+        where = (folder / WEIGHTS_FILE).as_posix()
+        if not weights:
+            logger.warning("%s holds no tensor: the model has no active adapter. Look at target_modules.", where)
+            continue
+        factors: dict[str, list[bool]] = {}
+        for key, tensor in weights.items():
+            if tensor.is_floating_point() and not tensor.is_meta:
+                part = key.partition(".lora_")[0] if ".lora_" in key else "others"
+                factors.setdefault(part, []).append(bool(tensor.any()))
+        if factors and not any(all(found) if part != "others" else any(found) for part, found in factors.items()):
+            logger.warning(
+                "The adapter in %s changes nothing: all of it, or one factor of each of its %d modules, is 0. It was "
+                "not trained: look at learning_rate, at the gradients of lora_B, and at what is frozen.",
+                where,
+                len(factors),
+            )
 
 
 def computed_prompts(model: Any) -> dict[str, torch.Tensor]:

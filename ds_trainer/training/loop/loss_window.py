@@ -52,14 +52,15 @@ class LossWindow:
         if self._by_source is not None:
             self._by_source.begin_step()
 
-    def add_step(self, contributions: Sequence[torch.Tensor]) -> None:
-        """Add the loss of one optimizer step: the scalar contributions of the micro-batches of this rank."""
+    def add_step(self, contributions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add and return the loss of one optimizer step: the contributions of the micro-batches of this rank."""
         total = functools.reduce(torch.add, contributions) if contributions else torch.zeros((), device=self._device)
         self._steps.append(total)
         if self._by_source is not None:
             self._by_source.end_step()
         if len(self._steps) == _CHUNK:
             self._stack_steps()
+        return total
 
     def forget(self) -> None:
         """Begin a new window after a rollback."""

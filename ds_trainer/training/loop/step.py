@@ -27,6 +27,7 @@ from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss
+from ds_trainer.training.loop.first_steps import FirstSteps
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
@@ -175,6 +176,7 @@ class StepRunner:
         check_first: called with the first micro-batch, or the beginning of one that was cut, before anything is
             computed.
         recovery: runs a step again if memory runs out; None without ``auto_find_batch_size``.
+        first_steps: looks at the first steps.
 
     Attributes:
         learning_rate: learning rate of the last step.
@@ -197,6 +199,7 @@ class StepRunner:
         device: torch.device,
         check_first: Callable[[Any], None],
         recovery: MemoryRecovery | None = None,
+        first_steps: FirstSteps | None = None,
     ) -> None:
         self._methods = methods
         self._micro_batches = micro_batches
@@ -215,6 +218,7 @@ class StepRunner:
         self._device = device
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
+        self._first_steps = first_steps
         self.learning_rate: Any = float("nan")
         engine.during_backward = health.clock.backward
 
@@ -239,12 +243,17 @@ class StepRunner:
         items = self._losses.items_of_step(divisor)
         try:
             self._check(batches, micro_steps, step)
+            if self._first_steps is not None:
+                with health.clock.inside(CHECKS):
+                    self._first_steps.begin(batches)
             self._begin_copy(batches[0])
             health.begin_compute()
             guard.begin_step()
             for batch in batches:
                 self._counter.add(batch)
             losses = self._run_micro_batches(batches, items, step)
+            if self._first_steps is not None:
+                self._first_steps.before_update(batches, items)
             events.notify("on_pre_optimizer_step")
             self.learning_rate = current_lr(self._optimizer)
             health.begin_update()
@@ -257,7 +266,10 @@ class StepRunner:
         if applied and self._schedule is not None:
             self._schedule.step()
 
-        self._window.add_step(losses)
+        loss = self._window.add_step(losses)
+        first_steps = self._first_steps
+        if first_steps is not None and first_steps.end(applied, loss, self.learning_rate):
+            self._first_steps = None
         self._meter.add(waited=timed.seconds)
         health.step_done(step + 1, timed.seconds)
         return update
