@@ -81,7 +81,7 @@ def watched_run(
         report_to="none",
     )
     if saving:
-        values |= {"save_strategy": "steps", "save_steps": FIRST, "max_steps": LAST}
+        values |= {"save_strategy": "steps", "save_steps": FIRST}
     if evaluation:
         values |= {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
     device, release = device or PretendedDevice(), threading.Event()
