@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -158,7 +159,7 @@ class StreamShard(IterableDataset[Any]):
         )
         for index, rows, states in reader.micro_steps(first, *self._worker_index(), resumed):
             batch = self.collate(rows) if rows else None
-            made = [(batch, len(rows) == self.plan.micro_batch, index, states)]
+            made = [(batch, len(rows), index, states)]
             del batch
             rows.clear()
             yield made.pop()  # nothing here holds the samples while their batch is in use
@@ -213,6 +214,7 @@ class StreamLoader(DataLoader[Any]):
             a state and a step ends there; on the reading ranks only. Read in shards: the states of those that this
             process has read, by number.
         order: the order of the present epoch.
+        rows_read: samples that this process has read of each shard, by number, in an epoch read from its beginning.
         sharder, pins_shards: as of :class:`ds_trainer.data.loader.PlannedLoader`.
     """
 
@@ -229,9 +231,10 @@ class StreamLoader(DataLoader[Any]):
         pin_memory: bool = False,
         **worker_options: Any,
     ) -> None:
-        self._window = window
+        self.window = window
         self._shard = shard
         self._resumed_states: dict[int, Any] = {}
+        self.rows_read: Counter[int] = Counter()
         self.seed = shard.seed
         self._worker_seeds = torch.Generator()  # the global generator is for the model
         options: dict[str, Any] = {
@@ -315,7 +318,7 @@ class StreamLoader(DataLoader[Any]):
         pin = self.pin_memory or self.pins_shards
         read = self._read_shards if self.order.shards else self._read
         batches = replica_batches(read, groups, pin_memory=pin, sharder=self.sharder)
-        return Aligned(batches, self._window, self.drop_last) if self.order.shards else Lockstep(batches, self._window)
+        return Aligned(batches, self.window, self.drop_last) if self.order.shards else Lockstep(batches, self.window)
 
     def _read(self) -> Iterator[tuple[Any, int]]:
         self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)
@@ -331,15 +334,17 @@ class StreamLoader(DataLoader[Any]):
         self._shard.collate = self.collate_fn
         states: dict[int, Any] = dict(self._resumed_states)
         self.state = states if self.is_stateful else None
-        done = 0
-        for batch, is_whole, index, state in as_set(self._reader, self):
+        done, self.rows_read = 0, Counter()
+        for batch, rows, index, state in as_set(self._reader, self):
             if batch is None:
                 continue
             for _ in range(done, index):  # their shards have ended
                 yield as_dummy(batch), EMPTY
             states.update(state)
             done = max(done, index + 1)
-            item = [(batch, SPARE if index < 0 else WHOLE if is_whole else RAGGED)]
+            if self.order is not None and index >= 0:
+                self.rows_read[(self._shard.dp_rank + index * self._shard.plan.layout.dp) % self.order.shards] += rows
+            item = [(batch, SPARE if index < 0 else WHOLE if rows == self._shard.plan.micro_batch else RAGGED)]
             del batch
             yield item.pop()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_READERS = 8
+READERS = 8
 """Replicas that may read the same samples without a warning."""
 _UNEVEN = 1.1
 """By how much the longest shard may exceed the mean, if shards are chosen here."""
@@ -155,7 +155,7 @@ def _suitable(available: int, replicas: int, workers: int) -> int:
 def warn_of_readers(stream: Any, order: StreamOrder, replicas: int, setting: int | str | None) -> None:
     """Say on one rank how often each sample is read, if that is often."""
     readers, available = order.readers(replicas), shards_in(stream)
-    if readers < (_READERS if setting is None else 2) or distributed.rank() != 0:
+    if readers < (READERS if setting is None else 2) or distributed.rank() != 0:
         return
     if available < 2:
         remedy = (

@@ -28,7 +28,9 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 _CPU = {"device": "cpu"}
 _QUANTISED = {"zero_quantized_weights": True}
-_QUANTISED_GRADIENTS = {"zero_quantized_gradients": True}
+_INT4, _HPZ = zero(zero_quantized_gradients=True), zero(zero_hpz_partition_size=2)
+_FP16 = {"fp16": True, "zero_stage": 3, "device": "cuda"}
+_EXPERTS = {"deepspeed": {"expert_parallel": {"enabled": True}}, "environment": Environment(version=lambda _: "5.22.1")}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 _ZENFLOW: dict[str, Any] = {
@@ -145,7 +147,7 @@ EXAMPLES: dict[str, Example] = {
         ("grad_accum_dtype=fp32 (argument)", "compute_grad_norm=false"),
     ),
     "quantized-gradients-need-fp16": Example(
-        {"bf16": True, "zero_stage": 3, "device": "cuda", "deepspeed": zero(**_QUANTISED_GRADIENTS)},
+        {**_FP16, "fp16": False, "bf16": True, "deepspeed": _INT4},
         {"bf16": False, "fp16": True},
         ("zero_quantized_gradients=true", "communication_data_type="),
     ),
@@ -188,39 +190,18 @@ EXAMPLES: dict[str, Example] = {
         {"zero_stage": 3, "world": 6, "deepspeed": zero(zero_hpz_partition_size=4)}, {"world": 8}
     ),
     "hpz-without-nvme-parameters": Example(
-        {
-            "zero_stage": 3,
-            "world": 2,
-            "offload_param": "nvme",
-            "nvme_path": "/nvme",
-            "deepspeed": zero(zero_hpz_partition_size=2),
-        },
+        {"zero_stage": 3, "world": 2, "offload_param": "nvme", "nvme_path": "/nvme", "deepspeed": _HPZ},
         {"offload_param": "cpu", "nvme_path": None},
         ("zero_hpz_partition_size=2", "offload_param=nvme", "Set offload_param=cpu"),
     ),
     "quantized-frozen-weights": Example(
-        {"zero_stage": 3, "deepspeed": zero(zero_quantized_nontrainable_weights=True)},
-        {"deepspeed": zero(zero_quantized_nontrainable_weights=False)},
+        {"zero_stage": 3, "deepspeed": zero(zero_quantized_nontrainable_weights=True)}, {"deepspeed": None}
     ),
     "quantized-gradients-without-tensor-parallelism": Example(
-        {
-            "fp16": True,
-            "zero_stage": 3,
-            "device": "cuda",
-            "world": 2,
-            "tensor_parallel_size": 2,
-            "deepspeed": zero(**_QUANTISED_GRADIENTS),
-        },
-        {"tensor_parallel_size": 1},
+        {**_FP16, "world": 2, "tensor_parallel_size": 2, "deepspeed": _INT4}, {"tensor_parallel_size": 1}
     ),
     "quantized-gradients-need-reduce-scatter": Example(
-        {
-            "fp16": True,
-            "zero_stage": 3,
-            "device": "cuda",
-            "deepspeed": zero(reduce_scatter=False, **_QUANTISED_GRADIENTS),
-        },
-        {"deepspeed": zero(**_QUANTISED_GRADIENTS)},
+        {**_FP16, "deepspeed": zero(reduce_scatter=False, zero_quantized_gradients=True)}, {"deepspeed": _INT4}
     ),
     "compute-grad-norm-off": Example(
         {"zero_stage": 1, "deepspeed": zero(compute_grad_norm=False)}, {"max_grad_norm": 0}
@@ -370,21 +351,10 @@ EXAMPLES: dict[str, Example] = {
         {"deepspeed": {"autotuning": {"enabled": True}}}, {"deepspeed": {"autotuning": {"enabled": False}}}
     ),
     "expert-parallel-transformers": Example(
-        {
-            "deepspeed": {"expert_parallel": {"enabled": True}},
-            "environment": Environment(version=lambda package: "5.23.0"),
-        },
-        {"environment": Environment(version=lambda package: "5.22.1")},
+        {**_EXPERTS, "environment": Environment(version=lambda _: "5.23.0")}, _EXPERTS
     ),
     "expert-parallel-stage-3": Example(
-        {
-            "zero_stage": 3,
-            "world": 2,
-            "deepspeed": {"expert_parallel": {"enabled": True}, **zero(zero_hpz_partition_size=2)},
-            "environment": Environment(version=lambda package: "5.22.1"),
-        },
-        {"deepspeed": {"expert_parallel": {"enabled": True}}},
-        ("zero_hpz_partition_size=2",),
+        {**_EXPERTS, "zero_stage": 3, "world": 2, "deepspeed": {**_EXPERTS["deepspeed"], **_HPZ}}, _EXPERTS
     ),
     "deepcompile-needs-gpu": Example({"deepspeed": {"compile": {"deepcompile": True}}}, {"device": "cuda"}),
     "checkpoint-writer-needs-gpu": Example(

@@ -36,6 +36,7 @@ from ds_trainer.training.evaluation.loss_mean import Loss, LossMean
 from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_numbers
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
+from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, share_reading
 from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
@@ -77,6 +78,7 @@ class EvalLoop:
         self.trainer = trainer
         self.loader = loader
         self.loss_only = loss_only
+        self._shares_reading = share_reading(loader, args, trainer.layout, loss_only)
         self._batch_metrics = args.batch_eval_metrics and trainer.compute_metrics is not None
         self._keep = keep or not self._batch_metrics
         self._as_objects = args.eval_use_gather_object
@@ -243,6 +245,8 @@ class EvalLoop:
 
     def _output(self, prefix: str) -> EvalLoopOutput:
         arrays = {kind: accumulator.result() for kind, accumulator in self._results.items()}
+        if self._shares_reading and not self.loss_only:
+            arrays = in_order_of_stream(arrays, self.loader)
         complete = arrays["predictions"] is not None and arrays["label_ids"] is not None
         if self.trainer.compute_metrics is not None and complete and not self._batch_metrics:
             self._metrics = self._compute(arrays)
