@@ -118,7 +118,7 @@ class StreamShard(IterableDataset[Any]):
         """Set the order of the next iteration."""
         self._start[3:] = torch.tensor(order)
 
-    def __iter__(self) -> Iterator[tuple[Any, bool, int, Any]]:
+    def __iter__(self) -> Iterator[tuple[Any, int, int, Any]]:
         epoch, first, _, shards, run, own = self._start.tolist()
         worker, workers = self._worker_index()
         if shards:
@@ -145,7 +145,7 @@ class StreamShard(IterableDataset[Any]):
             if not whole:
                 return
 
-    def _read_shards(self, order: StreamOrder, epoch: int, first: int) -> Iterator[tuple[Any, bool, int, Any]]:
+    def _read_shards(self, order: StreamOrder, epoch: int, first: int) -> Iterator[tuple[Any, int, int, Any]]:
         resumed = self._resumed if first and self._resumed is not None and self._resumed.epoch == epoch else None
         if resumed is not None and self._is_worker:
             resumed = resumed._replace(random=None)

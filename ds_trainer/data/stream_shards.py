@@ -13,8 +13,11 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -297,20 +300,65 @@ def agreed(order: StreamOrder, stream: Any, begun: StreamOrder | None) -> Stream
         begun: the order of an epoch that is continued.
 
     Raises:
-        ConfigError: on all ranks, if their data has different numbers of shards and shards are to be read.
+        ConfigError: on all ranks, if shards are to be read, and their data has different numbers of shards or is made
+            of different files.
     """
     available, sharded = shards_in(stream), order if begun is None else begun
-    own, not_own, most, least, shards = distributed.agree(
-        torch.tensor([int(order.own), int(not order.own), available, -available, sharded.shards])
+    lists = list(source_lists(stream)) if sharded.shards and not sharded.own else []
+    names, paths = (reduce(_add, map(of, itertools.chain(*lists)), 0) for of in (_name, str))
+    found = [int(order.own), available, sharded.shards, names, paths]
+    own, most, shards, *ours, not_own, least, _, name, path = distributed.agree(
+        torch.tensor([*found, *(-number for number in [found[0] - 1, *found[1:]])])
     )
     if own and not_own:
         return StreamOrder()
-    if shards and not own and most != -least:
+    if not shards or own:
+        return order
+    problem = ""
+    if most != -least:
         numbers = distributed.gather_objects(available)
+        problem = (
+            f"has different numbers of shards ({listed(sorted(set(numbers)))}; rank 0 has "
+            f"{numbers[0]}, rank {numbers.index(-least if numbers[0] == most else most)} another number)"
+        )
+    elif ours[0] != -name:
+        numbers = distributed.gather_objects(names)
+        other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+        problem = f"is made of different files (rank {other} has others than rank 0), of which most would not be read"
+    elif ours[1] != -path and distributed.rank() == 0:
+        logger.warning(
+            "The ranks' streams are made of files with the same names in different folders. With stream_shards each "
+            "replica reads its part of them: if the folders differ in content, data is lost; set stream_shards='own'."
+        )
+    if problem:
         raise ConfigError(
-            f"The ranks' training data has different numbers of shards ({listed(sorted(set(numbers)))}; rank 0 has "
-            f"{numbers[0]}, rank {numbers.index(-least if numbers[0] == most else most)} another number). Each replica "
-            "reads its part of the shards of the whole stream, so give every rank the same files in the same order, or "
-            "set stream_shards='own' if each data-parallel replica has its own."
+            f"The ranks' data {problem}. Each replica reads its part of the shards of the whole stream, so give every "
+            "rank the same files in the same order, or set stream_shards='own' if each replica has its own."
         )
     return order
+
+
+def source_lists(stream: Any) -> Iterator[list[Any]]:
+    """The lists of files that ``stream`` is made of, or of numbers of its parts, as far as they can be seen.
+
+    They are attributes of a user's stream, and for one of ``datasets`` arguments of the function that reads it. Streams
+    inside of a stream are looked at too.
+    """
+    examples = getattr(stream, "_ex_iterable", stream)
+    kwargs = getattr(examples, "kwargs", None)
+    kinds = (str, os.PathLike) if kwargs is None else (str, os.PathLike, int)  # a user's numbers may be the samples
+    for value in (getattr(examples, "__dict__", {}) if kwargs is None else kwargs).values():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(item, kinds) for item in value):
+            yield list(value)
+    inner = [getattr(examples, "stream", None), getattr(examples, "ex_iterable", None)]
+    for one in [*inner, *(getattr(examples, "ex_iterables", None) or ())]:
+        if one is not None:
+            yield from source_lists(one)
+
+
+def _add(checksum: int, text: str) -> int:
+    return zlib.crc32(f"{text}\n".encode(), checksum)
+
+
+def _name(item: Any) -> str:
+    return str(item) if isinstance(item, int) else os.path.basename(os.fspath(item))

@@ -119,8 +119,8 @@ def _rows_of_samples(loader: StreamLoader) -> np.ndarray:
     assert loader.order is not None  # it has been read
     shards, run = loader.order.shards, loader.order.run
     lengths = torch.zeros(shards, dtype=torch.int64)
-    for shard, rows in loader.rows_read.items():
-        lengths[shard] = rows
+    for number, read in loader.rows_read.items():
+        lengths[number] = read
     lengths = lengths.to(distributed.collective_device())
     distributed.all_reduce_sum(lengths)
     length = lengths.cpu().numpy()
