@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ds_trainer.accelerator.process_control import ProcessControl
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed

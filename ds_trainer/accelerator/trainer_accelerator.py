@@ -7,8 +7,8 @@ with a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import isinf
 from typing import Any
@@ -85,7 +85,6 @@ class TrainerAccelerator(PreparedObjects):
     ) -> None:
         super().__init__(layout, args, join_ranks, get_engine, get_model)
         self._compiled = compiled
-        self._backward_called = False
         self.state = StateView(self)
         self.gradient_state = GradientStateView(self)
         self.deepspeed_plugin = DeepSpeedPluginView(compiled)
@@ -152,7 +151,7 @@ class TrainerAccelerator(PreparedObjects):
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last one of its optimizer step."""
         engine = self.get_engine()
-        return True if engine is None else bool(engine.deepspeed.is_gradient_accumulation_boundary())
+        return True if engine is None else engine.is_last
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -202,16 +201,20 @@ class TrainerAccelerator(PreparedObjects):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False) -> None:
-        """Back-propagate the *mean* loss of a micro-batch, as a ``training_step`` written for transformers does.
+    def backward(
+        self, loss: torch.Tensor, *, scale_wrt_gas: bool | None = None, retain_graph: bool = False, **ignored: Any
+    ) -> None:
+        """Back-propagate the loss of a micro-batch, as a ``training_step`` written for transformers does.
 
         Gradients are averaged over the ranks and summed over the micro-batches of the step. The loss that
         ``compute_loss`` returns for ``num_items_in_batch`` is scaled for this average. A dummy counts as zero.
 
         Args:
             loss: scalar; the mean over this rank's micro-batch.
-            scale_wrt_gas: divide by the micro-batches of a full step; False if the loss is already divided.
-            retain_graph: keep the graph for another pass.
+            scale_wrt_gas: divide by the micro-batches of a full step. None: if the step returns a loss that is divided
+                by them, although this one is not (:mod:`ds_trainer.training.loop.own_step`).
+            retain_graph: keep the graph for another pass; not with ZeRO 3.
+            ignored: keywords of other engines, such as ``learning_rate``.
 
         Raises:
             ConfigError: there is no engine yet.
@@ -219,27 +222,16 @@ class TrainerAccelerator(PreparedObjects):
         engine = self.get_engine()
         if engine is None:
             raise ConfigError("accelerator.backward: there is no engine yet; it is built by train().")
+        if scale_wrt_gas is None and engine.passes is not None:
+            scale_wrt_gas = engine.passes.divides_next(loss)
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps
         if self._dummy:
             loss = loss * 0.0
         engine.backward_mean(loss, retain_graph)
-        self._backward_called = True
-
-    @contextmanager
-    def batch(self, inputs: Any) -> Iterator[None]:
-        """The current batch, set by the loop: results computed from a dummy do not count."""
-        self._backward_called = False
-        with super().batch(inputs):
-            yield
 
     def loss_contribution(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss contribution of a ``training_step``'s result, which the loop sums over ranks.
-
-        If the step called :meth:`backward`, its loss is scaled for an average over the ranks.
-        """
-        if not self._backward_called:
-            return loss
+        """The loss contribution of a ``training_step``'s result, which the loop sums over ranks."""
         return torch.zeros_like(loss) if self._dummy else loss / self._layout.seq_data_parallel_size
 
     def clip_grad_norm_(

@@ -43,6 +43,12 @@ def accepts_any_keyword(model: nn.Module) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
+def can_be_called_with(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the items of ``batch`` may be the keyword arguments of ``forward``; otherwise a subclass unpacks them."""
+    names = set(forward_names(model))
+    return not names.isdisjoint(batch) and (accepts_any_keyword(model) or names.issuperset(batch))
+
+
 def find_label_names(model: nn.Module) -> list[str]:
     """The arguments of ``model.forward`` that are labels: those with "label" in their name, without ``shift_labels``
     (a copy of the labels); for question answering also the start and end positions. Empty if there are none.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ds_trainer.data.batch_structure import as_dummy, counted
 from ds_trainer.data.lengths import SortedBatchSampler
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
@@ -18,23 +19,6 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 
 if TYPE_CHECKING:
     from ds_trainer.data.sharded_batch import BatchSharder
-
-
-class Dummy:
-    """Marks a batch without effect, for a replica that has no samples in an incomplete last micro-step."""
-
-
-class DummyBatch(dict[str, Any], Dummy):
-    """A dummy that is a mapping."""
-
-
-class DummyList(list[Any], Dummy):
-    """A dummy that is a list, which the Trainer's ``_prepare_inputs`` converts."""
-
-
-def as_dummy(batch: Any) -> Any:
-    """``batch``, a mapping or a list, as a dummy."""
-    return DummyBatch(batch) if isinstance(batch, Mapping) else DummyList(batch)
 
 
 class PlannedLoader(DataLoader[Any]):
@@ -163,8 +147,9 @@ class PlannedLoader(DataLoader[Any]):
         batches = super().__iter__() if self._reader is None else iter(as_set(self._reader, self))
         index = 0
         for batch in batches:
-            dummy = index >= ragged and self._batches.is_dummy(index) and isinstance(batch, (Mapping, list))
-            marked = [as_dummy(batch) if dummy else batch]
+            if index >= ragged and self._batches.is_dummy(index):
+                batch = as_dummy(batch)
+            marked = [batch if isinstance(batch, Mapping) else self._counted(batch, index)]
             index += 1
             if self.sharder is not None:
                 del batch
@@ -172,6 +157,9 @@ class PlannedLoader(DataLoader[Any]):
                 continue
             with self.during(marked[0]):
                 yield marked[0]
+
+    def _counted(self, batch: Any, index: int) -> Any:
+        return counted(batch, len(self._batches.rank_batch_of(index)))
 
 
 def pin_what_is_used(loader: Any, reader: DataLoader[Any] | None) -> None:

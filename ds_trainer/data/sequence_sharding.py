@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.parallel.document_runs import DocumentRuns
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_trainer.data.loader import DummyBatch, as_dummy
+from ds_trainer.data.batch_structure import DummyBatch, as_dummy
 from ds_trainer.data.sequence_sharding import IGNORED, SequenceSharder, unshard
 from ds_trainer.parallel.sequence_plan import SequencePlan
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ds_trainer.data.loader import as_dummy, as_set, pin_what_is_used, show_as
+from ds_trainer.data.batch_structure import as_dummy, counted
+from ds_trainer.data.loader import as_set, pin_what_is_used, show_as
 from ds_trainer.data.lockstep import EMPTY, RAGGED, SPARE, WHOLE, Aligned, Lockstep, fingerprint
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.skipping import skip, with_random_state
@@ -139,7 +140,7 @@ class StreamShard(IterableDataset[Any]):
                 state = copy.deepcopy(self.stream.state_dict()) if stateful and ends_step else None
                 mark, chosen = fingerprint(rows[0]), rows[own.start : own.stop] or rows[:1]
                 rows.clear()
-                made = [(self.collate(chosen), not own, mark, state)]
+                made = [(counted(self.collate(chosen), len(chosen)), not own, mark, state)]
                 chosen.clear()
                 yield made.pop()  # nothing here holds the samples while their batch is in use
             if not whole:
@@ -158,7 +159,7 @@ class StreamShard(IterableDataset[Any]):
             stateful=has_state(self.stream),
         )
         for index, rows, states in reader.micro_steps(first, *self._worker_index(), resumed):
-            batch = self.collate(rows) if rows else None
+            batch = counted(self.collate(rows), len(rows)) if rows else None
             made = [(batch, len(rows), index, states)]
             del batch
             rows.clear()
@@ -325,7 +326,7 @@ class StreamLoader(DataLoader[Any]):
         self._shard.collate = self.collate_fn  # a script may have set another one
         for batch, is_dummy, mark, state in as_set(self._reader, self):
             self.state = state
-            item = [(as_dummy(batch) if is_dummy and isinstance(batch, (Mapping, list)) else batch, mark)]
+            item = [(as_dummy(batch) if is_dummy else batch, mark)]
             del batch
             yield item.pop()  # nothing here holds the whole batch while its shards are in use
 

@@ -145,6 +145,18 @@ ENGINE_ROWS = (
     ),
     # -- gradients and steps
     Row(
+        "engine/backward_passes.py",
+        "gradients of backward passes that a script runs itself are divided or lost",
+        UNSEEN,
+        replaces=of(ENGINE, "_backward_prologue", "_backward_prologue_per_tensor"),
+        relies_on=(
+            *of(ENGINE, "forward", "_backward_post_hook", "_backward_epilogue", "allreduce_gradients"),
+            *of(ZERO12, "finalize_gradient_accumulation_boundary", "setup_buckets", "clear_backward_seen_flag"),
+            *of(ZERO3, "finalize_gradient_accumulation_boundary", "clear_backward_seen_flag", "partition_grads"),
+            "deepspeed.runtime.utils:OutputBackwardHookManager._make_backward_hook",
+        ),
+    ),
+    Row(
         "engine/training_engine.py",
         "float32 without ZeRO is clipped by a wrong norm",
         SELF_TEST,

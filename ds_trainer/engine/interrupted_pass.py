@@ -60,7 +60,7 @@ class PassCompletion:
             self._parameters.restore()
             if self._engine.module_guard is not None:
                 self._engine.module_guard.restart_pass()
-        self._engine.begin_micro_batch(last=self._engine.deepspeed.is_gradient_accumulation_boundary())
+        self._engine.begin_micro_batch(self._engine.is_last)
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a collective, or leave it out."""

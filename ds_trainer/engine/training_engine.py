@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
+from ds_trainer.engine.backward_passes import BackwardPasses
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import SkippedStepError, enable_overflow_checks, scales_loss, skipped_update
 from ds_trainer.engine.gradient_norm import reduce_norm_once
@@ -93,6 +94,10 @@ class TrainingEngine:
         reduction_order: reduces gradients in the same order on all ranks; None where DeepSpeed does.
         module_guard: stops all ranks if they are about to run different modules under ZeRO-3; None at other stages.
         guarded: non-finite gradients never reach the weights (:mod:`ds_trainer.engine.finite_step`).
+        passes: backward passes that a script runs itself; None if no code of a script runs in a step.
+        is_last: whether the micro-batch is the last of its step.
+        completes_late: no backward pass completes the reduction, because a script may run another one after it;
+            :meth:`complete_gradients` does.
 
     Needs a process group (:func:`ds_trainer.engine.process_group.start_process_group`).
 
@@ -169,13 +174,24 @@ class TrainingEngine:
         self._grad_norm: Any = None
         if self._computes_norm:
             self._parameters = [p for p in model.parameters() if p.requires_grad]
-            self.deepspeed.clip_fp32_gradients = self._clip_and_keep_norm
+            self.deepspeed.clip_fp32_gradients = lambda: None  # complete_gradients does
+        self.passes: BackwardPasses | None = None
+        self.is_last, self.completes_late, self._complete = True, False, False
 
-    # -- one optimizer step: begin_micro_batch, forward, backward, ..., step ---------------------------------------
+    # -- one optimizer step: begin_micro_batch, forward, backward, ..., complete_gradients, step -------------------
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def allow_own_passes(self, completes_late: bool) -> BackwardPasses:
+        """Code of a script runs in each step, and may run backward passes; with ``completes_late`` also after ours."""
+        self.passes = BackwardPasses(self.deepspeed, self.stage)
+        self.completes_late = completes_late
+        return self.passes
+
+    def begin_micro_batch(self, last: bool, is_dummy: bool = False) -> None:
         """Announces a micro-batch; with ``last`` its backward pass completes the gradient reduction."""
-        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.is_last, self._complete = last, False
+        self.deepspeed.set_gradient_accumulation_boundary(last and self.passes is None)
+        if self.passes is not None:
+            self.passes.begin_micro_batch(is_dummy)
         if self.module_guard is not None:
             step = self.deepspeed.global_steps + 1
             self.module_guard.micro_batch = self.module_guard.micro_batch + 1 if step == self.module_guard.step else 1
@@ -186,8 +202,12 @@ class TrainingEngine:
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagates ``loss``, a scalar already divided by the item count of the global batch."""
         ranks = self._averaged_over
+        loss = loss * (loss_factor(loss, ranks) if self.guarded else ranks)
+        if self.passes is not None:
+            self._backward_among_others(loss, retain_graph=False)
+            return
         with self.during_backward:
-            self.deepspeed.backward(loss * (loss_factor(loss, ranks) if self.guarded else ranks), scale_wrt_gas=False)
+            self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def backward_mean(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Back-propagates ``loss``, a scalar whose gradient is averaged over the ranks.
@@ -195,11 +215,35 @@ class TrainingEngine:
         For training steps that divide by the accumulation themselves, as those written for transformers do.
         ``retain_graph`` keeps the graph for another pass.
         """
-        # DeepSpeed 0.19.8 divides the gradient of the tensor that its forward pass returned by the accumulation steps,
-        # even with scale_wrt_gas=False; it does not do so for tensors computed from it.
-        factor = loss_factor(loss, 1) if self.guarded else 1.0
-        with self.during_backward:
-            self.deepspeed.backward(loss * factor, retain_graph=retain_graph, scale_wrt_gas=False)
+        self._backward_among_others(loss * (loss_factor(loss, 1) if self.guarded else 1.0), retain_graph)
+
+    def _backward_among_others(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        if self.passes is None:
+            raise ConfigError("accelerator.backward was called outside of an overridden training_step or compute_loss.")
+        self.deepspeed.set_gradient_accumulation_boundary(self.is_last and not self.completes_late)
+        with self.during_backward, self.passes.running():
+            self.deepspeed.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def complete_gradients(self) -> None:
+        """Completes the gradients of a step, before callbacks may read them and before :meth:`step`. Collective.
+
+        They are reduced, unless the last backward pass has done so. In float32 at stage 0, where DeepSpeed computes no
+        norm, they are clipped too.
+        """
+        if self._complete:
+            return
+        self._complete = True
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        if self.completes_late and self.stage >= 2:
+            self.deepspeed.optimizer.finalize_gradient_accumulation_boundary()
+        elif self.completes_late:
+            if self.stage == 1 and hasattr(self.deepspeed.optimizer, "setup_buckets"):
+                self.deepspeed.optimizer.setup_buckets()
+            self.deepspeed.allreduce_gradients()
+        if self._computes_norm:
+            self._grad_norm = gradient_norm(self._parameters, self.groups)
+            if self._clipping > 0:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, self._grad_norm)
 
     def step(self, skip_update: bool = False) -> bool:
         """Updates the weights and clears the gradients, the same on all ranks.
@@ -219,10 +263,10 @@ class TrainingEngine:
         if self.before_step is not None:
             self.before_step()
             self.before_step = None
+        self.complete_gradients()
         if self._agreement is not None and self._agreement.check(self.deepspeed.device):
             self._agreement = None
         if self._computes_norm:
-            self._grad_norm = gradient_norm(self._parameters, self.groups)
             skip_update = skip_update or (self.guarded and not bool(self._grad_norm.isfinite()))
         with skipped_update(self.deepspeed.optimizer) if skip_update else nullcontext():
             self.deepspeed.step()
@@ -236,9 +280,6 @@ class TrainingEngine:
         counters = {name: getattr(self.deepspeed, name) for name in _COUNTERS}
         self.step(skip_update=True)
         vars(self.deepspeed).update(counters)
-
-    def _clip_and_keep_norm(self) -> None:
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, self._grad_norm)
 
     def grad_norm(self) -> float:
         """2-norm of the last step's gradient over all ranks, before clipping. May synchronize the device."""

@@ -22,7 +22,7 @@ from ds_trainer.optim.weight_swapping import check_weight_swapping
 from ds_trainer.training.engines import Engines
 from ds_trainer.training.hub.publisher import HubPublisher
 from ds_trainer.training.loading.weight_check import note_origin
-from ds_trainer.training.loop.batches import check_names, checked_batch, checked_raw_batch
+from ds_trainer.training.loop.batches import batch_check, check_names
 from ds_trainer.training.loop.first_loss_check import check_first_loss
 from ds_trainer.training.loop.first_steps import FirstSteps
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
@@ -131,7 +131,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             layout=self.layout,
             device=self.device,
             overlap_count=self.compute_loss_func is None and _USE_THE_COUNT.isdisjoint(self.overridden),
-            check=checked_raw_batch if "_prepare_inputs" in self.overridden else checked_batch,
+            check=batch_check(self.overridden, self.layout),
             chunked=chunked_loss_of(self.args, self.compiled),
             sources=SourceLosses(self.args, self.device),
             packed=packs(self.args) and not compiles(self.args, self.compiled),
@@ -158,6 +158,7 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
             self.compute_loss_context_manager if contexts else None,
             self.engines.copies.begin,
             uses_accelerator=self.compute_loss_func is not None or not _USE_THE_COUNT.isdisjoint(changed),
+            own_step="training_step" in changed,
         )
 
     def inputs(self) -> TrainerInputs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.utils import operations
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.sequence_plan import SequencePlan

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_trainer import ConfigError, Trainer, TrainingArguments, default_data_collator
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.lengths import BalancedBatchSampler
-from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout

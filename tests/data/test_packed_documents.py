@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_trainer import ParallelLayout
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.lengths import BalancedBatchSampler, GroupedByLength, RoughlySorted
-from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.order import epoch_order
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.sampler import DistributedBatchSampler

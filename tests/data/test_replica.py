@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_trainer.data import replica
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.batch_transfer import receive, send
-from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.replica import batches_of, replica_batches, replica_groups
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.data.stream import StreamLoader, StreamShard

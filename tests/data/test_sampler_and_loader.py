@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.data.loader import DummyBatch, PlannedLoader
+from ds_trainer.data.batch_structure import DummyBatch
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.order import epoch_order
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.parallel.batch_plan import BatchPlan

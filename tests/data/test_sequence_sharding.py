@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from ds_trainer import ConfigError
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.collators import default_data_collator
-from ds_trainer.data.loader import DummyBatch
 from ds_trainer.data.sequence_sharding import SequenceSharder, unshard
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan

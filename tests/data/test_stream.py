@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ds_trainer import ConfigError
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.lockstep import Lockstep, fingerprint
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of

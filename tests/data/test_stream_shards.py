@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from ds_trainer import ConfigError
 from ds_trainer.arguments.enums import PackingStrategy
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.data.packing.datasets import packed_stream
 from ds_trainer.data.stream import StreamLoader, StreamResume, StreamShard
 from ds_trainer.data.stream_shards import StreamOrder, stream_order, warn_of_readers

@@ -100,7 +100,7 @@ def without_rank_1(engine: TrainingEngine, loss: torch.Tensor, backward: Backwar
 
 
 def without_the_first_micro_batch(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:
-    backward(engine, loss * float(engine.deepspeed.is_gradient_accumulation_boundary()))
+    backward(engine, loss * float(engine.is_last))
 
 
 def infinite(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_trainer.data.loader import Dummy, PlannedLoader
+from ds_trainer.data.batch_structure import Dummy, number_of_samples
+from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.evaluation.aligned_batches import aligned_batches, mark_last
@@ -37,7 +38,7 @@ from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_nu
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, share_reading
-from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.training.loop.batches import checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
@@ -108,7 +109,8 @@ class EvalLoop:
         trainer, every = self.trainer, self._every
         model.eval()
         use_evaluation_weights(trainer.optimizer)
-        batches = aligned_batches(self.loader, trainer.layout, trainer.losses.check)
+        check = checked_raw_batch if trainer.overrides_prediction_step else trainer.losses.check
+        batches = aligned_batches(self.loader, trainer.layout, check)
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
             if index == 1 and summary_of(self.loader) is not None:
                 trainer.check_packing(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
@@ -224,6 +226,10 @@ class EvalLoop:
         """The inputs for ``compute_metrics``: the main input, or all of them if it is called per batch."""
         if not self._includes("inputs") or self.loss_only:
             return None
+        if not isinstance(inputs, Mapping):
+            raise ConfigError(
+                f"include_for_metrics has 'inputs', but a batch is a {type(inputs).__name__}, not a dict."
+            )
         if self._batch_metrics:
             return on_device({k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, self.trainer.device)
         name = getattr(self.trainer.model, "main_input_name", "input_ids")

@@ -17,8 +17,10 @@ def returns_loss_by_default(model: nn.Module) -> bool:
     return parameter is not None and parameter.default is True
 
 
-def labels_of(inputs: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The labels of a batch: a tensor, a tuple of several, or None."""
+def labels_of(inputs: Any, names: Sequence[str]) -> Any:
+    """The labels of a batch: a tensor, a tuple of several, or None, also if it is no mapping."""
+    if not isinstance(inputs, Mapping):
+        return None
     found = tuple(inputs[name] for name in names if inputs.get(name) is not None)
     return found[0] if len(found) == 1 else found or None
 

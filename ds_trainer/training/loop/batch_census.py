@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.data.source_ids import SOURCE_IDS

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch, number_of_samples
 from ds_trainer.parallel.deferred_mask import DocumentMask
-from ds_trainer.training.loop.batches import number_of_samples
 
 
 class NotSplittable(ValueError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
 from ds_trainer.data.stream_shards import stream_order, warn_of_readers
 from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -255,16 +257,17 @@ def set_epoch(loader: Any, epoch: int) -> None:
             part.set_epoch(epoch)
 
 
-def checked_batch(batch: Any) -> Mapping[str, Any]:
+def checked_batch(batch: Any, why: str = "models are called with keyword arguments") -> Mapping[str, Any]:
     """Return ``batch`` if its items can be the keyword arguments of a model.
 
     Raises:
-        ConfigError: it is no mapping, or has no tensor.
+        ConfigError: it is no mapping, which is needed because of ``why``; or it has no tensor.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"A batch is a {type(batch).__name__}, but models are called with keyword arguments: the data_collator "
-            "must return a dict such as {'input_ids': ..., 'labels': ...}."
+            f"A batch is a {type(batch).__name__}, but {why}: the data_collator must return a dict such as "
+            "{'input_ids': ..., 'labels': ...}. A subclass whose compute_loss or training_step unpacks its batches "
+            "may have batches of any type, where sequences are not sharded."
         )
     if not any(_holds_tensor(value) for value in batch.values()):
         kinds = ", ".join(f"{key}: {type(value).__name__}" for key, value in batch.items()) or "it is empty"
@@ -276,14 +279,31 @@ def checked_batch(batch: Any) -> Mapping[str, Any]:
 
 
 def checked_raw_batch(batch: Any) -> Any:
-    """Return ``batch`` if it can be the argument of a subclass's ``_prepare_inputs``.
+    """Return ``batch`` if it can be the argument of methods of a subclass that unpack it: anything but None.
 
     Raises:
-        ConfigError: it is neither a mapping nor a list.
+        ConfigError: it is None.
     """
-    if isinstance(batch, (Mapping, list)):
-        return batch
-    raise ConfigError(f"A batch is a {type(batch).__name__}: the data_collator must return a dict or a list.")
+    if batch is None:
+        raise ConfigError("A batch is None: the data_collator must return what it has made.")
+    return batch
+
+
+_UNPACK = frozenset({"_prepare_inputs", "compute_loss", "training_step"})
+"""Methods of a subclass that may unpack a batch of another structure than a dict."""
+
+
+def batch_check(overridden: Collection[str], layout: ParallelLayout) -> Callable[[Any], Any]:
+    """What returns its argument if it can be a batch of a Trainer whose subclass replaces methods.
+
+    Args:
+        overridden: the names of these methods.
+        layout: the layout of the job; where it shards sequences, batches have names.
+    """
+    if layout.cp * layout.sp > 1 and "_prepare_inputs" not in overridden:
+        why = f"context_parallel_size={layout.cp} and sequence_parallel_size={layout.sp} shard its items by their names"
+        return partial(checked_batch, why=why)
+    return checked_batch if _UNPACK.isdisjoint(overridden) else checked_raw_batch
 
 
 def check_names(batch: Mapping[str, Any], model: nn.Module) -> None:
@@ -308,29 +328,6 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(_holds_tensor, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, torch.Tensor)
-
-
-def number_of_samples(inputs: Any) -> int:
-    """Samples of a batch: the length of its first tensor, else of a tensor in a mapping inside it, else of a list.
-
-    A batch of several inputs, such as ``{"queries": {...}, "passages": {...}}``, has the samples of the first. Without
-    any of these it counts as one sample, so that its loss counts.
-    """
-    if isinstance(inputs, list):
-        return len(inputs)
-    count = _rows(inputs)
-    if count is None:
-        count = next((len(value) for value in inputs.values() if isinstance(value, (list, tuple))), 1)
-    return count
-
-
-def _rows(inputs: Mapping[str, Any]) -> int | None:
-    """The length of the first tensor of ``inputs`` with dimensions, or of the mappings inside; None without one."""
-    for value in inputs.values():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
-    parts = (_rows(value) for value in inputs.values() if isinstance(value, Mapping))
-    return next((rows for rows in parts if rows is not None), None)
 
 
 def labels_in(inputs: Mapping[str, Any], label_names: Sequence[str]) -> str | None:

@@ -13,11 +13,14 @@ nobody asks for a copy (an overridden ``_prepare_inputs``), no further ones are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
+from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
 
 
@@ -27,7 +30,9 @@ def on_device(
     float_type: torch.dtype | None = None,
     copied: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> Any:
-    """Copy tensors, also inside of dicts, lists and tuples, to ``device``. Copies from pinned memory do not wait.
+    """Copy tensors, also inside of dicts, lists, tuples and dataclasses, to ``device``; other objects by their ``to``.
+
+    Copies from pinned memory do not wait. A dummy becomes an object of its original type.
 
     Args:
         value: a batch or a part of it; other values are kept.
@@ -35,18 +40,33 @@ def on_device(
         float_type: the new dtype of floating-point tensors; None keeps theirs.
         copied: the copy of a tensor, if there is one already.
     """
+    if isinstance(value, Dummy) and value.of is not None:
+        value = value.of
     if isinstance(value, torch.Tensor):
-        copy = None if copied is None else copied(value)
-        if copy is not None:
-            return copy
+        found = None if copied is None else copied(value)
+        if found is not None:
+            return found
         dtype = float_type if value.is_floating_point() else None
         return value.to(device, dtype, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: on_device(part, device, float_type, copied) for key, part in value.items()}
+        items = {key: on_device(part, device, float_type, copied) for key, part in value.items()}
+        if isinstance(value, dict) or not isinstance(value, MutableMapping):
+            return items
+        moved: Any = copy.copy(value)  # a BatchEncoding, say, which scripts read by attribute
+        moved.update(items)
+        return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(on_device(part, device, float_type, copied) for part in value))
     if isinstance(value, (list, tuple)):
         return type(value)(on_device(part, device, float_type, copied) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed: Any = copy.copy(value)
+        for field in dataclasses.fields(value):
+            part = on_device(getattr(value, field.name), device, float_type, copied)
+            object.__setattr__(changed, field.name, part)  # it may be frozen
+        return changed
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return value.to(device)
     return value
 
 

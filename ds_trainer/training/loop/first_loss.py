@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,24 +52,24 @@ class FirstLoss:
         self._prepare = prepare
         self._contribution: torch.Tensor | None = None
 
-    def compute(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def compute(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Compute the loss of ``inputs``, and verify the rule, with the same result on all ranks. Collective."""
         losses, rule = self._losses, self._losses.rule
         if not rule.normalized:
             self._measure(model, inputs)
-            return losses.of(self._method, model, dict(inputs), self._count.detach())
+            return losses.of(self._method, model, copy.copy(inputs), self._count.detach())
         of_user = getattr(self._method.call, "__self__", None)
         reads_before, random_before = reads(), random_state() if self._layout.world_size > 1 else None
-        loss: torch.Tensor = losses.of(self._method, model, dict(inputs), self._count)
+        loss: torch.Tensor = losses.of(self._method, model, copy.copy(inputs), self._count)
         has_read = reads() > reads_before
         with nullcontext() if of_user is None else plain_attributes_restored(of_user):
-            rule.verify(loss, self._count, lambda items: self._without_graph(model, dict(inputs), items))
+            rule.verify(loss, self._count, lambda items: self._without_graph(model, copy.copy(inputs), items))
             # A rank without targets in its shard cannot decide.
             rejects, asks = distributed.agree(torch.tensor([int(not rule.normalized), int(has_read)]))
             if rejects and rule.normalized:
                 rule.reject()
             if asks and rule.normalized and random_before is not None:
-                scale = self._scale(loss, model, dict(inputs), random_before)
+                scale = self._scale(loss, model, copy.copy(inputs), random_before)
                 # A batch without targets on any rank cannot tell; the next one is asked.
                 rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
         if not rule.normalized:
@@ -91,7 +92,7 @@ class FirstLoss:
 
         def loss_of(part: Any) -> torch.Tensor:
             losses.sources.ids = None
-            return torch.as_tensor(losses.of(self._method, model, dict(part), self._count.detach()))
+            return torch.as_tensor(losses.of(self._method, model, copy.copy(part), self._count.detach()))
 
         def more() -> Any:
             batch = two_samples(losses.loader, rule.count)
@@ -105,16 +106,14 @@ class FirstLoss:
         losses.sources.ids = ids
         return found
 
-    def _without_graph(self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
+    def _without_graph(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> torch.Tensor:
         model.eval()
         with torch.no_grad():
             loss: torch.Tensor = self._losses.of(self._method, model, inputs, items)
         model.train()
         return loss
 
-    def _scale(
-        self, loss: torch.Tensor, model: nn.Module, inputs: dict[str, Any], random: dict[str, Any]
-    ) -> float | None:
+    def _scale(self, loss: torch.Tensor, model: nn.Module, inputs: Any, random: dict[str, Any]) -> float | None:
         """The factor in ``loss`` that follows from the number of ranks: 1, or the ranks that see different samples.
 
         None if no rank can tell, because all losses are 0 or not finite.

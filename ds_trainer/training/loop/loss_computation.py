@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.parallel.attention import use_sharding

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.data.columns import base_model
-from ds_trainer.data.loader import Dummy
 from ds_trainer.training.loop.batch_splitting import NotSplittable, samples_of_batch
-from ds_trainer.training.loop.batches import labels_in, number_of_samples
+from ds_trainer.training.loop.batches import labels_in
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting
 from ds_trainer.training.loop.loss_unit import SAMPLES, units_of
 from ds_trainer.utils import distributed

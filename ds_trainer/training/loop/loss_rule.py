@@ -30,12 +30,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.data.sequence_sharding import (
     IGNORED as IGNORED,  # as in torch's cross-entropy and Hugging Face's collators
 )
 from ds_trainer.training.loop.auxiliary_loss import adds_auxiliary_loss
-from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.utils.errors import ConfigError

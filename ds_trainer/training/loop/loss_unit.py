@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.loader import Dummy
-from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.training.loop.loss_rule import IGNORED
 
 _IGNORED = (IGNORED, 255, -1, 0)  # of transformers and torch, of segmentation, of detection, of padded labels

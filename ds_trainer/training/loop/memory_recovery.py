@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.engine.interrupted_pass import PassCompletion
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, part_of_batch, split_batch
-from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.out_of_memory import is_out_of_memory
 from ds_trainer.utils import distributed

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.packing.batch import PackingCollator
 from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import BatchFacts, BatchSharder
 from ds_trainer.data.stream import StreamLoader
-from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.loop.token_counter import TokenCounter
 

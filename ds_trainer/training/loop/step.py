@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.run_health import RunHealth
@@ -33,6 +33,7 @@ from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
+from ds_trainer.training.loop.own_step import OwnStep
 from ds_trainer.training.loop.token_counter import TokenCounter
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches
 from ds_trainer.utils import distributed
@@ -55,6 +56,7 @@ class StepMethods:
         loss_context: context managers around the loss computation; None if no subclass adds any.
         begin_copy: begins to copy the next micro-batch to the device.
         uses_accelerator: whether user code may call ``trainer.accelerator`` in a step.
+        own_step: whether ``training_step`` is that of a subclass.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], torch.Tensor]]
@@ -65,6 +67,7 @@ class StepMethods:
     loss_context: Callable[[], AbstractContextManager[Any]] | None
     begin_copy: Callable[[Any], None]
     uses_accelerator: bool
+    own_step: bool
 
 
 class MicroBatchRunner:
@@ -91,6 +94,13 @@ class MicroBatchRunner:
         self._engine = engine
         self._module = engine.deepspeed.module
         self._accelerator = accelerator if methods.uses_accelerator else None
+        self._training_step = methods.training_step
+        self._ranks = 1
+        if methods.uses_accelerator and not methods.own_step:
+            engine.allow_own_passes(completes_late=False)
+        if methods.own_step:
+            self._training_step = OwnStep(methods.training_step, engine, accelerator)
+            self._ranks = engine.layout.seq_data_parallel_size
         self._seed = seed_of_micro_batches(args, engine.layout)
         self._layout = engine.layout
         self._coordinates = engine.layout.coordinates(distributed.rank())
@@ -115,16 +125,15 @@ class MicroBatchRunner:
         """
         keywords = {"num_items_in_batch": items.divisor} if self._methods.takes_item_count else {}
         if self._plain:
-            return self._methods.training_step(self._engine.deepspeed, batch, **keywords)
+            return self._training_step(self._engine.deepspeed, batch, **keywords)
         with ExitStack() as stack:
-            enter, accelerator = stack.enter_context, self._accelerator
-            if accelerator is not None:
-                enter(accelerator.batch(batch.local if isinstance(batch, ShardedBatch) else batch))
+            enter = stack.enter_context
+            if self._accelerator is not None:
+                enter(self._accelerator.batch(batch.local if isinstance(batch, ShardedBatch) else batch))
             local = enter(self._losses.sharded(batch))
             if self._seed is not None:
                 enter(micro_batch_rng(self._seed, self._coordinates, step, index))
-            loss = self._methods.training_step(self._engine.deepspeed, local, **keywords)
-            return loss if accelerator is None else accelerator.loss_contribution(loss)
+            return self._training_step(self._engine.deepspeed, local, **keywords)
 
     def forward_backward(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """See ``Trainer.training_step``."""
@@ -143,7 +152,8 @@ class MicroBatchRunner:
                 local = losses.local_items(inputs)
         contribution = rule.contribution(loss, local, items)
         by_source = losses.sources.window
-        if isinstance(inputs, Dummy):
+        passes = self._engine.passes
+        if isinstance(inputs, Dummy) or (passes is not None and passes.is_dummy):
             contribution = contribution * 0.0
         elif by_source is not None:
             by_source.add(losses.sources.take())
@@ -154,7 +164,7 @@ class MicroBatchRunner:
         self._engine.backward(contribution)
         if first is not None:
             first.after_backward()
-        return kept
+        return kept if self._ranks == 1 else kept * self._ranks  # the average over the ranks is the loss
 
 
 class StepRunner:
@@ -252,6 +262,7 @@ class StepRunner:
             for batch in batches:
                 self._counter.add(batch)
             losses = self._run_micro_batches(batches, items, step)
+            engine.complete_gradients()
             if self._first_steps is not None:
                 self._first_steps.before_update(batches, items)
             events.notify("on_pre_optimizer_step")
@@ -292,7 +303,7 @@ class StepRunner:
         losses, notifies = [], len(batches) > 1 and bool(events.handler.listeners("on_substep_end"))
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
-            engine.begin_micro_batch(last)
+            engine.begin_micro_batch(last, isinstance(batch.local if isinstance(batch, ShardedBatch) else batch, Dummy))
             run = partial(self._micro_batches.run, items=items, step=step, index=index)
             losses.append(run(batch) if recovery is None else recovery.run(run, batch))
             if not last:

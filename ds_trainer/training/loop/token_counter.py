@@ -12,7 +12,7 @@ from torch import nn
 from ds_trainer.arguments.enums import TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -21,7 +21,6 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.flops import FlopRule, Weights
 from ds_trainer.planner.hardware import peak_flops
 from ds_trainer.planner.model_shape import ModelShape
-from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 

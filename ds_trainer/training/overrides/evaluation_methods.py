@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.data.columns import find_label_names
-from ds_trainer.data.loader import Dummy
+from ds_trainer.data.batch_structure import Dummy, number_of_samples
+from ds_trainer.data.columns import can_be_called_with, find_label_names
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.parallel.deferred_logits import DeferredLogits
@@ -28,7 +28,6 @@ from ds_trainer.training.evaluation.logits_to_host import LogitsToHost
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.evaluation.unshard import unshard_outputs
-from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_computation import LossMethod
@@ -319,7 +318,10 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             loss = self._loss_of_all_shards(loss, own_items, items)
         return loss, outputs
 
-    def _has_loss(self, inputs: Mapping[str, Any]) -> bool:
+    def _has_loss(self, inputs: Any) -> bool:
+        own = "compute_loss" in self.overridden
+        if not isinstance(inputs, Mapping) or (own and not can_be_called_with(self.model, inputs)):
+            return own  # it unpacks them
         returns_loss = inputs.get("return_loss")
         returns_loss = self.can_return_loss if returns_loss is None else returns_loss
         has_labels = labels_of(inputs, self.label_names) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -102,11 +102,11 @@ class TrainingStep(TrainerBase):
         """
         return nullcontext()
 
-    def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device of this rank, with floating-point tensors in the precision of the engine.
 
         The numbers of sources (``source_ids``) are taken out of it.
         """
-        prepared: dict[str, Any] = self.engines.copies.take(inputs)
-        self.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, dict) else None
+        prepared: Any = self.engines.copies.take(inputs)
+        self.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, MutableMapping) else None
         return prepared

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_rule import (
     ItemCounter,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.data.loader import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, split_batch
 from ds_trainer.training.out_of_memory import OutOfMemory
 from ds_trainer.utils import distributed

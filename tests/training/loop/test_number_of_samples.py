@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,15 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.loop.batches import number_of_samples
+from ds_trainer.data.batch_structure import counted, number_of_samples
 
 ROWS = torch.ones(3, 2)
+
+
+@dataclass
+class Pair:
+    texts: list[str]
+    rows: torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,17 @@ ROWS = torch.ones(3, 2)
         ({"texts": ["a", "b"], "flag": True}, 2),
         ({"x": torch.ones(0, 2)}, 0),
         ({"loss_only": torch.tensor(1.0)}, 1),
-        ([ROWS, ROWS], 2),
+        ([ROWS, torch.ones(2, 2)], 2),
+        ([ROWS, torch.ones(3)], 3),
+        (({"input_ids": ROWS}, {"labels": torch.ones(5)}), 3),
+        ([{"x": ROWS}, {"x": ROWS}], 2),
+        ((torch.tensor(1.0), ROWS, ["a"]), 3),
+        (ROWS, 3),
+        ("text", 1),
+        (Pair(["a", "b", "c"], ROWS), 3),
+        ({"pair": (ROWS, ROWS)}, 3),
+        (counted([{"x": ROWS}, {"x": ROWS}], 3), 3),
+        (counted(("a", "b", "c", "d"), 2), 2),
     ],
 )
 def test_samples_of_a_batch(batch: Any, samples: int) -> None:

@@ -1,0 +1,233 @@
+"""Overridden steps and losses of the usual shapes: the weights are those of transformers' Trainer at one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ds_trainer import ConfigError
+from tests.support.compare import relative, weight_distance
+from tests.support.pool import pool
+from tests.support.runs import whole_weights
+
+STEPS = 2  # micro-batches of a step
+
+
+class Classifier(nn.Module):
+    """Returns its mean loss and its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.second(torch.tanh(self.first(x)))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def rows(samples: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(4, generator=generator), "labels": index % 2} for index in range(samples)]
+
+
+# -- the shapes --------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A ``training_step`` that calls :meth:`passes` with its inputs on the device."""
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        return self.passes(model, self._prepare_inputs(inputs), num_items_in_batch)
+
+
+class Divided(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Undivided(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class LossBackward(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = model(**inputs)["loss"] / STEPS
+        loss.backward()
+        return loss.detach()
+
+
+class TwoPasses(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        total = torch.zeros(())
+        for shift in (0.0, 0.1):
+            loss = self.compute_loss(model, {**inputs, "x": inputs["x"] + shift}) / STEPS
+            self.accelerator.backward(loss)
+            total += loss.detach()
+        return total
+
+
+class TwoLossBackwards(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        losses = [model(**{**inputs, "x": inputs["x"] + shift})["loss"] / STEPS for shift in (0.0, 0.1)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses).detach()
+
+
+class SuperTwice:
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        noisy = {**inputs, "x": inputs["x"] + 0.1}
+        step: Any = super().training_step  # type: ignore[misc]
+        return step(model, inputs, num_items_in_batch) + step(model, noisy, num_items_in_batch)
+
+
+class SameGraph(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        outputs = model(**inputs)
+        self.accelerator.backward(outputs["loss"] / STEPS, retain_graph=True)
+        self.accelerator.backward(outputs["logits"].pow(2).mean() / STEPS)
+        return outputs["loss"].detach() / STEPS
+
+
+class Penalty:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        x = inputs["x"].detach().requires_grad_()
+        loss = model(**{**inputs, "x": x})["loss"]
+        (slope,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
+        return loss + 0.5 * slope.pow(2).sum(1).mean()
+
+
+class Saliency:
+    """First derivatives of another pass, as a weight of the loss."""
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        x = inputs["x"].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(**{**inputs, "x": x})["logits"].sum(), x)
+        return model(**inputs)["loss"] + (slope * model(**inputs)["logits"].sum(1, keepdim=True)).mean()
+
+
+class Consistency:
+    """Two passes, a teacher pass without gradient, and a divergence between them."""
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        with torch.no_grad():
+            teacher = model(**{**inputs, "x": inputs["x"] * 0.9})["logits"]
+        one, other = model(**inputs), model(**{**inputs, "x": inputs["x"] * 1.1})
+        distance = F.kl_div(one["logits"].log_softmax(-1), other["logits"].softmax(-1), reduction="batchmean")
+        return one["loss"] + other["loss"] + distance + (one["logits"] - teacher).pow(2).mean()
+
+
+class OwnModel:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        return self.model(**inputs)["loss"]
+
+
+class BackwardInLoss:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        (model(**{**inputs, "x": inputs["x"] + 0.1})["loss"] / STEPS).backward()
+        return model(**inputs)["loss"]
+
+
+class Adversarial(Step):
+    """A further pass through the first layer's weights, on one rank: they are whole, and so are their gradients."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        weight = self.model.first.weight
+        kept = weight.data.clone()
+        weight.data.add_(0.5 * weight.grad / weight.grad.norm())
+        self.accelerator.backward(self.compute_loss(model, inputs) / STEPS)
+        weight.data.copy_(kept)
+        return loss.detach()
+
+
+SHAPES: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        *(Divided, Undivided, LossBackward, TwoPasses, TwoLossBackwards, SuperTwice, SameGraph, Penalty, Saliency),
+        *(Consistency, OwnModel, BackwardInLoss, Adversarial),
+    )
+}
+ONCE = {"SameGraph": "can be used only once", "Penalty": "create_graph=True"}
+"""What ZeRO-3 cannot do, and a part of the message."""
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def trained(library: Any, shape: Any, output_dir: str, **changes: Any) -> tuple[Any, list[float]]:
+    values: dict[str, Any] = dict(
+        max_steps=3,
+        optim="sgd",
+        learning_rate=0.3,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=STEPS,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+    )
+    cls = type("Own", (shape, library.Trainer), {})
+    args = library.TrainingArguments(output_dir, **{**values, **changes})
+    trainer = cls(Classifier(), args, train_dataset=rows(64))
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def theirs(shape: str, output_dir: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    import transformers
+
+    trainer, losses = trained(transformers, SHAPES[shape], output_dir)
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses
+
+
+def ours(shape: str, output_dir: str, stages: tuple[int, ...], world: int) -> dict[int, Any]:
+    """What each ZeRO stage gives: weights and losses, or the message of the refusal."""
+    import ds_trainer
+
+    found: dict[int, Any] = {}
+    for stage in stages:
+        changes = {"zero_stage": stage, "per_device_train_batch_size": 4 // world}
+        try:
+            trainer, losses = trained(ds_trainer, SHAPES[shape], output_dir, **changes)
+        except ConfigError as error:
+            found[stage] = str(error)
+            continue
+        found[stage] = whole_weights(trainer), losses
+        trainer.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "Adversarial"])
+def test_a_step_of_this_shape_gives_the_weights_of_transformers(shape: str, tmp_path: Any) -> None:
+    (wanted, wanted_losses) = pool(1).run(theirs, shape, str(tmp_path / "theirs"))[0]
+    for world, stages in ((1, (0,)), (2, (0, 1, 2, 3))):
+        for stage, found in pool(world).run(ours, shape, str(tmp_path / "ours"), stages, world)[0].items():
+            if stage == 3 and shape in ONCE:
+                assert ONCE[shape] in found
+                continue
+            weights, losses = found
+            assert weight_distance(weights, wanted) < 1e-5, (world, stage)
+            assert relative(losses, wanted_losses) < 1e-4, (world, stage)
+
+
+def test_weights_are_perturbed_between_two_passes_on_one_rank(tmp_path: Any) -> None:
+    (wanted, losses) = pool(1).run(theirs, "Adversarial", str(tmp_path / "theirs"))[0]
+    (found,) = pool(1).run(ours, "Adversarial", str(tmp_path / "ours"), (0,), 1)
+    assert weight_distance(found[0][0], wanted) < 1e-5 and relative(found[0][1], losses) < 1e-4
