@@ -88,6 +88,17 @@ def result(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def with_earlier(new: dict[str, Any], known: dict[str, Any] | None) -> dict[str, Any]:
+    """``new`` with the parts that only an earlier run of the same versions, ``known``, has."""
+    if known is None or known["packages"] != new["packages"]:
+        return new
+    kept = {part: counts for part, counts in known["parts"].items() if part not in new["parts"]}
+    parts = dict(sorted({**kept, **new["parts"]}.items()))
+    failed = [*new["failed"], *(test for test in known["failed"] if part_of(test) in kept)]
+    totals = {kind: sum(counts.get(kind, 0) for counts in parts.values()) for kind in ("passed", "skipped")}
+    return {**new, **totals, "failed": sorted(failed), "parts": parts, "note": new["note"] or known["note"]}
+
+
 def cell(counts: dict[str, int] | None) -> str:
     """One part with one set."""
     if counts is None:
@@ -133,11 +144,11 @@ def page(sets: list[dict[str, Any]]) -> str:
 
 
 def write(results: Path) -> None:
-    """Write the record and the page. Sets without results keep what is recorded."""
+    """Write the record and the page. Sets and parts without results keep what is recorded."""
     known = {one["name"]: one for one in json.loads(RECORD.read_text(encoding="utf-8"))["sets"]}
     for name in SETS:
         if (results / name / "packages.json").is_file():
-            known[name] = result(name, results / name)
+            known[name] = with_earlier(result(name, results / name), known.get(name))
     sets = [known[name] for name in SETS if name in known]
     RECORD.write_text(json.dumps({"bounds": bounds(), "sets": sets}, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(sets), encoding="utf-8")

@@ -7,7 +7,7 @@
 #                                          oldest: the lower bounds of pyproject.toml
 #   tools/versions.sh test SET [PATH ...]  runs the default tests there: all of them, folder by folder, or these paths
 #   tools/versions.sh page                 writes docs/reference/versions.md and what ds-trainer doctor knows from the
-#                                          results; keeps those of sets that were not tested
+#                                          results; keeps those of sets and parts that were not tested
 #
 # DS_TRAINER_VERSIONS: where environments and results are (default: .venv-versions in the clone; several GB each, as pip
 # installs torch with CUDA). PYTHON: the Python to create them with.
