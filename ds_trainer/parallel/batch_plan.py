@@ -6,7 +6,8 @@ can change its layout midway without changing its batches.
 
 An epoch of ``n`` samples is divided into *micro-steps*: one micro-batch on every replica. ``accumulation`` micro-steps
 make one optimizer step; the last step of an epoch may have fewer. The last micro-step may be ragged: its samples are
-distributed as evenly as possible, in order, and a replica that gets none works on a dummy batch with weight zero.
+distributed in order, as evenly as possible (in training) or so that all micro-batches but one are whole. A replica that
+gets none works on a dummy batch with weight zero.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class BatchPlan:
         micro_batch: samples that one replica processes in one forward pass.
         accumulation: micro-steps (micro-batches of each replica) per optimizer step.
         drop_last: drop the samples of a ragged last micro-step.
+        whole_batches: the micro-batches of a ragged last micro-step are those of one replica. A loss that compares the
+            samples of a micro-batch (CLIP, negatives in the batch) is then that of one replica.
     """
 
     layout: ParallelLayout
     micro_batch: int
     accumulation: int = 1
     drop_last: bool = False
+    whole_batches: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -80,9 +84,9 @@ class BatchPlan:
         """Positions in the epoch's order that replica ``dp_rank`` holds in ``micro_step``; may be empty."""
         start = micro_step * self.samples_per_micro_step
         size = min(self.samples_per_micro_step, self.samples_used(samples) - start)
-        if size == self.samples_per_micro_step:
-            first = start + dp_rank * self.micro_batch
-            return range(first, first + self.micro_batch)
+        if size == self.samples_per_micro_step or self.whole_batches:
+            first = start + min(dp_rank * self.micro_batch, size)
+            return range(first, min(first + self.micro_batch, start + size))
         return range(start + size * dp_rank // self.layout.dp, start + size * (dp_rank + 1) // self.layout.dp)
 
 

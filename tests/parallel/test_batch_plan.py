@@ -52,6 +52,15 @@ def test_no_replica_exceeds_its_micro_batch_and_sizes_are_even(plan: BatchPlan, 
         assert max(sizes) - min(sizes) <= 1
 
 
+@given(small, small, st.integers(1, 100))
+def test_whole_batches_are_those_of_one_replica(replicas: int, micro: int, samples: int) -> None:
+    plan = BatchPlan(ParallelLayout(replicas), micro, whole_batches=True)
+    alone = BatchPlan(ParallelLayout(1), micro)
+    held = [plan.rank_samples(i, rank, samples) for i in range(plan.micro_steps(samples)) for rank in range(replicas)]
+    wanted = [alone.rank_samples(index, 0, samples) for index in range(alone.micro_steps(samples))]
+    assert [one for one in held if one] == wanted
+
+
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 100))
 def test_global_batches_do_not_depend_on_the_layout(micro: int, factor: int, samples: int) -> None:
     one_process = BatchPlan(ParallelLayout(1), micro * factor * 4, 1)

@@ -22,7 +22,7 @@ def batch_plan_of(args: TrainingArguments, layout: ParallelLayout) -> BatchPlan:
 
 def evaluation_plan_of(args: TrainingArguments, layout: ParallelLayout) -> BatchPlan:
     """The sizes of the evaluation batches that ``args`` request."""
-    return BatchPlan(layout, replica_batch_size(args, "per_device_eval_batch_size", layout.dp))
+    return BatchPlan(layout, replica_batch_size(args, "per_device_eval_batch_size", layout.dp), whole_batches=True)
 
 
 @dataclass(frozen=True)
