@@ -10,6 +10,10 @@ _LAST_STEP = "The last step is always logged, unless `logging_strategy` is `no`.
 _COMMAND_LINE = "Problems of a command line are one `ConfigError` with their sources, not the exit code 2 of argparse."
 _CHECKSUM = "A checkpoint with a file that was edited afterwards is refused: its manifest has the sizes and checksums."
 _MEAN = "The loss of an evaluation is the mean over its items, not over its batches."
+_RANDOM_STATE = (
+    "transformers draws the order from the random state of the process, which depends on what was drawn before; here "
+    "it follows from the seed and the epoch, in every layout and after a resume."
+)
 _HEADER = "The header of a run shows it."
 
 DIFFERENCES: dict[str, str] = {
@@ -66,6 +70,11 @@ DIFFERENCES: dict[str, str] = {
     "seq2seq/generated_predictions": _MEAN,
     "seq2seq/losses": _MEAN,
     "seq2seq/metrics_of_generated_tokens": _MEAN,
+    "sampling/batch_rebalance": "The samples of a step are the same; its micro-batches are divided in another way.",
+    "sampling/group_by_length": _RANDOM_STATE,
+    "sampling/group_by_length_column": _RANDOM_STATE,
+    "sampling/stream_with_drop_last": "`dataloader_drop_last` holds for streams, too.",
+    "sampling/without_seedable_sampler": _RANDOM_STATE,
     "serialization/to_dict_of_accelerator_config": "`use_configured_state` of other versions is a field.",
     "setters/set_logging": "Values that a setter sets are completed like those of the constructor.",
     "subclasses/loss_without_the_item_count": "A `compute_loss` without `num_items_in_batch` works.",
