@@ -5,8 +5,8 @@ others waiting. So it runs the micro-batch again with less data, which needs the
 those that it has taken part in already do nothing this time, the rest are real. Its gradients are worthless afterwards,
 and so are those of all ranks: all of them drop the step (:meth:`TrainingEngine.drop_step`).
 
-Needs a known order of collectives: under ZeRO-3, DeepSpeed and the module guard record it in the first two
-micro-batches.
+Needs a known order of collectives: under ZeRO-3 on several ranks, DeepSpeed and the module guard record it in the
+first two micro-batches. A rank alone need not complete anything.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ class PassCompletion:
 
     Args:
         engine: runs the passes.
+
+    Attributes:
+        alone: there are no other ranks.
     """
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
+        self.alone = engine.layout.world_size == 1
         self._done = 0  # collectives of this micro-batch
         self._left_out = 0  # of an interrupted pass, which the next one repeats
         self._parameters = _GatheredParameters(engine) if engine.stage == 3 else None
@@ -49,8 +53,8 @@ class PassCompletion:
 
     @property
     def order_known(self) -> bool:
-        """Whether the order of collectives in this micro-batch was known when it began."""
-        return self._parameters is None or self._parameters.order_known
+        """Whether the order of collectives in this micro-batch was known when it began, if there are any."""
+        return self.alone or self._parameters is None or self._parameters.order_known
 
     def restart(self) -> None:
         """After an interrupted pass: the next pass begins the micro-batch anew."""
@@ -95,6 +99,7 @@ def _forget_gradients(engine: TrainingEngine) -> None:
         parameter.grad = None  # it may be a view of a bucket
         if hasattr(parameter, "grad_accum"):
             parameter.grad_accum = None
+    engine.unused_parameters.interrupted()
     if engine.reduction_order is not None:
         engine.reduction_order.restart()
     if isinstance(optimizer, ZeROOptimizer):
@@ -126,6 +131,8 @@ class _GatheredParameters:
 
     def restore(self) -> None:
         """Gather and release parameters until they are as they were; without communication, so without values."""
+        if not self.order_known and not self._coordinator.is_invalid_trace():
+            self._coordinator._invalidate_trace()  # what has been recorded ends in the middle
         for part in self._module.modules():
             part._parameters._in_forward = False  # DeepSpeed's dict subclass: access must not gather a parameter
         for parameter in self._parameters:

@@ -7,11 +7,13 @@ batch stays. The loader does not change: its micro-batches are split by rows.
 
 A rank that runs out of memory while the others communicate completes the micro-batch with one sample
 (:mod:`ds_trainer.engine.interrupted_pass`). Where that is not possible, the error ends the training: :func:`obstacle`.
+An optimizer that runs out of memory before it has changed anything is called again after memory was freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,10 +36,10 @@ from ds_trainer.utils.seeds import random_state, restore_random_state
 logger = get_logger(__name__)
 
 
-def obstacle(engine: TrainingEngine, model: nn.Module, config: CompiledConfig) -> str:
-    """Why a step of ``model`` cannot be run again after an out-of-memory error; empty if it can."""
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
-        return "the model has batch normalization, whose statistics include the samples of the interrupted step"
+def obstacle(engine: TrainingEngine, config: CompiledConfig) -> str:
+    """Why a step cannot be run again after an out-of-memory error; empty if it can."""
+    if engine.layout.world_size == 1:
+        return ""
     if engine.deepspeed.has_moe_layers:
         return "DeepSpeed's expert layers exchange samples, whose number depends on the micro-batch"
     if config.uses_deepspeed_compiler:
@@ -75,7 +77,8 @@ class MemoryRecovery:
         self._accumulation = accumulation
         self._obstacle = obstacle
         self._resize = resize
-        self._first_step = True
+        self._modules = list(engine.deepspeed.module.modules())
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         self._failure: str | None = None
         self._random: dict[str, Any] = {}
 
@@ -87,12 +90,17 @@ class MemoryRecovery:
             resize(size, accumulation)
             run.events.state.train_batch_size = size
 
-        plan, reason = run.batch_plan, obstacle(run.engine, run.model, run.config)
+        plan, reason = run.batch_plan, obstacle(run.engine, run.config)
         return cls(run.engine, plan.micro_batch, plan.accumulation, reason, resized)
 
     def begin_step(self) -> None:
-        """Keep the random state, before the first pass of a step."""
+        """Keep the random state and the buffers (running means), before the first pass of a step."""
         self._random = random_state()
+        self._buffers = [
+            (module, name, None if buffer is None else buffer.detach().clone())
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+        ]
         self._failure = None
 
     def split(self, batches: list[Any]) -> list[Any]:
@@ -113,7 +121,7 @@ class MemoryRecovery:
         """
         with self._completion.micro_batch():
             if self._failure is not None:  # the step will be dropped
-                return passes(part_of_batch(batch, 0, 1))
+                return self._rest(passes, batch)
             try:
                 return passes(batch)
             except (RuntimeError, MemoryError) as error:
@@ -125,7 +133,41 @@ class MemoryRecovery:
             # After the except block, because its traceback keeps the activations.
             free_memory(self._engine.deepspeed.device)
             self._completion.restart()
-            return passes(part_of_batch(batch, 0, 1))
+            return self._rest(passes, batch)
+
+    def _rest(self, passes: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+        """What the other ranks wait for."""
+        if self._completion.alone:
+            return torch.zeros((), device=self._engine.deepspeed.device)
+        return passes(part_of_batch(batch, 0, 1))
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Context of the step of the engine."""
+        optimizer: Any = self._engine.basic_optimizer
+        step, own = optimizer.step, vars(optimizer).get("step")
+
+        def again(*args: Any, **keywords: Any) -> Any:
+            before = _versions(optimizer)
+            try:
+                return step(*args, **keywords)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or _versions(optimizer) != before:
+                    raise
+            free_memory(self._engine.deepspeed.device)
+            logger.warning(
+                "auto_find_batch_size: the optimizer ran out of memory; it is called again with freed memory."
+            )
+            return step(*args, **keywords)
+
+        optimizer.step = again
+        try:
+            yield
+        finally:
+            if own is None:
+                del optimizer.step
+            else:
+                optimizer.step = own
 
     def must_repeat(self, step: int) -> bool:
         """Whether memory ran out on a rank. All ranks have then dropped the step and use smaller micro-batches.
@@ -135,7 +177,6 @@ class MemoryRecovery:
         Args:
             step: optimizer steps done.
         """
-        self._first_step = False
         failed = self._failure is not None
         if not distributed.agree(torch.tensor([int(failed)]))[0]:
             return False
@@ -148,6 +189,7 @@ class MemoryRecovery:
         accumulation = self._accumulation * parts
         self._resize(self.rows, accumulation)
         restore_random_state(self._random)
+        self._restore_buffers()
         self._failure = None
         logger.warning(
             "auto_find_batch_size: out of memory on %s %s in step %d with %d samples in a micro-batch; now %d, with %d "
@@ -161,10 +203,20 @@ class MemoryRecovery:
         )
         return True
 
+    def _restore_buffers(self) -> None:
+        """On every rank: the step runs again, and those of the interrupted rank counted other samples."""
+        with torch.no_grad():
+            for module, name, value in self._buffers:
+                present = module._buffers.get(name)
+                if present is None or value is None or present.shape != value.shape:
+                    module._buffers[name] = value
+                else:
+                    present.copy_(value)
+
     def _reason_against(self, batch: Any) -> str:
         if self._obstacle:
             return self._obstacle
-        if self._first_step or not self._completion.order_known:
+        if not self._completion.order_known:
             return "the order of the communication is not known yet; it is recorded in the first two micro-batches"
         if number_of_samples(batch) <= 1:
             return "the micro-batch has one sample"
@@ -173,6 +225,13 @@ class MemoryRecovery:
         except NotSplittable as error:
             return str(error)
         return ""
+
+
+def _versions(optimizer: Any) -> list[int]:
+    """Change when a parameter of the optimizer or one of its states changes."""
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for tensor in tensors for value in optimizer.state.get(tensor, {}).values()]
+    return [value._version for value in (*tensors, *states) if isinstance(value, torch.Tensor)]
 
 
 def _cannot(text: str, reason: str) -> str:

@@ -88,7 +88,7 @@ def train(directory: str, limit: int, model: dict[str, Any] | None = None, **cha
     per_step = changes.get("gradient_accumulation_steps", 1)
     options = dict(model or {})
     last = options.pop("last", False)
-    short_from = before + (SHORT_FROM - 1) * per_step + (per_step if last else 1)
+    short_from = options.pop("short_from", before + (SHORT_FROM - 1) * per_step + (per_step if last else 1))
     micro_batches = MicroBatches()
     data = RaggedTokens(4 * per_step * distributed.world_size() * STEPS)
     trainer = trainer_of(directory, Bounded(limit, short_from, **options), [micro_batches], data, **changes)
@@ -195,18 +195,91 @@ def test_dropout_draws_the_numbers_of_the_repeated_step_once(tmp_path: Path) -> 
     assert short.losses == again.losses  # interrupted at another point, other numbers were drawn before
 
 
-@pytest.mark.parametrize(
-    ("short_from", "text"),
-    [(2, "the order of the communication is not known yet"), (4, "the model has batch normalization")],
-)
-def test_what_cannot_be_run_again_ends_with_the_reason_and_remedies(short_from: int, text: str, tmp_path: Path) -> None:
-    model = Bounded(2, short_from)
-    if "batch normalization" in text:
-        model.add_module("statistics", nn.BatchNorm1d(4))
-    with pytest.raises(OutOfMemory, match=text) as caught:
-        trainer_of(str(tmp_path), model).train()
-    assert "auto_find_batch_size cannot go on with a smaller micro-batch" in str(caught.value)
-    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in str(caught.value)
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 2)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_in_the_first_micro_batch_of_the_first_step(backward: bool, ranks: int, stage: int, tmp_path: Path) -> None:
+    """Where the loss is verified, and before ZeRO-3 knows the order of the modules."""
+    common = {"zero_stage": stage, "gradient_accumulation_steps": 2}
+    ((free, _), *_) = on_ranks(ranks, str(tmp_path / "free"), 4, {}, common)
+    model = {"rank": ranks - 1, "backward": backward, "short_from": 3}  # the rehearsal is two passes
+    for report, facts in on_ranks(ranks, str(tmp_path / "short"), 2, model, common):
+        assert (facts["micro"], facts["accumulation"], facts["micro-batches"]) == (2, 4, [4] * STEPS)
+        assert_equal(report, free)
+
+
+def out_of_memory_too_early(directory: str) -> str:
+    with pytest.raises(OutOfMemory) as caught:
+        trainer_of(directory, Bounded(2, 2, rank=distributed.rank()), zero_stage=3).train()
+    return str(caught.value)
+
+
+def test_zero_3_on_several_ranks_needs_to_know_the_order_of_modules(tmp_path: Path) -> None:
+    for text in pool(2).run(out_of_memory_too_early, str(tmp_path)):
+        assert "the order of the communication is not known yet" in text
+        assert "auto_find_batch_size cannot go on with a smaller micro-batch" in text
+        assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in text
+
+
+class Counting(Bounded):
+    """Counts its samples, as batch normalization counts its batches."""
+
+    def __init__(self, limit: int, short_from: int, rank: int = 0) -> None:
+        super().__init__(limit, short_from, rank)
+        self.register_buffer("samples", torch.zeros((), dtype=torch.long))
+
+    def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> Any:
+        if self.training:
+            self.samples += len(inputs["input_ids"])
+        return super().forward(num_items_in_batch, **inputs)
+
+
+def count_samples(directory: str) -> int:
+    model = Counting(2, 4, rank=1)
+    trainer = trainer_of(directory, model, max_steps=4)
+    trainer.train()
+    assert trainer.args.per_device_train_batch_size == 2
+    trainer.engine.close()
+    return int(model.samples)
+
+
+def test_buffers_do_not_count_the_interrupted_step(tmp_path: Path) -> None:
+    assert pool(2).run(count_samples, str(tmp_path)) == [16, 16]
+
+
+class ShortOnce(torch.optim.SGD):
+    """Runs out of memory in its third step, before or after it has begun to change the weights."""
+
+    calls, late = 0, False
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).calls += 1
+        if self.calls == 3:
+            if self.late:
+                self.param_groups[0]["params"][0].data.mul_(1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().step(closure)
+
+
+class ShortLate(ShortOnce):
+    """Has changed weights already."""
+
+    late = True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_optimizer_that_runs_out_of_memory_is_called_again(stage: int, tmp_path: Path) -> None:
+    def run(optimizer: type[torch.optim.Optimizer]) -> Trajectory:
+        args = {"optimizer_cls_and_kwargs": (optimizer, {"lr": 0.1})}
+        values: dict[str, Any] = dict(max_steps=4, save_strategy="no", disable_tqdm=True, use_cpu=True, logging_steps=1)
+        arguments = TrainingArguments(str(tmp_path), zero_stage=stage, auto_find_batch_size=True, **values)
+        trainer = Trainer(Bounded(10**6, 1), arguments, train_dataset=RaggedTokens(40), **args)
+        trainer.train()
+        return compatibility_of(trainer)
+
+    ShortOnce.calls = ShortLate.calls = 0
+    assert_equal(run(ShortOnce), run(torch.optim.SGD))
+    with pytest.raises(OutOfMemory):
+        run(ShortLate)
 
 
 def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
