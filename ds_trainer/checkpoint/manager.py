@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
@@ -283,15 +284,18 @@ class CheckpointManager:
         return manifest.same_layout(_sizes(self.engine), self.engine.stage, self.engine.precision)
 
     def load_best(self, path: Path) -> None:
-        """Restore the weights and optimizer state of ``path``, after training. Collective.
+        """Restore the weights of ``path``, and the optimizer state if it has one, after training. Collective.
 
         Raises:
             BrokenCheckpoint: it is damaged.
             ConfigError: as :meth:`load`.
         """
-        verify_checkpoint(path, self.writer_group, distributed)
+        _, manifest = verify_checkpoint(path, self.writer_group, distributed)
         logger.info("Loading the best model from %s.", path)
-        self._load_engine(path)
+        if manifest.only_model:
+            load_engine_weights(self.engine, path)
+        else:
+            self._load_engine(path)
 
     def _load_engine(self, path: Path, keep: Collection[str] = (), states: bool = True) -> Manifest:
         manifest = Manifest.read(path)

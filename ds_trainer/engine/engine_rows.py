@@ -211,11 +211,34 @@ ENGINE_ROWS = (
         replaces=(
             *of(ZERO12, "reduce_independent_p_g_buckets_and_remove_grads"),
             *of(ZERO12, "overlapping_partition_gradients_reduce_epilogue"),
-            *of(BF16, "backward_epilogue"),
+        ),
+        relies_on=of(ZERO12, "process_gradients", "setup_buckets", "get_gradient_for_reduction", "backward_epilogue"),
+    ),
+    Row(
+        "engine/seen_gradients.py",
+        "parameters that a step does not use are moved, or keep the gradient of an earlier step",
+        UNSEEN,
+        replaces=(
+            *of(ENGINE, "_get_gradients_for_reduction"),
+            *of(BF16, "get_grads_for_reduction", "get_grads_for_norm"),
+            *of(ZERO3, "reduce_ready_partitions_and_remove_grads", "overlapping_partition_gradients_reduce_epilogue"),
         ),
         relies_on=(
-            *of(ZERO12, "process_gradients", "setup_buckets", "get_gradient_for_reduction", "backward_epilogue"),
-            *of(BF16, "get_grads_for_norm"),
+            *of(ENGINE, "_reduce_non_expert_gradients", "buffered_allreduce_fallback"),
+            *of(ZERO3, "partition_grads", "_offload_grad_partition_at_boundary", "_swap_out_offload_fp32_gradients"),
+            *of(ZERO3, "reduce_independent_p_g_buckets_and_remove_grads", "create_reduce_and_remove_grad_hooks"),
+        ),
+    ),
+    Row(
+        "engine/state/separate_steps.py",
+        "parameters that a step does not use are moved by momentum and weight decay",
+        UNSEEN,
+        relies_on=(
+            *of(ZERO12, "_optimizer_step"),
+            *of(ZERO3, "_optimizer_step"),
+            *of(BF16, "step"),
+            *of(FUSED, "step"),
+            *of(UNFUSED, "step"),
         ),
     ),
     Row(

@@ -14,27 +14,33 @@ import torch
 from torch.distributed import ReduceOp
 
 
-def reduce_norm_once(optimizer: Any) -> None:
-    """Makes ``optimizer``, DeepSpeed's wrapper, compute the gradient norm this way where it can."""
+def reduce_norm_once(optimizer: Any) -> GradientNorm | None:
+    """Makes ``optimizer``, DeepSpeed's wrapper, compute the gradient norm this way where it can.
+
+    Returns the norm, if every step computes it.
+    """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if type(optimizer) is DeepSpeedZeroOptimizer:
         if not optimizer.cpu_offload and not optimizer.has_moe_layers:
-            norm = _Norm(optimizer, optimizer.params_in_partition, optimizer.dp_process_group, spans_all=False)
+            norm = GradientNorm(optimizer, optimizer.params_in_partition, optimizer.dp_process_group, spans_all=False)
             optimizer.scaled_global_norm = lambda norm_type=2: norm().float()
+            return norm if optimizer.compute_grad_norm else None
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_optimizer:
         groups = {optimizer._get_param_partition_group(p) for group in optimizer.fp16_groups for p in group}
         first = optimizer.fp16_groups[0] if optimizer.fp16_groups else []
         if len(groups) == 1 and optimizer._autoep_expert_parallel_group(first) is None:
             (group,) = groups
             spans_all = optimizer._grad_norm_counts_every_rank(first, group)
-            norm = _Norm(optimizer, optimizer.fp16_groups, group, spans_all)
+            norm = GradientNorm(optimizer, optimizer.fp16_groups, group, spans_all)
             optimizer._get_norm_groups = lambda: [norm()]
+            return norm
+    return None
 
 
-class _Norm:
-    """Computes the norm.
+class GradientNorm:
+    """Computes the norm, and counts ranks with it.
 
     Args:
         optimizer: DeepSpeed's wrapper.
@@ -42,6 +48,10 @@ class _Norm:
         group: the ranks that hold different parts of the gradient.
         spans_all: whether ``group`` contains the model-parallel ranks. Otherwise their squares are added, and a
             parameter that all of them hold counts on the first.
+
+    Attributes:
+        vote: whether this rank counts in the next norm.
+        votes: how many ranks of ``group`` counted in the last one: a scalar on the device; None on one rank.
     """
 
     def __init__(self, optimizer: Any, parameters: list[list[torch.Tensor]], group: Any, spans_all: bool) -> None:
@@ -54,6 +64,9 @@ class _Norm:
         self._spans_all = spans_all
         self._dtype = get_norm_dtype()
         every = spans_all or optimizer.model_parallel_rank == 0
+        self._ballots = torch.tensor([0.0, 1.0], dtype=self._dtype, device=optimizer.device).unbind()
+        self.vote = False
+        self.votes: torch.Tensor | None = None
         self._counted = [[every or is_model_parallel_parameter(p) for p in group] for group in parameters]
 
     def __call__(self) -> torch.Tensor:
@@ -63,7 +76,9 @@ class _Norm:
         optimizer = self._optimizer
         square = self._own_square()
         if self._group is not None:
-            comm.all_reduce(square, op=ReduceOp.SUM, group=self._group)
+            square_and_votes = torch.stack((square, self._ballots[self.vote]))
+            comm.all_reduce(square_and_votes, op=ReduceOp.SUM, group=self._group)
+            square, self.votes = square_and_votes.unbind()
         if not self._spans_all:
             optimizer._model_parallel_all_reduce(tensor=square, op=ReduceOp.SUM)
         return square.sqrt_().nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.seen_gradients import SeenGradients
+
 
 def reduce_in_fixed_order(engine: Any) -> FixedOrder | None:
     """Makes DeepSpeed's ``engine`` reduce the gradients of all trainable parameters in the same order on all ranks.
 
     Returns the queue that does so; None if there is none.
     """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     optimizer = engine.optimizer
@@ -31,12 +32,10 @@ def reduce_in_fixed_order(engine: Any) -> FixedOrder | None:
         order = FixedOrder(optimizer, engine.module)
         order.install()
         return order
-    if isinstance(optimizer, BF16_Optimizer):
-        _count_all_gradients(optimizer)
     return None
 
 
-class FixedOrder:
+class FixedOrder(SeenGradients):
     """The reduction queue of one optimizer: a parameter is reduced after all parameters before it."""
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -44,6 +43,7 @@ class FixedOrder:
         groups = {id(p): index for index, group in enumerate(optimizer.bit16_groups) for p in group}
         ordered = [p for p in model.parameters() if id(p) in groups and p.requires_grad]
         self._queue = [(p, groups[id(p)]) for p in reversed(ordered)]
+        super().__init__([p for p, _ in self._queue])
         self._index = {id(p): index for index, (p, _) in enumerate(self._queue)}
         self.restart()
         self._reduce = optimizer.reduce_independent_p_g_buckets_and_remove_grads
@@ -80,34 +80,22 @@ class FixedOrder:
 
     def _complete(self) -> None:
         """Called after the backward pass: reduces zeros for the parameters without a gradient on this rank."""
+        optimizer = self._optimizer
         if self._reduces_now:
-            self._optimizer.setup_buckets()  # otherwise done by the first gradient
-            for parameter, group in self._queue[self._next :]:
-                self._fill(parameter)
+            optimizer.setup_buckets()  # otherwise done by the first gradient
+            unseen = set()
+            for index, (parameter, group) in enumerate(self._queue[self._next :], self._next):
+                if optimizer.get_gradient_for_reduction(parameter) is None:  # nor from an earlier micro-batch
+                    unseen.add(index)
+                    self._fill(parameter)
                 self._reduce(parameter, group)
+            self._passed(unseen)
             self.restart()
         self._finish()
 
     def _fill(self, parameter: Any) -> None:
         optimizer = self._optimizer
-        if optimizer.get_gradient_for_reduction(parameter) is not None:  # from an earlier micro-batch
-            return
         if optimizer.use_grad_accum_attribute:
             parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
         else:
             parameter.grad = torch.zeros_like(parameter)
-
-
-def _count_all_gradients(optimizer: Any) -> None:
-    """For bf16 weights with float32 gradients at stage 1.
-
-    DeepSpeed reduces all buffers, but excludes parameters without a gradient on this rank from this rank's norm, so
-    ranks would clip by different norms. This includes them.
-    """
-    backward_epilogue = optimizer.backward_epilogue
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        backward_epilogue(*args, **kwargs)
-        optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
-
-    optimizer.backward_epilogue = counted

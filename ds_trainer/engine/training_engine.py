@@ -36,11 +36,13 @@ from ds_trainer.engine.reduction_dtypes import (
     reset_autocast,
 )
 from ds_trainer.engine.reduction_order import reduce_in_fixed_order
+from ds_trainer.engine.seen_gradients import seen_gradients
 from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
 from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups, verify_engine_topology
+from ds_trainer.engine.unused_parameters import UnusedParameters
 from ds_trainer.engine.zero3.closing import release_engine
 from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
@@ -91,6 +93,7 @@ class TrainingEngine:
         before_step: called once before the next :meth:`step`; a background copy of the masters and optimizer states
             uses it to delay the step.
         during_backward: context manager of every backward pass, to measure it.
+        unused_parameters: stay as they are in a step.
         reduction_order: reduces gradients in the same order on all ranks; None where DeepSpeed does.
         module_guard: stops all ranks if they are about to run different modules under ZeRO-3; None at other stages.
         guarded: non-finite gradients never reach the weights (:mod:`ds_trainer.engine.finite_step`).
@@ -148,6 +151,7 @@ class TrainingEngine:
         self.reduction_order = reduce_in_fixed_order(self.deepspeed)
         if self.stage == 3:
             delay_leaf_reduction(model)
+        seen = seen_gradients(self.deepspeed, self.reduction_order, layout.seq_data_parallel_size)
         self.module_guard = guard_modules(self.deepspeed)
         by_deepspeed = config.uses_deepspeed_compiler
         self._compiled = bool(by_deepspeed) or compile_options is not None
@@ -158,7 +162,8 @@ class TrainingEngine:
             self._hooks = lean_hooks(self.deepspeed, self._compiled)
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
-        reduce_norm_once(self.deepspeed.optimizer)
+        norm = reduce_norm_once(self.deepspeed.optimizer)
+        self.unused_parameters = UnusedParameters(self.deepspeed, self.groups, seen, norm)
         keep_reduction_dtype(self.deepspeed.optimizer, config.precision.autocast is not None)
         self._accumulation = Float32Accumulation(model) if accumulates_in_float32(config) else None
         self.scales_loss = scales_loss(self.deepspeed)
@@ -260,6 +265,7 @@ class TrainingEngine:
                 ranks.
             SkippedStepError: this version of DeepSpeed applies a step that must be skipped.
         """
+        optimizer = self.deepspeed.optimizer
         if self.before_step is not None:
             self.before_step()
             self.before_step = None
@@ -268,7 +274,7 @@ class TrainingEngine:
             self._agreement = None
         if self._computes_norm:
             skip_update = skip_update or (self.guarded and not bool(self._grad_norm.isfinite()))
-        with skipped_update(self.deepspeed.optimizer) if skip_update else nullcontext():
+        with self.unused_parameters.applied(), skipped_update(optimizer) if skip_update else nullcontext():
             self.deepspeed.step()
         applied = self.deepspeed.was_step_applied()
         if applied and skip_update:

@@ -44,12 +44,7 @@ def has_default_metric(args: TrainingArguments) -> bool:
 
 def _best_model_problems(args: TrainingArguments, save_strategy: str, eval_strategy: str) -> list[str]:
     """What ``load_best_model_at_end`` contradicts: every checkpoint must be evaluated just before it is saved."""
-    problems = []
-    if args.save_only_model:
-        problems.append(
-            "load_best_model_at_end=True loads the engine's state, but save_only_model=True saves only weights. Set "
-            "one of them to False."
-        )
+    problems: list[str] = []
     if save_strategy == "best":
         return problems
     if save_strategy != eval_strategy or eval_strategy == "no":

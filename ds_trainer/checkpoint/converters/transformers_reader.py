@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.converters.transformers_weights import SavedAdapterWeights, SavedModelWeights
 from ds_trainer.checkpoint.converters.universal_reader import ConvertedState, without_parameters
+from ds_trainer.checkpoint.loading.saved_weights import SavedAdapterWeights, SavedModelWeights
 from ds_trainer.checkpoint.protocol.other_formats import load_deepspeed_pickle
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
 from ds_trainer.checkpoint.weights.base_digest import BaseDigest
+from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.state.state_shards import (
     BUFFER,
     MASTER,
     WEIGHT,
     StateShard,
     elementwise,
-    persistent_buffers,
     scalar_state_keys,
 )
 from ds_trainer.engine.weights import full_shape

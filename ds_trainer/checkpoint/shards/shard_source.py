@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.checkpoint.shards.shard_file import ShardFile, shard_key
 from ds_trainer.checkpoint.shards.shard_map import ShardMap, build_shard_map
+from ds_trainer.engine.state.buffers import Shapes
 from ds_trainer.engine.state.state_shards import BUFFER, MASTER, WEIGHT, StateSource
 from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from ds_trainer.utils import distributed
@@ -77,7 +78,11 @@ class ShardSource:
         key, missing = shard_key(name, kind), len(wanted)
         if missing == 0:
             return
-        for file in self._files(None if self._map is None else self._map.files(name, kind, wanted)):
+        if kind == BUFFER:  # every rank has one of its own
+            files: Iterable[ShardFile] = self._files_of_one_rank()
+        else:
+            files = self._files(None if self._map is None else self._map.files(name, kind, wanted))
+        for file in files:
             present = file.slices.get(key)
             if present is None:
                 continue
@@ -102,6 +107,19 @@ class ShardSource:
     def extras(self, name: str) -> dict[str, Any]:
         """Further plain states of a tensor."""
         return self._extras.get(name, {})
+
+    def buffers(self) -> Shapes:
+        """Shapes and dtypes of the persistent buffers of the first rank of the files: this one, in the same layout."""
+        return {
+            name: (file.slices[shard_key(name, BUFFER)].shape, kinds[BUFFER])
+            for file in self._files_of_one_rank()
+            for name, kinds in file.kinds.items()
+            if BUFFER in kinds
+        }
+
+    def _files_of_one_rank(self) -> Iterator[ShardFile]:
+        prefix = self._paths[0].name.partition(".")[0]
+        yield from (self._open(path) for path in self._paths if path.name.partition(".")[0] == prefix)
 
 
 def open_shard_source(directory: Path, names: Sequence[str], writer_group: WriterGroup | None = None) -> ShardSource:
@@ -147,3 +165,7 @@ class WeightsOnlySource:
     def extras(self, name: str) -> dict[str, Any]:
         """Further plain states of a tensor."""
         return {}
+
+    def buffers(self) -> Shapes:
+        """Shapes and dtypes of the persistent buffers."""
+        return self._source.buffers()

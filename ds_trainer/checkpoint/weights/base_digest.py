@@ -21,8 +21,9 @@ from torch import nn
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.shards.element_types import TYPES, type_of
 from ds_trainer.checkpoint.weights.adapter_files import adapter_tensors, base_parameter_names, saves_adapters
+from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.state.flat_partitions import UnknownState
-from ds_trainer.engine.state.state_shards import BUFFER, StateShard, frozen_shards, persistent_buffers
+from ds_trainer.engine.state.state_shards import BUFFER, StateShard, frozen_shards
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice

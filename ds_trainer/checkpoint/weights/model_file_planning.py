@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.shards.model_plan import ModelPlan, TensorLocation
 from ds_trainer.checkpoint.weights.saved_names import sections_of
 from ds_trainer.checkpoint.weights.sections import Section, entries_of
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, WeightSpec, file_names, header, index_of, plan_files
-from ds_trainer.engine.state.state_shards import persistent_buffers
+from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.weights import full_shape, saved_tensors
 
 

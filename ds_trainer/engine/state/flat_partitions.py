@@ -31,6 +31,19 @@ class ParameterFragment(NamedTuple):
     offset: int
 
 
+@dataclass(eq=False)
+class History:
+    """Fragments of a partition that were used in the same steps share one.
+
+    Attributes:
+        scalars: their optimizer states that are one number, such as the step counter.
+        began: whether a step used them; otherwise the optimizer has no states of them.
+    """
+
+    scalars: dict[str, Any]
+    began: bool
+
+
 def _resident(changing: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -62,6 +75,15 @@ class FlatPartition:
     def states(self) -> dict[str, Any]:
         """The optimizer's states of this tensor; empty before the first step."""
         return self.optimizer.state[self.tensor]
+
+    @property
+    def histories(self) -> list[History] | None:
+        """The history of each fragment; None if all were used in the same steps."""
+        return getattr(self.tensor, "ds_trainer_histories", None)
+
+    @histories.setter
+    def histories(self, histories: list[History] | None) -> None:
+        self.tensor.ds_trainer_histories = histories  # type: ignore[attr-defined]
 
 
 class UnknownState(ValueError):

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ds_trainer.engine.state.buffers import Shapes, match_buffers, persistent_buffers
 from ds_trainer.engine.state.cpu_adam import restore_bias_corrections
 from ds_trainer.engine.state.flat_partitions import (
     FlatPartition,
+    History,
     flat_partitions,
     parameter_slice,
     refresh_weights,
@@ -76,6 +78,9 @@ class StateSource(Protocol):
     def extras(self, name: str) -> dict[str, Any]:
         """States of another shape, which this rank wrote in the same layout."""
 
+    def buffers(self) -> Shapes:
+        """Shapes and dtypes of the persistent buffers that this rank restores."""
+
 
 def read_state_shards(engine: TrainingEngine, exclude: Collection[str] = ()) -> Iterator[StateShards]:
     """Yields this rank's state shards. Tensors are the engine's and valid until the next iteration.
@@ -105,20 +110,20 @@ def read_state_shards(engine: TrainingEngine, exclude: Collection[str] = ()) -> 
 
 
 def _read_partition(engine: TrainingEngine, partition: FlatPartition, scalar_keys: set[str], into: StateShards) -> None:
-    tensors = {MASTER: partition.tensor, **elementwise(partition.tensor, partition.states, scalar_keys)}
-    for fragment in partition.fragments:
+    states = elementwise(partition.tensor, partition.states, scalar_keys)
+    others = {key: value for key, value in partition.states.items() if key not in states}
+    scalars = {key: value for key, value in others.items() if _is_scalar(value)}
+    histories = partition.histories or [History(scalars, True)] * len(partition.fragments)
+    for fragment, history in zip(partition.fragments, histories, strict=True):
+        if history.scalars:
+            into.scalars[fragment.name] = history.scalars
         if not _writes(engine, fragment.slice):
             continue
         written = _written_part(engine, fragment.slice) if partition.replicated else fragment.slice
         start = fragment.offset + written.start - fragment.slice.start
-        for kind, tensor in tensors.items():
+        for kind, tensor in {MASTER: partition.tensor, **(states if history.began else {})}.items():
             flat = tensor.detach().reshape(-1)[start : start + len(written)]
             into.tensors.append(StateShard(fragment.name, kind, written, flat))
-    others = {key: value for key, value in partition.states.items() if key not in tensors}
-    scalars = {key: value for key, value in others.items() if _is_scalar(value)}
-    for fragment in partition.fragments:
-        if scalars:
-            into.scalars[fragment.name] = scalars
     extras = {key: value for key, value in others.items() if key not in scalars}
     if extras and partition.fragments:
         into.extras[partition.fragments[0].name] = extras
@@ -176,14 +181,6 @@ def _stepped_elsewhere(engine: TrainingEngine) -> set[int]:
     wrapper: Any = engine.deepspeed.optimizer
     groups = getattr(wrapper, "bit16_groups", None) or getattr(wrapper, "bf16_groups", None) or []
     return {id(parameter) for group in groups for parameter in group}
-
-
-def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The persistent buffers of the model, each once."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def changed_only_by_steps(engine: TrainingEngine) -> Callable[[StateShard], bool]:
@@ -282,6 +279,7 @@ def write_state_shards(engine: TrainingEngine, source: StateSource, exclude: Col
                 _write_partition(partition, source)
         _write_not_stepped(engine, partitions, source, exclude)
     restore_bias_corrections(partitions)
+    engine.unused_parameters.steps.restored()
     refresh_weights(engine.deepspeed)
     if sharded:
         wrapper.checkpoint_event_epilogue()
@@ -292,10 +290,13 @@ def _write_partition(partition: FlatPartition, source: StateSource) -> None:
         kind = MASTER if MASTER in source.kinds(fragment.name) else WEIGHT  # it was saved as a frozen parameter
         _fill(partition.tensor, fragment.offset, source, fragment.name, kind, fragment.slice)
     kinds: dict[str, torch.dtype] = {}
-    scalars: dict[str, Any] = {}
+    histories: list[History] = []
     for fragment in partition.fragments:
-        kinds.update({k: d for k, d in source.kinds(fragment.name).items() if k not in (MASTER, WEIGHT, BUFFER)})
-        scalars.update(source.scalars(fragment.name))
+        own = {k: d for k, d in source.kinds(fragment.name).items() if k not in (MASTER, WEIGHT, BUFFER)}
+        kinds.update(own)
+        scalars = source.scalars(fragment.name)
+        same = (one for one in histories if one.scalars == scalars and one.began == bool(own or scalars))
+        histories.append(next(same, None) or History(scalars, bool(own or scalars)))
     states = partition.states
     for kind, dtype in kinds.items():
         present = states.get(kind)
@@ -306,8 +307,11 @@ def _write_partition(partition: FlatPartition, source: StateSource) -> None:
         for fragment in partition.fragments:
             if kind in source.kinds(fragment.name):
                 _fill(present, fragment.offset, source, fragment.name, kind, fragment.slice)
-    for key, value in scalars.items():
-        states[key] = scalar_for_optimizer(partition, key, value)
+    for history in dict.fromkeys(sorted(histories, key=lambda one: one.began)):
+        history.scalars = {k: scalar_for_optimizer(partition, k, value) for k, value in history.scalars.items()}
+        states.update(history.scalars)
+    if any(history.began for history in histories):  # not weights alone
+        partition.histories = histories if len(set(histories)) > 1 else None
     if partition.fragments:
         states.update(on_device(source.extras(partition.fragments[0].name), partition.tensor.device))
 
@@ -334,7 +338,8 @@ def _write_not_stepped(
             parameter.ds_secondary_tensor = None  # hpZ's copy; DeepSpeed drops those of stepped weights only
         else:
             _fill(parameter, 0, source, name, kind, parameter_slice(parameter, engine.groups.coordinates.tp))
+    lacking = match_buffers(model, source.buffers(), exclude)
     for name, buffer in persistent_buffers(model):
-        if name in exclude and BUFFER not in source.kinds(name):
+        if name in lacking or (name in exclude and BUFFER not in source.kinds(name)):
             continue  # adapters were saved without their base model
         _fill(buffer, 0, source, name, BUFFER, ShardSlice.whole(buffer.shape))

@@ -153,7 +153,8 @@ class MicroBatchRunner:
         contribution = rule.contribution(loss, local, items)
         by_source = losses.sources.window
         passes = self._engine.passes
-        if isinstance(inputs, Dummy) or (passes is not None and passes.is_dummy):
+        dummy = isinstance(inputs, Dummy) or (passes is not None and passes.is_dummy)
+        if dummy:
             contribution = contribution * 0.0
         elif by_source is not None:
             by_source.add(losses.sources.take())
@@ -161,7 +162,11 @@ class MicroBatchRunner:
             first.before_backward(contribution, self.several_micro_batches)
         # A copy if it is the tensor of the model: a CUDA graph reuses that memory for the next loss.
         kept = contribution.detach().clone() if contribution is loss else contribution.detach()
-        self._engine.backward(contribution)
+        if dummy:
+            with self._engine.unused_parameters.dummy():
+                self._engine.backward(contribution)
+        else:
+            self._engine.backward(contribution)
         if first is not None:
             first.after_backward()
         return kept if self._ranks == 1 else kept * self._ranks  # the average over the ranks is the loss
@@ -268,7 +273,9 @@ class StepRunner:
             events.notify("on_pre_optimizer_step")
             self.learning_rate = current_lr(self._optimizer)
             health.begin_update()
-            applied = engine.step(skip_update=guard.before_update(losses))
+            skip, recovery = guard.before_update(losses), self._recovery
+            with nullcontext() if recovery is None else recovery.optimizer_step():
+                applied = engine.step(skip_update=skip)
         except (IndexError, RuntimeError) as error:
             explain_index_error(error, batches, engine.deepspeed)
             raise

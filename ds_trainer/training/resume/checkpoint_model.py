@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
 from ds_trainer.checkpoint.weights.model_file_planning import NoModelFiles, plan_model_files
+from ds_trainer.engine.state.buffers import Shapes, buffer_shapes
 from ds_trainer.optim.weight_swapping import swaps_weights
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
@@ -22,35 +25,75 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def plan_of_checkpoints(
-    model: nn.Module, optimizer: Any, args: TrainingArguments, writer_group: WriterGroup, frozen: Collection[str]
-) -> tuple[ModelPlan | None]:
-    """The plan of the model files in each checkpoint; None if there are none (rank 0 logs the reason). Collective."""
-    if not args.save_model_in_checkpoints or args.save_only_model or saves_adapters(model):
-        return (None,)
-    reason = ""
-    if writer_group.nodes > 1:
-        reason = "save_on_each_node=True: each machine has only the shards of its own ranks"
-    elif swaps_weights(optimizer):
-        reason = (
-            f"{type(optimizer).__name__} evaluates with other weights than it trains; save_model() writes the weights "
-            "for evaluation"
-        )
-    else:
-        try:
-            plan = plan_model_files(model, parse_size(args.max_shard_size), frozen)
-            # Each rank writes at the offsets of its own plan, so all plans must be equal.
-            if distributed.alike(repr([(file.name, file.size, file.header) for file in plan.files])):
-                return (plan,)
+class ModelFiles:
+    """The model files of one training.
+
+    Args:
+        model, optimizer, args: those of the run.
+        writer_group: the ranks that share the output directory.
+        frozen: names of frozen weights.
+        replaced: whether a subclass writes other files in their place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        args: TrainingArguments,
+        writer_group: WriterGroup,
+        frozen: Collection[str],
+        replaced: bool = False,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._args = args
+        self._writer_group = writer_group
+        self._frozen = frozen
+        left_out = replaced or not args.save_model_in_checkpoints or args.save_only_model or saves_adapters(model)
+        self._planned: tuple[ModelPlan | None] | None = (None,) if left_out else None
+        self._buffers: Shapes = {}  # when it was planned
+
+    def plan(self) -> ModelPlan | None:
+        """The plan of the model files in the next checkpoint; None if there are none. Collective."""
+        if self._planned == (None,):
+            return None
+        shapes = buffer_shapes(self._model)
+        # A buffer may have grown, or another one is there, on any rank.
+        if self._planned is None or distributed.agree(torch.tensor([int(shapes != self._buffers)]))[0]:
+            self._planned, self._buffers = (self._plan(shapes),), shapes
+        return self._planned[0]
+
+    def _plan(self, shapes: Shapes) -> ModelPlan | None:
+        """The plan, or None (rank 0 logs the reason). Collective."""
+        model, optimizer = self._model, self._optimizer
+        reason = ""
+        if self._writer_group.nodes > 1:
+            reason = "save_on_each_node=True: each machine has only the shards of its own ranks"
+        elif swaps_weights(optimizer):
             reason = (
-                "only some ranks loaded the model with from_pretrained, so the names of its weights differ between "
-                "ranks"
+                f"{type(optimizer).__name__} evaluates with other weights than it trains; save_model() writes the "
+                "weights for evaluation"
             )
-        except NoModelFiles as error:
-            reason = str(error)
-    logger.warning(
-        "Runs can resume from the checkpoints, but from_pretrained cannot read them (%s). "
-        "To avoid this warning, set save_model_in_checkpoints=False.",
-        reason,
-    )
-    return (None,)
+        else:
+            plan = None
+            try:
+                plan = plan_model_files(model, parse_size(self._args.max_shard_size), self._frozen)
+            except NoModelFiles as error:
+                reason = str(error)
+            # Each rank writes at the offsets of its plan, so all plans must be equal; rank 0 writes the buffers.
+            if not distributed.alike(repr(shapes)):
+                plan, reason = distributed.broadcast_object((plan, reason))
+            elif plan is not None and not distributed.alike(repr([(f.name, f.size, f.header) for f in plan.files])):
+                plan = None
+                reason = (
+                    "only some ranks loaded the model with from_pretrained, so the names of its weights differ between "
+                    "ranks"
+                )
+            if plan is not None:
+                return plan
+        logger.warning(
+            "Runs can resume from the checkpoints, but from_pretrained cannot read them (%s). "
+            "To avoid this warning, set save_model_in_checkpoints=False.",
+            reason,
+        )
+        return None

@@ -18,7 +18,6 @@ from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest, arguments_digest
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
-from ds_trainer.checkpoint.shards.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.base_digest import BaseDigest
 from ds_trainer.checkpoint.weights.model_description import description_files
 from ds_trainer.data.position import DataPosition
@@ -36,7 +35,7 @@ from ds_trainer.training.resume.background_saves import (
     AFTER_SIGTERM_SECONDS,
     BackgroundSaves,
 )
-from ds_trainer.training.resume.checkpoint_model import plan_of_checkpoints
+from ds_trainer.training.resume.checkpoint_model import ModelFiles
 from ds_trainer.training.resume.checkpoint_size_notice import announce
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.moved_schedule import MovedSchedule, move_schedule
@@ -69,7 +68,6 @@ class Checkpointer:
 
     Attributes:
         cursor, guard: data cursor and divergence guard, after :meth:`start` has created or restored them.
-        model_plan: the model files of each checkpoint, after :meth:`model_files` has planned them.
         evaluation_is_due: whether an evaluation is due, but not done, at the step of the checkpoint that is written or
             restored.
     """
@@ -94,7 +92,8 @@ class Checkpointer:
         self._has_own_files = has_own_files
         self._frozen = FrozenFiles.of(run.engine)
         self._base = BaseDigest.of(run.engine)
-        self.model_plan: tuple[ModelPlan | None] | None = None
+        group, frozen = directory.writer_group, self._frozen.names
+        self._model_files = ModelFiles(run.model, run.optimizer, run.events.args, group, frozen, has_own_files)
         self._background: BackgroundSaves | None = None
         self._resumption: Resumption | None = None
         self._changes = Changes({})
@@ -367,19 +366,10 @@ class Checkpointer:
             self._directory.writer_group,
             retention,
             arguments_digest(args.to_json_string()),
-            self.model_files(),
+            self._model_files.plan(),
             self._frozen,
             self._base,
         )
-
-    def model_files(self) -> ModelPlan | None:
-        """The plan of the model files in each checkpoint; None if there are none. The same on all ranks."""
-        if self._has_own_files:
-            return None
-        if self.model_plan is None:
-            run, frozen, group = self._run, self._frozen.names, self._directory.writer_group
-            self.model_plan = plan_of_checkpoints(run.model, run.optimizer, run.events.args, group, frozen)
-        return self.model_plan[0]
 
     def _announce_size(self) -> None:
         """Print the size of a checkpoint, unless DeepSpeed has swapped states out or writes them itself."""

@@ -15,7 +15,7 @@ from transformers.core_model_loading import Chunk, Interleave, Transpose, Weight
 
 from ds_trainer.checkpoint.weights.model_file_planning import plan_model_files
 from ds_trainer.checkpoint.weights.model_saving import save_weights
-from ds_trainer.engine.state.state_shards import persistent_buffers
+from ds_trainer.engine.state.buffers import persistent_buffers
 from tests.checkpoint.loading.tiny_models import KINDS, make
 
 SHARD = 8_000  # bytes: several files

@@ -32,7 +32,9 @@ class Operator:
 
 def optimizer_of(*betas: tuple[float, float]) -> Any:
     settings = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
-    return SimpleNamespace(ds_opt_adam=Operator(), opt_id=0, param_groups=[{**settings, "betas": two} for two in betas])
+    return SimpleNamespace(
+        histories=None, ds_opt_adam=Operator(), opt_id=0, param_groups=[{**settings, "betas": two} for two in betas]
+    )
 
 
 def take_step(optimizer: Any, step: int) -> list[Any]:
@@ -51,7 +53,7 @@ def test_a_resumed_run_has_the_powers_of_the_uninterrupted_one(betas: list[tuple
     with_pow = 0
     for done in range(1, 39):
         for resumed in (optimizer_of(*betas), whole):  # a new process, and a rollback in this one
-            restore_bias_corrections([SimpleNamespace(optimizer=resumed, states={"step": done})] * 2)
+            restore_bias_corrections([SimpleNamespace(histories=None, optimizer=resumed, states={"step": done})] * 2)
             assert take_step(resumed, done + 1) == powers[done]
         with_pow += take_step(optimizer_of(*betas), done + 1) != powers[done]
     assert with_pow or len({*betas}) > 1  # without it most differ
@@ -59,8 +61,8 @@ def test_a_resumed_run_has_the_powers_of_the_uninterrupted_one(betas: list[tuple
 
 def test_long_runs_take_no_longer() -> None:
     optimizer, counted = optimizer_of((0.9, 0.999)), []
-    optimizer.ds_opt_adam = SimpleNamespace(adam_update=lambda *given: counted.append(given[1]))
-    restore_bias_corrections([SimpleNamespace(optimizer=optimizer, states={"step": 10**9})])
+    optimizer.ds_opt_adam = SimpleNamespace(histories=None, adam_update=lambda *given: counted.append(given[1]))
+    restore_bias_corrections([SimpleNamespace(histories=None, optimizer=optimizer, states={"step": 10**9})])
     assert counted == list(range(1, len(counted) + 1))
     assert 1 - np.float32(0.999 ** len(counted)) == 1
     assert len(counted) < 20_000
@@ -68,6 +70,8 @@ def test_long_runs_take_no_longer() -> None:
 
 def test_other_optimizers_and_parameters_without_steps_are_left_alone() -> None:
     optimizer = optimizer_of((0.9, 0.999))
-    restore_bias_corrections([SimpleNamespace(optimizer=optimizer, states={})])
+    restore_bias_corrections([SimpleNamespace(histories=None, optimizer=optimizer, states={})])
     assert optimizer.ds_opt_adam.step == 0
-    restore_bias_corrections([SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]), states={"step": 3})])
+    restore_bias_corrections(
+        [SimpleNamespace(histories=None, optimizer=torch.optim.SGD([torch.zeros(1)]), states={"step": 3})]
+    )

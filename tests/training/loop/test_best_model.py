@@ -13,6 +13,7 @@ from ds_trainer import EarlyStoppingCallback, Trainer, TrainerState, TrainingArg
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.training.loop.best_model import judge
 from ds_trainer.utils.errors import ConfigError
+from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 from tests.support.predictions import KINDS, Pair, arguments, class_rows
 from tests.support.runs import whole_weights
@@ -122,9 +123,26 @@ def test_the_best_checkpoint_is_that_of_transformers(changes: dict[str, Any], tm
 # -- loading it --------------------------------------------------------------------------------------------------------
 
 
-def train_and_compare(output_dir: str, load: bool, **changes: Any) -> tuple[bool, bool, int]:
+def llama_with_adapters() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    return get_peft_model(tiny_llama(), config)
+
+
+def token_rows(samples: int) -> list[Any]:
+    return [RaggedTokens(samples)[index] for index in range(samples)]
+
+
+KINDS["llama"] = (tiny_llama, token_rows, None)
+KINDS["adapters"] = (llama_with_adapters, token_rows, None)
+
+
+def train_and_compare(
+    output_dir: str, load: bool, kind: str = "ragged tokens", **changes: Any
+) -> tuple[bool, bool, int]:
     """Whether the weights at the end are those of the best evaluation, of the last one; the best step."""
-    trainer = train_with_trainer(output_dir, load_best_model_at_end=load, kind="ragged tokens", **changes)
+    trainer = train_with_trainer(output_dir, load_best_model_at_end=load, kind=kind, **changes)
     weights: dict[int, Any] = {}
     evaluate = trainer.evaluate
 
@@ -158,6 +176,39 @@ def test_the_best_weights_are_back_at_the_end(changes: dict[str, Any], tmp_path:
         assert (best, last) == (False, True)
     other = load_file(tmp_path / "b" / "final" / "model.safetensors")
     assert not torch.equal(final["head.weight"], other["head.weight"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
+        {"zero_stage": 3, "bf16": True},
+        {"zero_stage": 1, "kind": "llama", "tensor_parallel_size": 2},
+        {"zero_stage": 2, "kind": "adapters"},
+        {"zero_stage": 3, "kind": "adapters"},
+    ],
+    ids=str,
+)
+def test_the_best_weights_are_back_without_other_states(changes: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"scores": [0.5, 0.8, 0.1], "max_steps": 3, "save_only_model": True, **changes}
+    for best, last, step in pool(2).run(partial(train_and_compare, str(tmp_path), True, **changes)):
+        assert (best, last, step) == (True, False, 2)
+
+
+def test_a_resumed_run_loads_a_best_model_of_weights_alone(tmp_path: Path) -> None:
+    """The best evaluation is of the resumed part, which saves weights only; and its first checkpoint is whole."""
+    train_with_trainer(tmp_path, zero_stage=1, max_steps=2).train()
+    second = train_with_trainer(
+        tmp_path, zero_stage=1, start=2, max_steps=4, save_only_model=True, load_best_model_at_end=True
+    )
+    second.train(resume_from_checkpoint=True)
+    from safetensors.torch import load_file
+
+    assert second.state.best_global_step == 3
+    wanted = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    found = second.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert not any((tmp_path / "checkpoint-3").glob("rank_*"))
 
 
 def disagree(output_dir: str) -> tuple[Any, ...]:
@@ -245,7 +296,6 @@ def test_early_stopping_is_restored(tmp_path: Path) -> None:
         ({"save_steps": 3, "eval_steps": 2}, "save_steps=3 must be a multiple of eval_steps=2"),
         ({"save_steps": 0.5, "eval_steps": 2}, "save_steps=0.5 must be a multiple of eval_steps=2"),
         ({"save_steps": 0.3, "eval_steps": 0.2}, "save_steps=0.3 must be a multiple of eval_steps=0.2"),
-        ({"save_only_model": True}, "load_best_model_at_end=True loads the engine's state"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Reads the weights in a checkpoint of transformers.Trainer: a whole model, or its adapters."""
+"""Reads the weights that ``save_pretrained`` wrote: of a whole model, or of its adapters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ds_trainer.checkpoint.weights.adapter_files import (
     base_parameter_names,
 )
 from ds_trainer.checkpoint.weights.base_digest import BaseDigest
-from ds_trainer.engine.state.state_shards import persistent_buffers
+from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.weights import full_shape
-from ds_trainer.parallel.shard_slices import ShardSlice
+from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import read_json
 
@@ -37,6 +37,7 @@ class SavedModelWeights:
 
     Attributes:
         types: dtypes of the floating-point tensors.
+        other_shapes: shapes in the files of tensors that have another one in the model.
     """
 
     def __init__(self, directory: Path, model: nn.Module) -> None:
@@ -44,6 +45,7 @@ class SavedModelWeights:
         # A copy: otherwise only this rank's model would record the conversion of its keys.
         self._weights = open_weights(directory, copy.copy(model))
         self.types = _floating(tensor.dtype for tensor in stored_tensors(directory).values())
+        self.other_shapes = {one.name: one.in_files for one in self._weights.mismatched}
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise if the files lack one of ``tensors`` (model tensors by name), or contain others."""
@@ -145,7 +147,7 @@ class SavedAdapterWeights:
                 f"{name} has shape {list(shard_slice.shape)} in this run, but {list(tensor.shape)} in "
                 f"{self._directory}. Create the adapters that were trained."
             )
-        target.copy_(tensor.reshape(-1))
+        copy_common(target, shard_slice, tensor.reshape(-1), ShardSlice.whole(tensor.shape))
 
     def close(self) -> None:
         """Close the files."""
