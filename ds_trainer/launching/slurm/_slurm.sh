@@ -108,6 +108,7 @@ run_job() {
     by_slurm=0
     trap 'interrupted=1; stop_ranks' USR1
     trap 'interrupted=1; by_slurm=1' TERM
+    number_step
     srun --kill-on-bad-exit=1 ${srun_args[@]+"${srun_args[@]}"} "$@" &
     step=$!
     # A trap interrupts `wait`, and a job may receive several signals.
@@ -116,6 +117,17 @@ run_job() {
         wait "$step" || code=$?
     done
     finish "$code"
+}
+
+# Gives the next step another number than those of the last nine starts, by steps that do nothing. With --kill-on-bad-exit
+# slurmd confirms a kill only when the ranks have ended, for up to KillWait. After MessageTimeout (10 s) slurmctld takes it
+# for lost and sends it again a minute later, to a step of that number, which may be the one of the next start by then.
+number_step() {
+    local number
+    for ((number = 0; number < restarts % 10; number++)); do
+        srun --overlap --nodes=1 --ntasks=1 true || say "srun cannot start a step that does nothing" &
+    done
+    wait
 }
 
 # The file reaches ranks that have no handler yet, the signal reaches scripts that handle only signals. Sent once, because
