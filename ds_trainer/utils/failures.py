@@ -10,6 +10,7 @@ briefly:
 * Only some failed: each of them aborts its process group and raises its own error. The others get a
   :class:`PeerFailure` that names the rank and its error: at once if the broken connection ends their collective (gloo),
   after an abort if it does not (NCCL). A process that is still stuck then ends.
+* A rank was killed and reports nothing: the others find out which one it is (:mod:`ds_trainer.utils.roll_call`).
 
 A process that ends with a lost device or connection, its own or that of the rank it failed for, has exit code 74
 (:mod:`ds_trainer.utils.exit_codes`), and 1 otherwise.
@@ -32,13 +33,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import FAILED, FAULT, code_of
 from ds_trainer.utils.outcomes import record_error
+from ds_trainer.utils.roll_call import Failure, RollCall
 from ds_trainer.utils.store import RankStore, expiry, group_store, pause_of, side_store
 from ds_trainer.utils.threads import new_thread
 
@@ -72,13 +74,6 @@ class PeerFailure(RuntimeError):
         self.exit_code = exit_code
 
 
-class _Failure(NamedTuple):
-    """What another rank has reported."""
-
-    text: str
-    exit_code: int
-
-
 class _Watch:
     """Reports the failure of this rank to the others, and watches for theirs. One per process group."""
 
@@ -89,6 +84,8 @@ class _Watch:
         _stores.append(group_store())
         self.group: Any = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._roll = RollCall(self.notes, self.rank, self.world_size, 2 * pause_of(self.world_size, POLL_SECONDS) + 2)
+        self._cause: Failure | None = None
         self.generation = 0  # number of failures that all ranks had in common, so every rank counts the same
         self.aborted = False
         self.stuck: str | None = None  # why the process group was not aborted
@@ -111,17 +108,36 @@ class _Watch:
         self.generation += 1
         return True
 
-    def peer_failure(self, wait: float = 0.0) -> _Failure | None:
-        """The first failure that another rank has reported within ``wait`` seconds; None without one."""
+    def peer_failure(self, wait: float = 0.0) -> Failure | None:
+        """The first failure of another rank that is known within ``wait`` seconds; None without one."""
+        place = self._key("first")
         try:
-            first = self.notes.wait(self._key("first"), expiry(wait))
+            first = self.notes.wait(place, expiry(wait))
+            if self._roll.is_call(first):
+                return self._roll.result(place, first["rank"])
         except TimeoutError:
             return None
         except (RuntimeError, OSError) as error:
-            return _Failure(f"the rank that holds the rendezvous store is gone ({error})", FAULT)
+            return _without_store(error)
         if first["rank"] == self.rank:
             return None
-        return _Failure(f"rank {first['rank']} failed with {first['error']}", first["exit_code"])
+        return Failure(f"rank {first['rank']} failed with {first['error']}", first["exit_code"])
+
+    def cause(self, error: BaseException) -> Failure | None:
+        """Why a connection of this rank broke with ``error``: what another rank has reported, or that a rank is gone.
+
+        None if ``error`` is the cause, or if this rank has left its process group.
+        """
+        if self._cause is None:
+            self._cause = self.peer_failure(wait=2 * POLL_SECONDS)
+        if self._cause is None and not self.aborted:
+            try:
+                self._roll.call(self._key("first"), _described(error), code_of(error))
+            except (RuntimeError, OSError) as gone:
+                self._cause = _without_store(gone)
+            else:
+                self._cause = self.peer_failure(wait=2 * POLL_SECONDS)
+        return self._cause
 
     def abort(self) -> None:
         """Abort the process group on this rank alone; ends collectives of this rank that hang (NCCL).
@@ -260,7 +276,7 @@ def cause_of(error: BaseException) -> str | None:
     """The failure of another rank that has led to ``error``, as text; None if ``error`` is this rank's own."""
     if _watch is None or not (_watch.aborted or _is_broken_connection(error)):
         return None
-    failure = _watch.peer_failure(wait=2 * POLL_SECONDS)
+    failure = _watch.cause(error)
     return None if failure is None else failure.text
 
 
@@ -317,7 +333,7 @@ def rendezvous_again() -> Any:
         _watch.notes.add(name)
         arrived = _watch.notes.wait_for_count(name, world_size, expiry(RENDEZVOUS_SECONDS))
     except (RuntimeError, OSError) as error:
-        raise PeerFailure(f"the rank that holds the rendezvous store is gone ({error}).", FAULT) from error
+        raise PeerFailure(f"{_without_store(error).text}.", FAULT) from error
     if arrived < world_size:
         raise PeerFailure(f"Only {arrived} of {world_size} ranks came back within {RENDEZVOUS_SECONDS:.0f} s.", FAULT)
     return dist.distributed_c10d.PrefixStore(f"{_PREFIX}/{name}/group", _watch.store)
@@ -330,19 +346,23 @@ def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
         record_error(error)
     if watch is None:
         return
+    failure = watch.cause(error) if broken else None
+    if failure is not None:
+        watch.abort()
+        where = "; the traceback is in that rank's output" if failure.reported else ""
+        raise PeerFailure(
+            f"{failure.text}. Rank {watch.rank} was waiting for it and ends too{where}.", failure.exit_code
+        ) from error
     if broken:
-        failure = watch.peer_failure(wait=2 * POLL_SECONDS)
-        if failure is not None:
-            watch.abort()
-            raise PeerFailure(
-                f"{failure.text}. Rank {watch.rank} was waiting for it and ends too; the traceback is in that rank's "
-                "output.",
-                failure.exit_code,
-            ) from error
         record_error(error)
-    # A connection that broke without a report is that of a rank that was killed; it will not report a failure.
     if not watch.report(error, POLL_SECONDS if broken else GRACE_SECONDS):
         watch.abort()
+
+
+def _without_store(error: Exception) -> Failure:
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = "torchrun's agent" if of_torchrun else "rank 0"
+    return Failure(f"{keeper}, which holds the rendezvous store, is gone ({error})", FAULT, False)
 
 
 def _print(text: str) -> None:

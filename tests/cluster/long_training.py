@@ -5,7 +5,8 @@ Its first starts run freely for some steps and then crawl, so that whatever shal
 number STARTS runs to the end. Which start made which step is written to FOLDER/trace, the weights to FOLDER/final.
 
 With faults, start K ends with fault K on the last rank, once a checkpoint has been written: the name of a signal,
-"stop" (its processes stop, as on a machine that hangs), or "error". Its machine is written to FOLDER/faults.
+"stop" (its processes stop, as in a driver that hangs), "node" (all processes of its machine stop, slurmd too), "memory"
+(the GPU has too little) or "error". Its machine is written to FOLDER/faults.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.utils import distributed
 from ds_trainer.utils.outcomes import checkpoint_was_written
@@ -25,7 +28,7 @@ from tests.support.models import PlainLanguageModel, RaggedTokens
 
 STEPS = 300
 FREE_STEPS = 12
-HANG_SECONDS = 10.0
+HANG_SECONDS = 20.0
 
 
 def suffer(folder: Path, fault: str) -> None:
@@ -34,6 +37,12 @@ def suffer(folder: Path, fault: str) -> None:
         file.write(f"{fault} {os.uname().nodename}\n")
     if fault == "error":
         raise ValueError("of the program")
+    if fault == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    if fault == "node":
+        os.kill(-1, signal.SIGSTOP)  # whatever it may signal: what is in the process namespace of this machine
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if fault == "stop":
         os.kill(os.getppid(), signal.SIGSTOP)  # what started this rank
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -15,8 +15,9 @@ from tests.cluster.long_training import FREE_STEPS
 from tests.cluster.machines import Cluster
 
 PATIENCE = 240  # seconds; all of them start at once, on two cores
-NODES = 18
-FAULTS = ("SIGABRT", "SIGSEGV", "stop", "SIGKILL", "error")
+NODES = 21
+CHAIN = ("SIGABRT", "SIGSEGV", "node", "error")
+SECOND_CHAIN = ("stop", "SIGKILL", "memory")
 
 
 class Scenario:
@@ -72,6 +73,11 @@ class Scenario:
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else "nothing"
 
+    def places(self) -> dict[str, str]:
+        """The machine that each fault came to."""
+        lines = (self.output / "faults").read_text(encoding="utf-8").splitlines()
+        return dict(tuple(line.split()) for line in lines)
+
     def weights(self) -> bytes:
         return (self.output / "final" / "model.safetensors").read_bytes()
 
@@ -87,6 +93,8 @@ def start_scenarios(cluster: Cluster, folder: Path) -> dict[str, Scenario]:
         "first_crash": Scenario(cluster, folder, "first_crash", "one_node", "node[7,10]", 2),
         "slurmd": Scenario(cluster, folder, "slurmd", "nodes_srun", "node[11-13]", 2),
         "first_slurmd": Scenario(cluster, folder, "first_slurmd", "one_node", "node[14-15]", 2),
+        "chain": Scenario(cluster, folder, "chain", "nodes_srun", "node[16-19]", 99),
+        "second_chain": Scenario(cluster, folder, "second_chain", "nodes_srun", "node[20-21]", 99),
     }
     accidents = {
         "whole": lambda scenario: scenario.begin(),
@@ -96,6 +104,8 @@ def start_scenarios(cluster: Cluster, folder: Path) -> dict[str, Scenario]:
         "first_crash": lambda scenario: _lose_node(scenario, "node7"),
         "slurmd": lambda scenario: _kill_slurmd(scenario, "node12"),
         "first_slurmd": lambda scenario: _kill_slurmd(scenario, "node14"),
+        "chain": lambda scenario: _suffer(scenario, CHAIN, scenarios["whole"]),
+        "second_chain": lambda scenario: _suffer(scenario, SECOND_CHAIN, scenarios["whole"]),
     }
     threads = ThreadPoolExecutor(len(scenarios))
     for name, accident in accidents.items():
@@ -135,3 +145,9 @@ def _kill_slurmd(scenario: Scenario, node: str) -> None:
     scenario.begin(save_steps=5)
     scenario.wait_until_at_work()
     scenario.cluster.run(node, "pkill", "-KILL", "-x", "slurmd")
+
+
+def _suffer(scenario: Scenario, faults: Sequence[str], first: Scenario) -> None:
+    """One fault after the other, once the rush of the first jobs is over."""
+    first.end()
+    scenario.begin(save_steps=5, faults=faults)

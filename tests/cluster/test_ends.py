@@ -43,7 +43,7 @@ class Job:
 
     def end(self) -> tuple[str, str, str]:
         """State, exit code and number of restarts at its end."""
-        job_state = self._cluster.wait_for(self.number, 120, self.log)
+        job_state = self._cluster.wait_for(self.number, 240, self.log)
         return job_state["JobState"], job_state["ExitCode"].split(":")[0], job_state["Restarts"]
 
     def text(self) -> str:
@@ -65,6 +65,17 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "again": f'{IF_AGAIN} echo "again $RANK/$WORLD_SIZE $1" && exit 0; sleep $RANK; exit 75',
         "hung": 'touch "$DS_TRAINER_OUTCOME_DIR/checkpoint-written"; [ $RANK = 0 ] && exit 76; exec sleep 100',
         "twice": "[ $RANK = 0 ] && exec sleep 100; kill -ABRT $$",
+        "deaf": f"""
+            touch "$DS_TRAINER_OUTCOME_DIR/checkpoint-written"
+            if [ -n "${{SLURM_RESTART_COUNT:-}}" ]; then
+                trap "echo ended from outside; exit 1" TERM
+                for ((second = 0; second < 65; second++)); do sleep 1; done
+                exit 0
+            fi
+            if [ $RANK = 1 ]; then until [ -e deaf ]; do sleep 0.1; done; kill -ABRT $$; fi
+            trap "" TERM
+            touch deaf
+            exec sleep 100""",
         "signal": f"""
             {IF_AGAIN} {{ [ ! -e "$DS_TRAINER_STOP_FILE" ] && echo fresh && exit 0; exit 1; }}
             [ $RANK = 0 ] && exec python -c '{HANDLER}'
@@ -191,6 +202,15 @@ def test_a_crash_that_comes_back_without_a_checkpoint_ends_after_two(jobs: dict[
     assert job.end() == ("FAILED", "134", "1"), job.text()
     assert "SIGABRT; fault 2 of node2 (rank 1)" in job.text()
     assert "the second fault in a row" in job.text()
+    assert job.remaining_processes() == []
+
+
+def test_a_kill_that_slurm_repeats_does_not_hit_the_next_start(jobs: dict[str, Job]) -> None:
+    """The other rank takes longer to end than slurmctld waits for the confirmation (MessageTimeout). So slurmctld sends
+    the same kill again a minute later, when the next start is at work."""
+    job = jobs["deaf"]
+    assert job.end() == ("COMPLETED", "0", "1"), job.text()
+    assert "Force Terminated" in job.text() and "ended from outside" not in job.text()
     assert job.remaining_processes() == []
 
 

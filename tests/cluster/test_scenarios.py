@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.long_training import STEPS
-from tests.cluster.scenarios import FAULTS, PATIENCE, Scenario
+from tests.cluster.scenarios import CHAIN, PATIENCE, SECOND_CHAIN, Scenario
 
 pytestmark = pytest.mark.slurm
 
@@ -64,33 +64,50 @@ def test_a_slurmd_dies_and_its_ranks_do_not(scenarios: dict[str, Scenario], name
         assert "that run continues it" in scenario.text()
 
 
-@pytest.mark.matrix
-def test_a_chain_of_faults(scenarios: dict[str, Scenario]) -> None:
-    """Each start continues from a checkpoint of the one before; a machine that fails twice is replaced by the spare
-    one, and where there is none it is used again; an error of the program ends the job.
-
-    Not in CI: on a busy machine SLURM 22.05 sometimes ends the step of the start after an exclusion, half a minute
-    after the requeue. The job goes on, but its third start then makes no step.
-    """
-    whole = scenarios["whole"]
-    scenario = Scenario(whole.cluster, whole.output.parent, "faults", "nodes_srun", "node[16-18]", 99)
-    scenario.begin(save_steps=5, faults=FAULTS).accident.set_result(None)
-    assert scenario.end("FAILED", 2 * PATIENCE)["Restarts"] == "4", scenario.text()
-    steps = {start: [step for by, step in scenario.trace() if by == start] for start in range(1, 6)}
+def resumed_each_time(scenario: Scenario, starts: int) -> None:
+    """Each start continues from a checkpoint of the one before."""
+    steps = {start: [step for by, step in scenario.trace() if by == start] for start in range(1, starts + 1)}
     assert all(steps.values()), scenario.text()
-    for start in range(2, 6):
+    for start in range(2, starts + 1):
         assert steps[start][0] % 5 == 1 and steps[start - 1][0] < steps[start][0] <= steps[start - 1][-1] + 1
-    places = dict(line.split() for line in (scenario.output / "faults").read_text(encoding="utf-8").splitlines())
-    assert places == dict(zip(FAULTS, ["node17", "node17", "node18", "node18", "node18"], strict=True))
+
+
+def test_a_chain_of_faults(scenarios: dict[str, Scenario]) -> None:
+    """A machine that fails twice is replaced, a machine that stops too, and an error of the program ends the job. The
+    processes of the machine that was stopped end once it continues."""
+    scenario = scenarios["chain"]
+    assert scenario.end("FAILED", 2 * PATIENCE)["Restarts"] == "3", scenario.text()
+    resumed_each_time(scenario, 4)
+    places = scenario.places()
+    assert list(places) == list(CHAIN) and places["SIGABRT"] == places["SIGSEGV"] == "node17"
+    assert {places["node"], places["error"]} == {"node18", "node19"}
     for text in (
         "SIGABRT; fault 1 of node17 (rank 1)",
         "SIGSEGV; fault 2 of node17 (rank 1)",
         "excluded from this job: node17",
-        "; fault 1 of node18 (rank 1)",
+        f"rank 1 on {places['error']}: ValueError: of the program",
+    ):
+        assert text in scenario.text(), scenario.text()
+    scenario.cluster.run(places["node"], "kill", "-CONT", "--", "-1")
+    ranks = ("pgrep", "-f", f"long_training.py {scenario.output}")
+    scenario.cluster.wait_until(
+        lambda: scenario.cluster.run(places["node"], *ranks, check=False).returncode == 1, PATIENCE, scenario.text
+    )
+
+
+def test_a_chain_on_a_machine_without_another(scenarios: dict[str, Scenario]) -> None:
+    """A rank that hangs is named by the others; a machine that fails twice is used again if there is no other one; too
+    little memory of the GPU would come back and ends the job."""
+    scenario = scenarios["second_chain"]
+    assert scenario.end("FAILED", 2 * PATIENCE)["Restarts"] == "2", scenario.text()
+    resumed_each_time(scenario, 3)
+    assert scenario.places() == dict.fromkeys(SECOND_CHAIN, "node21")
+    for text in (
+        "; fault 1 of node21 (rank 1)",
         "does not respond (stopped, dead",
-        "SIGKILL; fault 2 of node18 (rank 1)",
-        "not excluded: node18, since partition main has only",
-        "rank 1 on node18: ValueError: of the program",
+        "SIGKILL; fault 2 of node21 (rank 1)",
+        "not excluded: node21, since partition main has only",
+        "rank 1 on node21: ds_trainer.training.out_of_memory.OutOfMemory: Out of memory on rank 1 in step",
     ):
         assert text in scenario.text(), scenario.text()
 

@@ -127,7 +127,7 @@ number_step() {
     for ((number = 0; number < restarts % 10; number++)); do
         srun --overlap --nodes=1 --ntasks=1 true || say "srun cannot start a step that does nothing" &
     done
-    wait
+    wait || true # a signal interrupts it
 }
 
 # The file reaches ranks that have no handler yet, the signal reaches scripts that handle only signals. Sent once, because
