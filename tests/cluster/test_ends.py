@@ -65,9 +65,9 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "again": f'{IF_AGAIN} echo "again $RANK/$WORLD_SIZE $1" && exit 0; sleep $RANK; exit 75',
         "hung": 'touch "$DS_TRAINER_OUTCOME_DIR/checkpoint-written"; [ $RANK = 0 ] && exit 76; exec sleep 100',
         "twice": "[ $RANK = 0 ] && exec sleep 100; kill -ABRT $$",
-        "deaf": f"""
+        "deaf": """
             touch "$DS_TRAINER_OUTCOME_DIR/checkpoint-written"
-            if [ -n "${{SLURM_RESTART_COUNT:-}}" ]; then
+            if [ -n "${SLURM_RESTART_COUNT:-}" ]; then
                 trap "echo ended from outside; exit 1" TERM
                 for ((second = 0; second < 65; second++)); do sleep 1; done
                 exit 0
