@@ -89,7 +89,11 @@ def job_end(directory: Path, launcher_code: int, found: Mapping[int, RankOutcome
         return JobEnd(code, blamed.rank, blamed.host, saved, blamed.error)
     if cause is None or code == TERMINATED:  # by somebody outside
         return JobEnd(code, saved=saved)
-    return JobEnd(code, cause.rank, cause.host, saved, outcomes.read_error(directory, cause.rank))
+    # Ranks that end for another one have its exit code, and may be faster; what they record as an error is their own.
+    ended = [cause] if signal_name(code) else [cause, *sorted(found.values(), key=lambda one: one.time)]
+    errors = ((one, outcomes.read_error(directory, one.rank)) for one in ended)
+    cause, error = next((pair for pair in errors if pair[1]), (cause, ""))
+    return JobEnd(code, cause.rank, cause.host, saved, error)
 
 
 def decide(ends: Mapping[int, JobEnd]) -> Decision:

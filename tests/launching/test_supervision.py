@@ -21,7 +21,7 @@ from ds_trainer.launching.launch_plan import LaunchPlan
 from ds_trainer.launching.launch_request import LaunchRequest, Target
 from ds_trainer.launching.processes import end_processes, processes_of_job
 from ds_trainer.launching.restarts import JobEnd, decide, job_code, job_end
-from ds_trainer.utils.outcomes import Blame, RankOutcome, record_blame, record_checkpoint
+from ds_trainer.utils.outcomes import Blame, RankOutcome, record_blame, record_checkpoint, record_error
 from tests.launching import fake_launcher
 
 # A rank: rank 1 does what the first word says, rank 0 waits for its end (or, with "all", does the same).
@@ -247,6 +247,16 @@ def test_a_hang_is_that_of_the_machine_that_the_others_wait_for(
     assert job_end(tmp_path, 1, outcomes(137, 76), 2).saved
     assert job_end(tmp_path, 1, outcomes(1, 76, 1), 3).code == 76
     assert job_end(tmp_path, 1, outcomes(143), 2) == JobEnd(143, saved=True)  # by somebody outside: no machine is named
+
+
+def test_the_rank_with_the_error_is_named_although_others_ended_before_it(tmp_path: Path) -> None:
+    """A rank that ends for another one has its exit code; the other one may get the launcher's SIGTERM on its way out."""
+    record_error(ValueError("x"), {"DS_TRAINER_OUTCOME_DIR": str(tmp_path), "RANK": "1"})
+    for codes in ((1, 143), (1, 1)):
+        found = outcomes(*codes)
+        end = job_end(tmp_path, 1, found, 2)
+        assert (end.code, end.rank, end.host, end.error) == (1, 1, found[1].host, "ValueError: x")
+    assert job_end(tmp_path, 1, outcomes(137, 74), 2).rank == 0, "a kill, after which others may record errors"
 
 
 def test_a_machine_that_failed_twice_is_replaced_by_a_spare_one(
