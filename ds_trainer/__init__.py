@@ -7,6 +7,7 @@ can check a recipe and print an error within a second.
 from __future__ import annotations
 
 from importlib import import_module
+from os import environ
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -122,6 +123,9 @@ if TYPE_CHECKING:  # "as": type checkers take it as public; a test compares it w
     from ds_trainer.utils.errors import ConfigError as ConfigError
     from ds_trainer.utils.failures import PeerFailure as PeerFailure
     from ds_trainer.utils.seeds import set_seed as set_seed
+
+if "TORCHELASTIC_ERROR_FILE" in environ:  # a rank of torchrun, of which an earlier attempt may have been the last
+    import_module("ds_trainer.utils.torchrun_attempts").follow_attempts()
 
 
 def __getattr__(name: str) -> Any:

@@ -43,6 +43,7 @@ from ds_trainer.utils.outcomes import record_error
 from ds_trainer.utils.roll_call import Failure, RollCall
 from ds_trainer.utils.store import RankStore, expiry, group_store, pause_of, side_store
 from ds_trainer.utils.threads import new_thread
+from ds_trainer.utils.torchrun_attempts import record_final
 
 POLL_SECONDS = 1.0
 # How long a failed rank waits for the others to fail too; ranks that do the same thing are seldom further apart.
@@ -184,6 +185,7 @@ class _Watch:
                 if self._still_inside(generation, (PATIENT_SECONDS if _surviving else EXIT_SECONDS) - ABORT_SECONDS):
                     _print(f"rank {self.rank} ends: {failure.text}")
                     _act_before_exit(failure.text)
+                    record_final(failure.exit_code, failure.text)
                     os._exit(failure.exit_code)
 
     def _still_inside(self, generation: int, seconds: float) -> bool:

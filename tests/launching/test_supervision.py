@@ -250,7 +250,7 @@ def test_a_hang_is_that_of_the_machine_that_the_others_wait_for(
 
 
 def test_the_rank_with_the_error_is_named_although_others_ended_before_it(tmp_path: Path) -> None:
-    """A rank that ends for another one has its exit code; the other one may get the launcher's SIGTERM on its way out."""
+    """A rank that ends for another one has its exit code; the other one may get SIGTERM on its way out."""
     record_error(ValueError("x"), {"DS_TRAINER_OUTCOME_DIR": str(tmp_path), "RANK": "1"})
     for codes in ((1, 143), (1, 1)):
         found = outcomes(*codes)

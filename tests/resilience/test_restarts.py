@@ -6,6 +6,9 @@ Weights, optimizer states, random states and the whole log are compared bit for 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from ds_trainer.checkpoint.protocol.manifest import Manifest
 from tests.support import restarted_rank
 from tests.support.pool import pool
 from tests.support.restarts import Outcome, Plan, Run
+
+ROOT = Path(__file__).parents[2]
 
 PATIENCE = 25.0  # torchrun kills after 30 seconds who does not end; on a busy machine
 
@@ -78,3 +83,47 @@ def test_a_stopped_run_is_not_restarted(tmp_path: Path) -> None:
     assert [([one.attempt for one in starts], last) for starts, last in run.progress()] == [([0], step)] * 2
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
     assert not (tmp_path / "out" / "STOP").exists()
+
+
+PROGRAM = """
+import ds_trainer  # where an attempt that would repeat the error ends
+import os, signal, subprocess, sys
+how, seen, again = sys.argv[1], sys.argv[2], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with open(seen, "a") as file:
+    file.write(os.environ["RANK"] + "\\n")
+if how == "training":
+    from tests.utils.test_failures import broken_run
+    broken_run("callback", 0, seen + ".run")
+if how == "alone" and os.environ["RANK"] == "1":
+    raise ValueError("of the program")
+if how == "lost" and again < 2:
+    # What a helper of a rank ends with is not the end of the rank.
+    subprocess.run([sys.executable, "-c", "import ds_trainer; raise ValueError"], stderr=subprocess.DEVNULL)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL) if again else sys.exit(74)
+"""
+
+
+@pytest.mark.parametrize(("how", "code", "starts"), [("alone", 1, 1), ("training", 1, 1), ("lost", 0, 3)])
+def test_an_error_of_the_program_is_not_repeated(how: str, code: int, starts: int, tmp_path: Path) -> None:
+    """With three restarts left: they end before the program does anything. Lost ranks come back."""
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "3", str(tmp_path / "program.py"), how, str(tmp_path / "seen")]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAILING_RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    ranks = (tmp_path / "seen").read_text(encoding="utf-8").split()
+    assert ranks.count("1") == starts and ranks.count("0") in range(1, starts + 1), output
+    if code:
+        error = "ValueError: of the program" if how == "alone" else "Breaks: callback is broken"
+        (line,) = {line for line in output.splitlines() if line.startswith("ds_trainer: attempt 3 of torchrun ends at")}
+        assert error in line
+        assert error in output.partition("Root Cause")[2], "torchrun's own summary names it too"
