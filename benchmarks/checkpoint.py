@@ -139,9 +139,9 @@ class Bench:
         self.trainer.log = lambda *args, **kwargs: None  # printing is not measured
         self.trainer.train()
         self.engine = self.trainer.engine
-        self.saver = self.trainer.checkpointer
+        self.saver = self.trainer._ds_trainer.checkpointer
         handler, optimizer = self.trainer.callback_handler, self.trainer.optimizer
-        self.saves = BackgroundSaves(self.engine, self.trainer.device, frozenset(), handler, optimizer)
+        self.saves = BackgroundSaves(self.engine, self.trainer._ds_trainer.device, frozenset(), handler, optimizer)
         self.plans = {BACKGROUND: (self.saver.model_files(),), NO_MODEL: (None,)}
         self.bytes = 0
         self.theirs: Any = None
@@ -150,7 +150,7 @@ class Bench:
         """Makes one optimizer step; returns its seconds."""
         start = time.perf_counter()
         rows = torch.utils.data.default_collate([self.data[0] for _ in range(self.case.batch)])
-        batch = {name: tensor.to(self.trainer.device) for name, tensor in rows.items()}
+        batch = {name: tensor.to(self.trainer._ds_trainer.device) for name, tensor in rows.items()}
         self.engine.begin_micro_batch(last=True)
         self.engine.backward(self.engine.deepspeed(**batch).loss)
         self.engine.step()

@@ -62,6 +62,7 @@ def trainer_of(name: str, line: Line, case: Case, data: Tokens, directory: str, 
     """One of the four."""
     from ds_trainer import Trainer, TrainerCallback, TrainingArguments
     from ds_trainer.engine import training_engine
+    from ds_trainer.training.assembly import Assembly
     from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 
     class StepEnd(TrainerCallback):
@@ -83,15 +84,21 @@ def trainer_of(name: str, line: Line, case: Case, data: Tokens, directory: str, 
         def after_update(self, applied: bool, batches: Any, contributions: Any) -> Update:
             return Update.APPLIED if applied else Update.SKIPPED
 
-    class Measured(Trainer):
+    class BlindAssembly(Assembly):
         def build_engine(self, num_training_steps: int) -> None:
             with mock.patch.object(training_engine, "enable_overflow_checks", lambda optimizer: None):
                 super().build_engine(num_training_steps)
-            self.engine.guarded = False
+            self.engines.training.guarded = False
+            make_loop = self.setup.train_loop
 
-        def train_loop(self, run: Any, checkpointer: Any, *given: Any) -> Any:
-            checkpointer.guard = Blind(checkpointer.guard)
-            return super().train_loop(run, checkpointer, *given)
+            def train_loop(run: Any, checkpointer: Any, *given: Any) -> Any:
+                checkpointer.guard = Blind(checkpointer.guard)
+                return make_loop(run, checkpointer, *given)
+
+            self.setup.train_loop = train_loop  # type: ignore[method-assign]
+
+    class Measured(Trainer):
+        _ds_assembly = BlindAssembly
 
     blind = name in (OFF, CONTROL)
     more: dict[str, Any] = {"loss_spike_factor": 10.0} if name == SPIKES else {}

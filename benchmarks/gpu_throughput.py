@@ -76,7 +76,7 @@ def compiled_config(case: Case, device: str, output_dir: str, stage: int) -> dic
 
     small = replace(case, hidden=case.heads * 2, intermediate=8, layers=1, vocabulary=8)
     args = TrainingArguments(**arguments(case, device, output_dir), zero_stage=stage)
-    config: dict[str, Any] = Trainer(build_model(small, "cpu"), args).compiled.to_dict()
+    config: dict[str, Any] = Trainer(build_model(small, "cpu"), args)._ds_trainer.compiled.to_dict()
     return config
 
 

@@ -51,7 +51,7 @@ def count(name: str, case: Case, directory: str) -> None:
             raise Counted
 
     ours = our_trainer(case, model, data, f"{directory}/ours", done)
-    config = ours.compiled.to_dict()
+    config = ours._ds_trainer.compiled.to_dict()
     try:
         if name == OURS:
             ours.train()

@@ -130,7 +130,8 @@ def load_and_step(ready: Callable[[], None], case: Case, directory: Path, output
     with seen_when_configured(found["seen"]):
         trainer = ds_trainer.Trainer(model, args, train_dataset=data, callbacks=[FirstStep()])
         found["loss"] = trainer.train().training_loss
-    found["read"] = 0 if trainer.engines.load_report is None else trainer.engines.load_report.bytes_read  # of all ranks
+    report = trainer._ds_trainer.engines.load_report
+    found["read"] = 0 if report is None else report.bytes_read  # of all ranks
     found["end"] = look()
     return found
 

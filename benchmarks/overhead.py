@@ -268,7 +268,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as directory:
         ours = our_trainer(case, models[OURS], data, f"{directory}/ours", step_done(OURS))
-        config = ours.compiled.to_dict()
+        config = ours._ds_trainer.compiled.to_dict()
         theirs = their_trainer(case, models[THEIRS], data, f"{directory}/theirs", config, step_done(THEIRS))
         loops: dict[str, Callable[[], Any]] = {
             BARE: lambda: bare_loop(case, models[BARE], data, config, step_done(BARE)),

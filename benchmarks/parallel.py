@@ -117,7 +117,7 @@ def step_times(rounds: int, stage: int) -> dict[str, Any]:
                     self.counting.__exit__(None, None, None)
                     sent[name] = float(sum(self.counter.values()))
                 turns.step_done(name)
-                mpu = set_deepspeed_groups(trainer.engine.groups, trainer.compiled)  # globals of DeepSpeed
+                mpu = set_deepspeed_groups(trainer.engine.groups, trainer._ds_trainer.compiled)  # globals of DeepSpeed
                 install_mpu(trainer.engine.deepspeed, mpu)
 
         args = TrainingArguments(

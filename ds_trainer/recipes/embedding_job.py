@@ -93,7 +93,7 @@ def _trainer_with_data(recipe: Recipe, args: Any) -> tuple[Any, TaskData]:
 
 def _check_layout(recipe: Recipe, trainer: Any, loss: str) -> None:
     problems, where = [], recipe.where("task.options")
-    if loss.startswith("Cached") and trainer.compiled.zero_stage == 3:
+    if loss.startswith("Cached") and trainer._ds_trainer.compiled.zero_stage == 3:
         problems.append(
             f"{where}: {loss} runs a backward pass for each part of a micro-batch, and DeepSpeed's ZeRO stage 3 allows "
             "one for each micro-batch. Set arguments.zero_stage to 2, or remove mini_batch_size."

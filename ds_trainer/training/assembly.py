@@ -1,98 +1,116 @@
-"""``Assembly``: builds the components of the Trainer: configuration, engine, run, loop."""
+"""``Assembly``: the machinery of a Trainer: its components, its configuration, its model and its engine."""
 
 from __future__ import annotations
 
 import copy
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from ds_trainer.arguments.accelerator_config import replica_batch_size
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerState
-from ds_trainer.data.columns import base_model
-from ds_trainer.monitor.memory_tracker import MemoryTracker, Stage
-from ds_trainer.monitor.step_profiler import StepProfiler
-from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.engine.quantized_weights import disable_cpu_repacking
+from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
+from ds_trainer.optim.optimizer_builder import parameter_groups
 from ds_trainer.optim.weight_swapping import check_weight_swapping
+from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.training.engines import Engines
+from ds_trainer.training.evaluation.evaluator import Evaluator
 from ds_trainer.training.hub.publisher import HubPublisher
+from ds_trainer.training.loading.model_argument import resolve_model
 from ds_trainer.training.loading.weight_check import note_origin
-from ds_trainer.training.loop.batches import batch_check, check_names
-from ds_trainer.training.loop.first_loss_check import check_first_loss
-from ds_trainer.training.loop.first_steps import FirstSteps
-from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
-from ds_trainer.training.loop.loss_window import LossWindow
-from ds_trainer.training.loop.memory_recovery import MemoryRecovery
-from ds_trainer.training.loop.packed_data import PackedData, summary_of
-from ds_trainer.training.loop.run_plan import RunPlan
-from ds_trainer.training.loop.sharded_loading import cut_for_ranks
+from ds_trainer.training.loop.batches import batch_check
+from ds_trainer.training.loop.loss_computation import LossComputation
+from ds_trainer.training.loop.packing import Packing
+from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.loop.source_losses import SourceLosses
-from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods, StepRunner
-from ds_trainer.training.loop.token_counter import peak_of
+from ds_trainer.training.loop.step import USE_THE_COUNT, MicroBatchRunner, StepMethods
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.model.preparation import adapt_model, chunked_loss_of, compiles
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
-from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
-from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
-from ds_trainer.training.overrides.optimization import Optimization, check_optimizer
-from ds_trainer.training.overrides.run_state import RunState
-from ds_trainer.training.overrides.saving import Saving
-from ds_trainer.training.overrides.search_methods import SearchMethods
+from ds_trainer.training.overrides.optimization import check_optimizer, use_optimizers
 from ds_trainer.training.planning.automatic_parallelism import planned_arguments
-from ds_trainer.training.planning.run_estimate import RunEstimate
-from ds_trainer.training.planning.run_estimator import RunEstimator, peak_memory
+from ds_trainer.training.planning.run_estimator import RunEstimator
+from ds_trainer.training.protocol import TrainerProtocol
 from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.resume.compatibility import compatibility_of
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.running_model import parameters_of_groups
+from ds_trainer.training.run_setup import RunSetup
 from ds_trainer.training.search.trial_runner import TrialRunner
 from ds_trainer.training.signatures import accepted_arguments
-from ds_trainer.training.startup.batch_size_search import rehearse_first_step
 from ds_trainer.training.startup.configuration import TrainerInputs, compile_run, configure
 from ds_trainer.training.startup.process_setup import configure_process
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.telemetry import Telemetry
-from ds_trainer.training.train_loop import TrainLoop
-from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 
-# Methods that receive the item count of the global batch, or train with the accelerator.
-_USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"})
 
+class Assembly:
+    """Builds the components of a Trainer, and rebuilds them if arguments or model change.
 
-class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState):
-    """Builds the components of a Trainer, and rebuilds them if arguments or model change."""
+    Methods that a subclass may override are called on ``trainer``. All else is kept here: every name that transformers'
+    Trainer does not have belongs to the script.
 
-    unsharded: list[str]
-    """Reasons against the sequence sharding that the layout requests; if there are any, training is not possible."""
-    stage: Stage
-    """Measures the memory of the run; does nothing without ``skip_memory_metrics=False``."""
-    configured_with: dict[str, Any]
-    """The arguments when :meth:`configure` was last called."""
+    Args:
+        trainer: the Trainer.
+        args: its training arguments.
+        processing_class: for the callbacks.
+        overridden: names of the methods that its class overrides.
 
-    # -- components and model -----------------------------------------------------------------------------------------
+    Attributes:
+        trainer, overridden: see above.
+        events, engines, losses, telemetry, publisher, trials, estimator, packing, evaluator, setup: the components
+            (docs/architecture.md).
+        memory_tracker: measures memory; does nothing without ``skip_memory_metrics=False``.
+        micro_batches: runs forward and backward passes; exists as long as the engine of a training.
+        checkpointer: saves and restores the current or last training.
+        device: the device of this rank.
+        peft_config, user_optimizers: ``peft_config`` and ``optimizers`` of the constructor.
+        optimizer_class: class, arguments and origin of ``optimizer_cls_and_kwargs``.
+        group_parameters: the model parameters in each parameter group: ZeRO replaces them by its flat partitions.
+        layout, compiled: the layout of the job; the DeepSpeed configuration.
+        unsharded: reasons against the sequence sharding that the layout requests; if there are any, training is not
+            possible.
+        eval_loaders: dataset, collator, sizes and loader by name of the evaluation dataset
+            (``dataloader_persistent_workers``).
+    """
 
-    def make_components(self, args: TrainingArguments, processing_class: Any) -> None:
-        """Create the components that live as long as the Trainer."""
+    def __init__(
+        self, trainer: TrainerProtocol, args: TrainingArguments, processing_class: Any, overridden: frozenset[str]
+    ) -> None:
+        self.trainer = trainer
+        self.overridden = overridden
+        self.peft_config: Any = None
+        self.user_optimizers: tuple[Any, Any] = (None, None)
+        self.optimizer_class: tuple[type[torch.optim.Optimizer], dict[str, Any], str] | None = None
+        self.group_parameters: list[list[Any]] | None = None
+        self.micro_batches: MicroBatchRunner | None = None
+        self.checkpointer: Checkpointer | None = None
+        self.eval_loaders: dict[str, tuple[Any, Any, Any, Any]] = {}
+        self._configured_with: dict[str, Any] = {}
         self.events = TrainingEvents(args, TrainerState(), CallbackHandler([], None, processing_class, None, None))
         self.telemetry = Telemetry(self.events)
         self.estimator = RunEstimator()
-        # Lambdas, because a method may be replaced on this object later.
+        # Lambdas, because a method may be replaced on the Trainer later.
         self.publisher = HubPublisher(
             self.events,
-            self.save_as_part,
-            lambda **given: self.init_hf_repo(**given),
-            lambda **given: self.create_model_card(**given),
+            self._save_as_part,
+            lambda **given: trainer.init_hf_repo(**given),
+            lambda **given: trainer.create_model_card(**given),
         )
         self.trials = TrialRunner(self.events, self.use_arguments, self.refresh, self.release)
-        self.packed_data = PackedData()
+        self.packing, self.evaluator = Packing(self), Evaluator(self)
         self.start_process()
 
     def start_process(self) -> None:
@@ -100,13 +118,100 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         self.device = self.args.device  # cached, because it searches for GPUs
         self.memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
         self.engines = Engines(self.device, lambda: self.args)
+        self.setup = RunSetup(self)
         self.use_model(nn.Module())
+
+    def copy_for(self, trainer: TrainerProtocol) -> Assembly:
+        """The machinery of a shallow copy of the Trainer: the same objects, with the methods of the copy."""
+        other = copy.copy(self)
+        other.trainer = trainer
+        other.packing, other.evaluator, other.setup = Packing(other), Evaluator(other), RunSetup(other)
+        return other
 
     def make_checkpointer(self, run: TrainingRun, directory: OutputDirectory, stop: StopController) -> Checkpointer:
         """Create the checkpointer of a new training."""
         own = bool({"save_model", "_save"} & self.overridden)
-        self.checkpointer = Checkpointer(run, directory, stop, self.publisher, self.save_as_part, own)
+        self.checkpointer = Checkpointer(run, directory, stop, self.publisher, self._save_as_part, own)
         return self.checkpointer
+
+    def _save_as_part(self, directory: str | None = None) -> None:
+        """``save_model`` as part of a checkpoint or a push."""
+        save = self.trainer.save_model
+        save(directory, **dict.fromkeys(accepted_arguments(save, {"_internal_call"}), True))
+
+    # -- what follows from the arguments ------------------------------------------------------------------------------
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The training arguments; during a trial, those of the trial."""
+        return self.events.args
+
+    @property
+    def output_dir(self) -> Path:
+        """The output directory of the run."""
+        return Path(str(self.args.output_dir))
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Batch arithmetic of training."""
+        return batch_plan_of(self.args, self.layout)
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a micro-batch of one replica."""
+        return replica_batch_size(self.args, "per_device_train_batch_size", self.layout.dp)
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """The process groups of the layout. Collective at the first call; needs a process group."""
+        return parallel_groups(self.layout)
+
+    @property
+    def deepspeed(self) -> Any:
+        """The engine of DeepSpeed; None before the first training."""
+        engine = self.engines.training_or_none
+        return None if engine is None else engine.deepspeed
+
+    @property
+    def accumulation(self) -> int:
+        """Number of micro-batches of this rank in the current step; 1 before a training."""
+        return 1 if self.micro_batches is None else self.micro_batches.accumulation
+
+    @accumulation.setter
+    def accumulation(self, value: int) -> None:
+        if self.micro_batches is not None:  # each step sets it
+            self.micro_batches.accumulation = value
+
+    @property
+    def optimizer_cls_and_kwargs(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+        """The argument of this name of the constructor."""
+        return None if self.optimizer_class is None else self.optimizer_class[:2]
+
+    @optimizer_cls_and_kwargs.setter
+    def optimizer_cls_and_kwargs(self, value: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None) -> None:
+        self.optimizer_class = value and (
+            *value,
+            f"optimizer_cls_and_kwargs=({value[0].__name__}, ...) passed to the Trainer",
+        )
+
+    @property
+    def saved_processing_class(self) -> Any:
+        """What is saved beside the weights: ``processing_class``, else the tokenizer of the collator, or None."""
+        trainer = self.trainer
+        given = trainer.processing_class
+        return getattr(trainer.data_collator, "tokenizer", None) if given is None else given
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether code other than the loss of the model may read the logits of a training step."""
+        user = self.trainer.compute_loss_func is not None or bool({"compute_loss", "training_step"} & self.overridden)
+        return user or self.trainer.label_smoother is not None
+
+    @property
+    def overrides_prediction_step(self) -> bool:
+        """Whether user code has replaced ``prediction_step``, and reads what the Trainer's own one returns."""
+        own = type(self.trainer).prediction_step.__module__.startswith("ds_trainer.")
+        return not own or "prediction_step" in vars(self.trainer)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 
@@ -116,73 +221,51 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         Raises:
             ConfigError: the run cannot work; lists all problems.
         """
+        trainer = self.trainer
         if self.args.parallelism is not None:
-            self.events.args = planned_arguments(self.inputs(), type(self), self.estimator)
+            self.events.args = planned_arguments(self.inputs(), type(trainer), self.estimator)
         derived = configure(self.inputs())
         self.layout, self.compiled, self.unsharded = derived.layout, derived.config, derived.unsharded
-        self.label_names, self.label_smoother = derived.label_names, derived.smoother
-        self.create_accelerator_and_postprocess()
+        trainer.label_names, trainer.label_smoother = derived.label_names, derived.smoother
+        trainer.create_accelerator_and_postprocess()
         self.losses = LossComputation(
-            derived.rule,
-            loss_function=self.compute_loss_func,
-            smoother=self.label_smoother,
-            label_names=self.label_names,
+            rule=derived.rule,
+            loss_function=trainer.compute_loss_func,
+            smoother=trainer.label_smoother,
+            label_names=trainer.label_names,
             sharder=derived.sharder,
             layout=self.layout,
             device=self.device,
-            overlap_count=self.compute_loss_func is None and _USE_THE_COUNT.isdisjoint(self.overridden),
+            overlap_count=trainer.compute_loss_func is None and USE_THE_COUNT.isdisjoint(self.overridden),
             check=batch_check(self.overridden, self.layout),
             chunked=chunked_loss_of(self.args, self.compiled),
             sources=SourceLosses(self.args, self.device),
             packed=packs(self.args) and not compiles(self.args, self.compiled),
         )
-        self.declare_loss()
+        self._declare_loss()
         self.eval_loaders = {}
-        self.configured_with = dict(vars(self.args))
+        self._configured_with = dict(vars(self.args))
 
-    def declare_loss(self) -> None:
+    def _declare_loss(self) -> None:
         """Let the loss rule follow ``loss_is_scaled_for_ga``, if a subclass has set it."""
-        if self.loss_is_scaled_for_ga is not None:
-            self.loss_rule.declare(self.loss_is_scaled_for_ga, self.layout.dp)
+        if self.trainer.loss_is_scaled_for_ga is not None:
+            self.losses.rule.declare(self.trainer.loss_is_scaled_for_ga, self.layout.dp)
+
+    def changed_methods(self) -> frozenset[str]:
+        """Names of methods that a subclass overrides, and of all that was set on the Trainer."""
+        return self.overridden | vars(self.trainer).keys()
 
     def step_methods(self) -> StepMethods:
-        """The methods of a step, including those that a subclass overrides or that were replaced on this object."""
-        changed = self.overridden | vars(self).keys()
-        contexts = {"compute_loss_context_manager", "autocast_smart_context_manager"} & changed
-        return StepMethods(
-            self.get_batch_samples,
-            self.training_step,
-            bool(accepted_arguments(self.training_step, {"num_items_in_batch"})),
-            LossMethod.of(self.compute_loss),
-            self._prepare_inputs,
-            self.compute_loss_context_manager if contexts else None,
-            self.engines.copies.begin,
-            uses_accelerator=self.compute_loss_func is not None or not _USE_THE_COUNT.isdisjoint(changed),
-            own_step="training_step" in changed,
-        )
+        """The methods of a step, including those that a subclass overrides or that were replaced on the Trainer."""
+        return StepMethods.of(self.trainer, self.changed_methods(), self.engines.copies.begin)
 
     def inputs(self) -> TrainerInputs:
         """The current values of the constructor arguments."""
-        return TrainerInputs(
-            self.model,
-            self.args,
-            self.train_dataset,
-            self.eval_dataset,
-            self.processing_class,
-            self.compute_metrics,
-            self.compute_loss_func,
-            self.optimizer,
-            self.lr_scheduler,
-            self.optimizer_class,
-            self.compute_loss,
-            self.overridden,
-            type(self).__name__,
-            self.data_collator,
-        )
+        return TrainerInputs.of(self.trainer, self.optimizer_class, self.overridden)
 
     def refresh(self) -> None:
         """Configure again if the user has changed arguments since the last time."""
-        if dict(vars(self.args)) != self.configured_with:
+        if dict(vars(self.args)) != self._configured_with:
             self.args.complete()
             self.start_fresh()
             self.configure()
@@ -194,22 +277,49 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         configure_process(args)
         self.use_new_model()
         self.configure()
-        self.events.handler.model = self.model
+        self.events.handler.model = self.trainer.model
         self.trials.reset_callbacks()
 
-    def use_new_model(self) -> None:
-        """Use a new model, and the optimizer and schedule of the user, if any."""
-        self.use_optimizers(*self.user_optimizers)
-        if self.model_init is not None:
-            self.use_model(nn.Module())  # free the memory of the old model first
-            trial = self.trials.trial
-            self.use_model(self.call_model_init(None if trial is None else trial.source))
-        self.model_wrapped = self.model
+    def resize_micro_batch(self, size: int, accumulation: int) -> TrainingArguments:
+        """Use micro-batches of ``size`` samples: change a copy of the arguments, and compile it again."""
+        args = copy.copy(self.args)
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulation
+        self.events.args = args
+        self.compiled = compile_run(self.inputs(), self.layout)
+        self._configured_with = dict(vars(args))
+        return args
+
+    def fingerprint(self, plan: RunPlan) -> dict[str, Any]:
+        """The compatibility fingerprint, which is compared when a run resumes."""
+        optimizer, schedule = self.user_optimizers
+        own_schedule = schedule is not None or "create_scheduler" in self.overridden
+        by_class = None if self.optimizer_class is None else self.optimizer_class[0]
+        cls = by_class if optimizer is None else type(optimizer)
+        about = self.args, self.batch_plan, self.compiled, self.trainer.train_dataset, plan.max_steps
+        return compatibility_of(*about, own_schedule, cls)
+
+    # -- model and engine ---------------------------------------------------------------------------------------------
+
+    def module_of(self, given: Any) -> nn.Module:
+        """The module for ``model`` or the result of ``model_init``, with the adapters of ``peft_config``."""
+        self.engines.load_report = None
+        model: nn.Module = resolve_model(given, self.args, self.peft_config)
+        disable_cpu_repacking(model)
+        return model
 
     def use_model(self, model: nn.Module) -> None:
         """Use ``model``, which has no engine yet."""
         self.estimator.release()
-        self.model = self.model_wrapped = model
+        self.trainer.model = self.trainer.model_wrapped = model
+
+    def use_new_model(self) -> None:
+        """Use a new model, and the optimizer and schedule of the user, if any."""
+        use_optimizers(self.trainer, *self.user_optimizers)
+        if self.trainer.model_init is not None:
+            self.use_model(nn.Module())  # free the memory of the old model first
+            trial = self.trials.trial
+            self.use_model(self.trainer.call_model_init(None if trial is None else trial.source))
+        self.trainer.model_wrapped = self.trainer.model
 
     def start_fresh(self) -> None:
         """Start a training with the initial seed and, if there is a ``model_init``, a new model."""
@@ -227,173 +337,55 @@ class Assembly(SearchMethods, EvaluationMethods, Optimization, Saving, RunState)
         handler = self.events.handler
         handler.model = handler.optimizer = handler.lr_scheduler = None
         handler.train_dataloader = handler.eval_dataloader = None
-        self.use_optimizers(None, None)
+        use_optimizers(self.trainer, None, None)
         self.group_parameters = self.checkpointer = None
         self.micro_batches = None
         self.use_model(nn.Module())  # hooks on the model keep the engine alive
-        self.label_smoother = None
+        self.trainer.label_smoother = None
         self.losses.release()
         free_memory(self.device)
 
-    # -- a training ---------------------------------------------------------------------------------------------------
+    def parameter_groups(self, model: nn.Module | None = None) -> list[dict[str, Any]]:
+        """Trainable parameters with and without weight decay."""
+        trainer = self.trainer
+        model = trainer.model if model is None else model
+        return parameter_groups(model, trainer.get_decay_parameter_names(model), self.args.weight_decay)
 
     def build_engine(self, num_training_steps: int) -> None:
         """Build optimizer, schedule and engine, in this order: the engine wraps the results of overridable methods."""
-        note_origin(self.model)
-        adapt_model(self.model, self.args, self.compiled, self.processing_class)
-        use_sharded_attention(self.model, self.layout)
-        self.create_optimizer_and_scheduler(num_training_steps)
-        check_optimizer(self.optimizer, self.lr_scheduler, self.model, self.compiled, type(self).__name__)
-        check_weight_swapping(self.optimizer, self.compiled.zero_stage, self.compiled.precision.dtype)
-        move_grokadamw_state_to_optimizer_state(self.optimizer)
-        optimizer = self.parameter_groups() if self.optimizer is None else self.optimizer
+        trainer = self.trainer
+        model = trainer.model
+        note_origin(model)
+        adapt_model(model, self.args, self.compiled, trainer.processing_class)
+        use_sharded_attention(model, self.layout)
+        trainer.create_optimizer_and_scheduler(num_training_steps)
+        check_optimizer(trainer.optimizer, trainer.lr_scheduler, model, self.compiled, type(trainer).__name__)
+        check_weight_swapping(trainer.optimizer, self.compiled.zero_stage, self.compiled.precision.dtype)
+        move_grokadamw_state_to_optimizer_state(trainer.optimizer)
+        optimizer = self.parameter_groups() if trainer.optimizer is None else trainer.optimizer
         self.group_parameters = parameters_of_groups(optimizer)
-        engine = self.engines.build(self.model, optimizer, self.args, self.compiled, self.layout, self.reads_logits)
-        schedule = self.lr_scheduler or engine.deepspeed_schedule
-        self.use_optimizers(engine.basic_optimizer, schedule)
+        engine = self.engines.build(model, optimizer, self.args, self.compiled, self.layout, self.reads_logits)
+        schedule = trainer.lr_scheduler or engine.deepspeed_schedule
+        use_optimizers(trainer, engine.basic_optimizer, schedule)
         if schedule is None:
-            self.use_optimizers(self.optimizer, self.create_scheduler(num_training_steps, self.optimizer))
-        self.model_wrapped = engine.deepspeed
-        self.model_wrapped.train()
-        self.declare_loss()
-        self.micro_batches = MicroBatchRunner(self.step_methods(), self.losses, engine, self.accelerator, self.args)
+            use_optimizers(trainer, trainer.optimizer, trainer.create_scheduler(num_training_steps, trainer.optimizer))
+        trainer.model_wrapped = engine.deepspeed
+        trainer.model_wrapped.train()
+        self._declare_loss()
+        self.micro_batches = MicroBatchRunner(self.step_methods(), self.losses, engine, trainer.accelerator, self.args)
         handler = self.events.handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        if self.is_world_process_zero():
+        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+        if trainer.is_world_process_zero():
             write_text_atomic(self.output_dir / "ds_config.json", self.compiled.to_json() + "\n")
 
-    def training_run(self, plan: RunPlan, loader: Any) -> TrainingRun:
-        """The objects that the components of this training share."""
-        self.events.handler.train_dataloader = loader
-
-        def final_metrics() -> dict[str, Any]:
-            report = self.engines.load_report
-            compared = self.estimator.metrics(self.telemetry.step_seconds(), peak_memory(self.device))
-            packed = summary_of(loader)
-            return {
-                **({} if report is None else report.metrics()),
-                **({} if packed is None else packed.metrics()),
-                **compared,
-                **self.stage.end(),
-            }
-
-        return TrainingRun(
-            self.events,
+    def model_for_evaluation(self, half: str | None) -> nn.Module:
+        """The module to call in an evaluation, with weights in the format ``half``. Collective."""
+        return self.engines.model_for_evaluation(
+            self.trainer.model,
+            self.args,
             self.compiled,
-            self.batch_plan,
-            plan,
-            self.model,
-            self.engines.training,
-            self.optimizer,
-            self.lr_scheduler,
-            loader,
-            self.saved_processing_class,
-            self.device,
-            self.fingerprint(plan),
-            self.log,
-            final_metrics,
-        )
-
-    def estimate_run(self) -> RunEstimate | None:
-        """What the planner predicts for a training with the current arguments; None if it cannot."""
-        if self.engines.current is None:
-            self.estimator.release()  # parameters may have been frozen since the last time
-        return self.estimator.predict(self.inputs(), self.compiled, self.layout)
-
-    def train_loop(
-        self, run: TrainingRun, checkpointer: Checkpointer, stop: StopController, ignore_keys: list[str] | None
-    ) -> TrainLoop:
-        """The loop of a training, after a possible restore."""
-        engine, meter = run.engine, ThroughputMeter()
-        of_user = "floating_point_ops" in self.overridden or callable(getattr(self.model, "floating_point_ops", None))
-        counter = self.telemetry.count_work(
-            self.model,
-            meter,
             self.layout,
-            peak_of(self.compiled, self.device),
-            getattr(self.processing_class, "pad_token_id", None),
-            self.floating_point_ops if of_user else None,
+            half,
+            self.reads_logits,
+            self.losses.sharder is not None,
         )
-        cut_for_ranks(run.loader, self.losses, counter, {*self.overridden, *vars(self)}, self.args.auto_find_batch_size)
-        health = self.telemetry.watch(self.output_dir, checkpointer.finish_before_exit)
-        group = self.groups.seq_data_parallel if distributed.world_size() > 1 else None
-        self.losses.loader = run.loader
-        by_source = self.losses.sources.window = self.losses.sources.sums(self.train_dataset, group)
-        window = LossWindow(self.device, self.args.logging_nan_inf_filter, group, by_source)
-        step = StepRunner(
-            self.step_methods(),
-            self.micro_batch_runner,
-            self.losses,
-            engine,
-            self.events,
-            checkpointer.guard,
-            health,
-            counter,
-            meter,
-            window,
-            run.optimizer,
-            run.lr_scheduler,
-            self.device,
-            self.check_first_batch,
-            MemoryRecovery.of(run, self.resize_micro_batch) if self.args.auto_find_batch_size else None,
-            FirstSteps.of(run, self.losses, self.step_methods(), self.overridden, self.train_dataset),
-        )
-        evaluate = partial(self.evaluate_in_training, ignore_keys=ignore_keys)
-        save = partial(self._save_checkpoint, self.model, self.trials.trial)
-        profiler = None
-        if self.args.profile_steps and self.is_world_process_zero():
-            left = run.plan.max_steps - self.state.global_step
-            profiler = StepProfiler(self.args.profile_steps, left, self.output_dir, self.device)
-            health.on_phase = profiler.phase
-        return TrainLoop(run, step, checkpointer, stop, health, meter, counter, window, evaluate, save, profiler)
-
-    def check_first_batch(self, batch: Any) -> None:
-        """Before the first step, check a batch, and that neither sharding, tiles nor packing change the results."""
-        self.check_keys(batch)
-        self.compare_first_batch(batch)
-
-    def check_keys(self, batch: Any) -> None:
-        """Check that the model takes the keys of a batch."""
-        if self.losses.overlap_count:
-            check_names(batch, self.model)
-
-    def compare_first_batch(self, batch: Any) -> None:
-        """Compare the results of a batch with those without sharding, tiles and packing. Collective."""
-        if "compute_loss" not in self.overridden:
-            liger = bool(self.args.use_liger_kernel) and "forward" in vars(base_model(self.model))
-            check_first_loss(self.losses, self.model_wrapped, batch, self._prepare_inputs, liger)
-        if self.sequence_sharder is not None:
-            about = self.groups, self._prepare_inputs, packs(self.args)
-            check_sequence_sharding(self.model_wrapped, self.sequence_sharder, batch, *about)
-        if packs(self.args):
-            self.packed_data.proven = False  # the engine is new
-            self.check_packing(self.model_wrapped, batch)
-
-    def fingerprint(self, plan: RunPlan) -> dict[str, Any]:
-        """The compatibility fingerprint, which is compared when a run resumes."""
-        given = self.has_user_schedule, self.user_optimizer_class
-        return compatibility_of(self.args, self.batch_plan, self.compiled, self.train_dataset, plan.max_steps, *given)
-
-    # -- auto_find_batch_size -----------------------------------------------------------------------------------------
-
-    def rehearse(self) -> str | None:
-        """Rehearse the first step. Returns the out-of-memory message of this rank, or None. Closes the engine."""
-        loader = self.get_train_dataloader()
-        self.build_engine(1)
-        try:
-            return rehearse_first_step(
-                *(loader, self.args.gradient_accumulation_steps, self.engine, self.micro_batch_runner),
-                *(self.losses, self.device),
-            )
-        finally:
-            self.start_fresh()
-            free_memory(self.device)
-
-    def resize_micro_batch(self, size: int, accumulation: int) -> TrainingArguments:
-        """Use micro-batches of ``size`` samples: change a copy of the arguments, and compile it again."""
-        args = copy.copy(self.args)
-        args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulation
-        self.events.args = args
-        self.compiled = compile_run(self.inputs(), self.layout)
-        self.configured_with = dict(vars(args))
-        return args

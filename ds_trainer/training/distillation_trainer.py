@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.assembly import Assembly
 from ds_trainer.training.loading.teacher import Teacher
 from ds_trainer.training.loop.auxiliary_loss import adds_auxiliary_loss
 from ds_trainer.training.model.distillation_loss import DistillationLoss
@@ -17,69 +19,11 @@ from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils.errors import ConfigError
 
 
-class DistillationTrainer(Trainer):
-    """A :class:`Trainer` for language models, with the loss of :mod:`ds_trainer.training.model.distillation_loss`.
+class DistillationAssembly(Assembly):
+    """The machinery of a :class:`DistillationTrainer`: also the teacher and the loss, which its constructor sets."""
 
-    The loss of a step is the mean over the tokens with a label in the global batch, in every layout. An evaluation
-    gives the model's own loss, the cross-entropy, which can be compared with that of other trainings.
-
-    Args:
-        model: the student, as for :class:`Trainer`.
-        args: the training arguments.
-        teacher: the teacher: a module, a directory or a Hub name. It is frozen.
-        distillation: temperature, weights and divergence.
-        rest: further arguments of :class:`Trainer`.
-
-    Raises:
-        ConfigError: as :class:`Trainer`; or the vocabularies differ, or the arguments cannot be combined with a
-            teacher. Lists all problems.
-    """
-
-    def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        *,
-        teacher: nn.Module | str | os.PathLike[str],
-        distillation: DistillationLoss | None = None,
-        **rest: Any,
-    ) -> None:
-        self.distillation = distillation or DistillationLoss()
-        super().__init__(model, args, **rest)
-        module = self.module_of(teacher)
-        problems = self.distillation.problems() + self._layout_problems()
-        problems += _vocabulary_problems(self.model, module, self.distillation.classes)
-        if problems:
-            raise ConfigError(problems)
-        self.teacher = Teacher(module, self.args.loss_chunk_tokens)
-
-    def _layout_problems(self) -> list[str]:
-        args, layout = self.args, self.layout
-        sizes = {
-            "tensor_parallel_size": layout.tp,
-            "sequence_parallel_size": layout.sp,
-            "context_parallel_size": layout.cp,
-        }
-        problems = [
-            f"{name}={size}: distillation compares the logits of whole sequences and vocabularies. Set {name}=1, and "
-            "zero_stage=3 if memory is short: it shards student and teacher."
-            for name, size in sizes.items()
-            if size > 1
-        ]
-        others = {"label_smoothing_factor": args.label_smoothing_factor, "z_loss_factor": args.z_loss_factor}
-        problems += [
-            f"{name}={value} is part of the cross-entropy, which distillation computes itself. Set {name}=0."
-            for name, value in others.items()
-            if value
-        ]
-        if self.compute_loss_func is not None:
-            problems.append("compute_loss_func: distillation has its own loss; remove it.")
-        if adds_auxiliary_loss(self.model):
-            problems.append(
-                f"{type(self.model).__name__} adds an auxiliary loss of its experts, which distillation leaves out. "
-                "Set output_router_logits=False in its configuration."
-            )
-        return problems
+    distillation: DistillationLoss
+    teacher: Teacher
 
     def build_engine(self, num_training_steps: int) -> None:
         """Build the engine of the student, then place the teacher. Collective."""
@@ -101,6 +45,47 @@ class DistillationTrainer(Trainer):
         own = {f"distillation.{name}": value for name, value in dataclasses.asdict(self.distillation).items()}
         return {**super().fingerprint(plan), **own}
 
+
+class DistillationTrainer(Trainer):
+    """A :class:`Trainer` for language models, with the loss of :mod:`ds_trainer.training.model.distillation_loss`.
+
+    The loss of a step is the mean over the tokens with a label in the global batch, in every layout. An evaluation
+    gives the model's own loss, the cross-entropy, which can be compared with that of other trainings.
+
+    Args:
+        model: the student, as for :class:`Trainer`.
+        args: the training arguments.
+        teacher: the teacher: a module, a directory or a Hub name. It is frozen.
+        distillation: temperature, weights and divergence.
+        rest: further arguments of :class:`Trainer`.
+
+    Raises:
+        ConfigError: as :class:`Trainer`; or the vocabularies differ, or the arguments cannot be combined with a
+            teacher. Lists all problems.
+    """
+
+    _ds_trainer: DistillationAssembly
+    _ds_assembly = DistillationAssembly
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *,
+        teacher: nn.Module | str | os.PathLike[str],
+        distillation: DistillationLoss | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(model, args, **rest)
+        assembly = self._ds_trainer
+        assembly.distillation = own = distillation or DistillationLoss()
+        module = assembly.module_of(teacher)
+        problems = own.problems() + _layout_problems(self, assembly.layout)
+        problems += _vocabulary_problems(self.model, module, own.classes)
+        if problems:
+            raise ConfigError(problems)
+        assembly.teacher = Teacher(module, self.args.loss_chunk_tokens)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -115,16 +100,16 @@ class DistillationTrainer(Trainer):
         """
         if not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        rest = dict(inputs)
+        assembly, rest = self._ds_trainer, dict(inputs)
         labels = rest.pop("labels", None)
         if labels is None:
             raise ConfigError(
                 f"Distillation needs labels, which say what tokens count; the batch has {', '.join(inputs)}."
             )
-        teacher = self.teacher.logits(rest)
+        teacher = assembly.teacher.logits(rest)
         outputs = model(**rest)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-        total = self.distillation.total(outputs["logits"], teacher, targets)
+        total = assembly.distillation.total(outputs["logits"], teacher, targets)
         items = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss = total / items
         return (loss, outputs) if return_outputs else loss
@@ -144,3 +129,32 @@ def _vocabulary_problems(student: nn.Module, teacher: nn.Module, shared: int | N
 def _vocabulary(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     return getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", None)
+
+
+def _layout_problems(trainer: DistillationTrainer, layout: ParallelLayout) -> list[str]:
+    args = trainer.args
+    sizes = {
+        "tensor_parallel_size": layout.tp,
+        "sequence_parallel_size": layout.sp,
+        "context_parallel_size": layout.cp,
+    }
+    problems = [
+        f"{name}={size}: distillation compares the logits of whole sequences and vocabularies. Set {name}=1, and "
+        "zero_stage=3 if memory is short: it shards student and teacher."
+        for name, size in sizes.items()
+        if size > 1
+    ]
+    others = {"label_smoothing_factor": args.label_smoothing_factor, "z_loss_factor": args.z_loss_factor}
+    problems += [
+        f"{name}={value} is part of the cross-entropy, which distillation computes itself. Set {name}=0."
+        for name, value in others.items()
+        if value
+    ]
+    if trainer.compute_loss_func is not None:
+        problems.append("compute_loss_func: distillation has its own loss; remove it.")
+    if adds_auxiliary_loss(trainer.model):
+        problems.append(
+            f"{type(trainer.model).__name__} adds an auxiliary loss of its experts, which distillation leaves out. "
+            "Set output_router_logits=False in its configuration."
+        )
+    return problems

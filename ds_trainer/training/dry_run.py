@@ -251,7 +251,8 @@ class _Rehearsal:
             raise ValueError("make_trainer did not pass the arguments of its Trainer through the given function.")
         _drop_weights(trainer.model)
         runs: list[TrainingRun] = []
-        make = trainer.make_checkpointer
+        assembly = trainer._ds_trainer
+        make = assembly.make_checkpointer
 
         def make_checkpointer(run: TrainingRun, *rest: Any) -> Checkpointer:
             runs.append(run)
@@ -260,15 +261,15 @@ class _Rehearsal:
             return checkpointer
 
         def check_first(batch: Any) -> None:
-            trainer.check_keys(batch)
-            if trainer.sequence_sharder is not None:
+            assembly.setup.check_keys(batch)
+            if assembly.losses.sharder is not None:
                 self.not_rehearsed.append("the comparison of sharded sequences with whole ones")
             if packs(trainer.args):
                 self.not_rehearsed.append("the comparison of packed samples with the samples alone")
             raise _StartedUp
 
-        _replace(trainer, "make_checkpointer", make_checkpointer)
-        _replace(trainer, "check_first_batch", check_first)
+        _replace(assembly, "make_checkpointer", make_checkpointer)
+        _replace(assembly.setup, "check_first_batch", check_first)
         _keep_only_the_flow(trainer)
         with engines_on_meta() as self.operators, contextlib.redirect_stdout(io.StringIO()):
             try:
@@ -326,7 +327,7 @@ class _Rehearsal:
             samples_per_rank=per_rank,
             steps_per_epoch=None if steps is None else plan.steps_per_epoch,
             max_steps=plan.max_steps,
-            estimate=trainer.estimator.text(),
+            estimate=trainer._ds_trainer.estimator.text(),
             operators=tuple(self.operators),
             not_rehearsed=tuple(self.not_rehearsed),
             seconds=seconds,

@@ -25,6 +25,8 @@ from ds_trainer.training.model.compilation import compile_options
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.utils.errors import ConfigError
 
+NO_ENGINE = "There is no engine yet: train() builds it."
+
 
 class Engines:
     """At most one engine at a time: that of a training, or before a training an engine for evaluation only.
@@ -56,7 +58,7 @@ class Engines:
     def training(self) -> TrainingEngine:
         """The engine of the training. Raises ConfigError before there is one."""
         if self._training is None:
-            raise ConfigError("There is no engine yet: train() builds it.")
+            raise ConfigError(NO_ENGINE)
         return self._training
 
     @property

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from ds_trainer.arguments.compat.library_arguments import own_arguments
 from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.parallel.layout import Coordinates
+from ds_trainer.training.assembly import Assembly
 from ds_trainer.training.evaluation.labels import labels_of
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
@@ -29,6 +30,95 @@ from ds_trainer.utils.failures import fails_together
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
+
+
+class Seq2SeqAssembly(Assembly):
+    """The machinery of a :class:`Seq2SeqTrainer`: also its settings of generation."""
+
+    def __init__(self, trainer: Any, *rest: Any) -> None:
+        super().__init__(trainer, *rest)
+        given = self.args.generation_config
+        self._config = None if given is None else trainer.load_generation_config(given)
+        self._keywords: dict[str, Any] | None = None
+        self._batches = 0
+        self._evaluation: ExitStack | None = None  # contexts that stay open during an evaluation
+
+    @property
+    def args(self) -> Seq2SeqTrainingArguments:
+        """The training arguments; during a trial, those of the trial."""
+        return cast(Seq2SeqTrainingArguments, self.events.args)
+
+    def module_of(self, given: Any) -> nn.Module:
+        """As a Trainer's, with the generation configuration of the arguments."""
+        self.engines.load_report = None
+        model: Any = resolve_model(given, self.args, self.peft_config, for_generation=True)
+        if self.args.predict_with_generate and not callable(getattr(model, "generate", None)):
+            raise ConfigError(
+                f"predict_with_generate=True, but {type(model).__name__} has no method generate. Set it to False, or "
+                "pass a model that generates, such as a transformers model with a language modeling head."
+            )
+        if self._config is not None:
+            model.generation_config = deepcopy(self._config)
+        return cast(nn.Module, model)
+
+    @contextmanager
+    def generating_with(self, given: dict[str, Any]) -> Iterator[None]:
+        """Generate with the keywords ``given`` and those of the arguments inside."""
+        outer, self._keywords = self._keywords, self._with_arguments(given)
+        try:
+            yield
+        finally:
+            self._keywords = outer
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of one evaluation: weights gathered for generation stay gathered until it ends."""
+        self._batches = 0
+        outer = self._evaluation
+        try:
+            with ExitStack() as self._evaluation:
+                yield
+        finally:
+            self._evaluation = outer
+
+    def _with_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Keywords of ``generate``: those ``given``, completed by those of the arguments."""
+        keywords = {k: v for k, v in given.items() if v is not None or k not in ("max_length", "num_beams")}
+        if "max_length" not in keywords and keywords.get("max_new_tokens") is None:
+            keywords["max_length"] = self.args.generation_max_length
+        keywords.setdefault("num_beams", self.args.generation_num_beams)
+        return {k: v for k, v in keywords.items() if v is not None or k not in ("max_length", "num_beams")}
+
+    def generate(self, inputs: dict[str, Any], given: dict[str, Any]) -> torch.Tensor:
+        """Tokens ``[samples, length]`` for a batch, with the keywords ``given``, else those of the evaluation."""
+        keywords = self._with_arguments(given) if given or self._keywords is None else self._keywords
+        prepared = self.trainer._prepare_inputs(inputs)
+        labels, own = prepared.get("labels"), prepared.get("decoder_input_ids")
+        if labels is not None and own is not None and labels.shape == own.shape:
+            # The collator made them from the labels: the model would continue the answer instead of generating it.
+            prepared = {k: v for k, v in prepared.items() if k not in ("decoder_input_ids", "decoder_attention_mask")}
+        phase = self.engines.generation
+        sharded = self.compiled.zero_stage == 3 and not (phase is not None and phase.gathered)
+        keywords = {"synced_gpus": sharded and distributed.world_size() > 1, **keywords}
+        # The ranks of a replica must draw the same tokens where they are sampled: its place alone decides.
+        place = Coordinates(self.layout.coordinates(distributed.rank()).dp, 0, 0, 0)
+        self._batches += 1
+        seed = seed_of_micro_batches(self.args, self.layout)
+        model: Any = self.trainer.model
+        with micro_batch_rng(seed, place, self.events.state.global_step, -self._batches):
+            found = model.generate(**prepared, **keywords)
+        return cast(torch.Tensor, getattr(found, "sequences", found))
+
+    @contextmanager
+    def weights_at_hand(self) -> Iterator[None]:
+        """With ZeRO-3, gather all weights inside if ``generation_gather`` says so; in an evaluation until its end.
+        Collective at the first batch.
+        """
+        with ExitStack() as step:
+            stack = step if self._evaluation is None else self._evaluation
+            if self.engines.generation is not None:
+                stack.enter_context(self.engines.generation.weights())
+            yield
 
 
 class Seq2SeqTrainer(Trainer):
@@ -47,6 +137,8 @@ class Seq2SeqTrainer(Trainer):
     """
 
     args: Seq2SeqTrainingArguments
+    _ds_trainer: Seq2SeqAssembly
+    _ds_assembly = Seq2SeqAssembly
 
     def __init__(
         self,
@@ -73,12 +165,6 @@ class Seq2SeqTrainer(Trainer):
                 f"args is a {type(args).__name__}, but Seq2SeqTrainer needs generation arguments. Pass "
                 "Seq2SeqTrainingArguments."
             )
-        self._generation_config = (
-            None if args.generation_config is None else self.load_generation_config(args.generation_config)
-        )
-        self._generation_keywords: dict[str, Any] | None = None
-        self._batches_generated = 0
-        self._evaluation_stack: ExitStack | None = None  # contexts that stay open during an evaluation
         super().__init__(
             model,
             args,
@@ -128,7 +214,7 @@ class Seq2SeqTrainer(Trainer):
                 chosen = name if eval_dataset is None else part
                 metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}", **gen_kwargs))
             return metrics
-        with self._generating_with(gen_kwargs):
+        with self._ds_trainer.generating_with(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
@@ -148,16 +234,13 @@ class Seq2SeqTrainer(Trainer):
             metric_key_prefix: prefix of the metric names.
             gen_kwargs: keywords of the model's ``generate``: ``max_length``, ``num_beams`` ...
         """
-        with self._generating_with(gen_kwargs):
+        with self._ds_trainer.generating_with(gen_kwargs):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     @fails_together
     def evaluation_loop(self, *args: Any, **keywords: Any) -> EvalLoopOutput:
         """As :meth:`Trainer.evaluation_loop`. Weights gathered for generation stay gathered until it ends."""
-        self._batches_generated = 0
-        with ExitStack() as stack:
-            stack.callback(setattr, self, "_evaluation_stack", self._evaluation_stack)  # runs last
-            self._evaluation_stack = stack
+        with self._ds_trainer.evaluating():
             return super().evaluation_loop(*args, **keywords)
 
     def prediction_step(
@@ -183,10 +266,10 @@ class Seq2SeqTrainer(Trainer):
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        keywords = self._with_arguments(gen_kwargs) if gen_kwargs else self._generation_keywords
-        with self._weights_at_hand(), torch.no_grad():
-            tokens = self._generate(inputs, self._with_arguments({}) if keywords is None else keywords)
-            labels = detached(on_device(labels_of(inputs, self.label_names), self.device))
+        assembly = self._ds_trainer
+        with assembly.weights_at_hand(), torch.no_grad():
+            tokens = assembly.generate(inputs, gen_kwargs)
+            labels = detached(on_device(labels_of(inputs, self.label_names), assembly.device))
             loss = None
             if labels is not None:
                 loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
@@ -195,72 +278,3 @@ class Seq2SeqTrainer(Trainer):
         if isinstance(labels, torch.Tensor) and labels.dim() == 2:
             labels = padded(labels, self.model, self.processing_class)
         return loss, padded(tokens, self.model, self.processing_class), labels
-
-    # -- details ---------------------------------------------------------------------------------------------------
-
-    @property
-    def overrides_prediction_step(self) -> bool:
-        """Whether a subclass has replaced :meth:`prediction_step`."""
-        return type(self).prediction_step is not Seq2SeqTrainer.prediction_step
-
-    def module_of(self, given: Any) -> nn.Module:
-        """As a Trainer's, with the generation configuration of the arguments."""
-        self.engines.load_report = None
-        model: nn.Module = resolve_model(given, self.args, self.peft_config, for_generation=True)
-        self._prepare_for_generation(model, self.args)
-        return model
-
-    def _prepare_for_generation(self, model: Any, args: Seq2SeqTrainingArguments) -> None:
-        if args.predict_with_generate and not callable(getattr(model, "generate", None)):
-            raise ConfigError(
-                f"predict_with_generate=True, but {type(model).__name__} has no method generate. Set it to False, or "
-                "pass a model that generates, such as a transformers model with a language modeling head."
-            )
-        if self._generation_config is not None:
-            model.generation_config = deepcopy(self._generation_config)
-
-    @contextmanager
-    def _generating_with(self, given: dict[str, Any]) -> Iterator[None]:
-        """Generate with the keywords ``given`` and those of the arguments inside."""
-        outer, self._generation_keywords = self._generation_keywords, self._with_arguments(given)
-        try:
-            yield
-        finally:
-            self._generation_keywords = outer
-
-    def _with_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Keywords of ``generate``: those ``given``, completed by those of the arguments."""
-        keywords = {k: v for k, v in given.items() if v is not None or k not in ("max_length", "num_beams")}
-        if "max_length" not in keywords and keywords.get("max_new_tokens") is None:
-            keywords["max_length"] = self.args.generation_max_length
-        keywords.setdefault("num_beams", self.args.generation_num_beams)
-        return {k: v for k, v in keywords.items() if v is not None or k not in ("max_length", "num_beams")}
-
-    def _generate(self, inputs: dict[str, Any], keywords: dict[str, Any]) -> torch.Tensor:
-        """Tokens ``[samples, length]`` for a batch."""
-        prepared = self._prepare_inputs(inputs)
-        labels, own = prepared.get("labels"), prepared.get("decoder_input_ids")
-        if labels is not None and own is not None and labels.shape == own.shape:
-            # The collator made them from the labels: the model would continue the answer instead of generating it.
-            prepared = {k: v for k, v in prepared.items() if k not in ("decoder_input_ids", "decoder_attention_mask")}
-        phase = self.engines.generation
-        sharded = self.compiled.zero_stage == 3 and not (phase is not None and phase.gathered)
-        keywords = {"synced_gpus": sharded and distributed.world_size() > 1, **keywords}
-        # The ranks of a replica must draw the same tokens where they are sampled: its place alone decides.
-        place = Coordinates(self.layout.coordinates(distributed.rank()).dp, 0, 0, 0)
-        self._batches_generated += 1
-        seed = seed_of_micro_batches(self.args, self.layout)
-        with micro_batch_rng(seed, place, self.state.global_step, -self._batches_generated):
-            found = self.model.generate(**prepared, **keywords)  # type: ignore[operator]
-        return getattr(found, "sequences", found)
-
-    @contextmanager
-    def _weights_at_hand(self) -> Iterator[None]:
-        """With ZeRO-3, gather all weights inside if ``generation_gather`` says so; in an evaluation until its end.
-        Collective at the first batch.
-        """
-        with ExitStack() as step:
-            stack = step if self._evaluation_stack is None else self._evaluation_stack
-            if self.engines.generation is not None:
-                stack.enter_context(self.engines.generation.weights())
-            yield

@@ -81,6 +81,7 @@ class TrainLoop:
 
     def __init__(
         self,
+        *,
         run: TrainingRun,
         step: StepRunner,
         checkpointer: Checkpointer,

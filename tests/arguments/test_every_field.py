@@ -153,7 +153,7 @@ _STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 _WORKERS: dict[str, Any] = {"dataloader_num_workers": 1}
 
 FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
-    "output_dir": Effect("elsewhere", of_trainer(lambda job: job.output_dir)),
+    "output_dir": Effect("elsewhere", of_trainer(lambda job: job._ds_trainer.output_dir)),
     "per_device_train_batch_size": Effect(3, in_config("train_micro_batch_size_per_gpu")),
     "num_train_epochs": Effect(1.5, plan),
     "max_steps": Effect(7, plan),

@@ -29,7 +29,7 @@ SCRIPT = """
     trainer = Trainer(PlainLanguageModel(), args, train_dataset=RaggedTokens(16))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    report = {{"world_size": args.world_size, "losses": losses, "compiled": trainer.compiled.to_json()}}
+    report = {{"world_size": args.world_size, "losses": losses, "compiled": trainer._ds_trainer.compiled.to_json()}}
     (out / f"rank{{args.process_index}}.json").write_text(json.dumps(report))
 """
 ROOT = Path(__file__).parents[2]

@@ -81,8 +81,8 @@ def one_step(output_dir: str, micro_batches: int = MICRO_BATCHES, **arguments: A
     job.train()
     found = compatibility_of(job)
     path = "data_types.grad_accum_dtype"
-    value = job.compiled.get(path)
-    origin = "" if value is None else str(job.compiled.origin(path))
+    value = job._ds_trainer.compiled.get(path)
+    origin = "" if value is None else str(job._ds_trainer.compiled.origin(path))
     job.engine.close()
     return Found(found.grad_norms[0], value, origin, found.weights)
 

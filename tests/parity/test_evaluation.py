@@ -126,7 +126,7 @@ def under(kind: str, output_dir: str, cases: list[tuple[str, int]]) -> list[dict
             compute_metrics=Scores(KINDS[kind].shifted),
         )
         found.append(settled(results(trainer, kind), kind))
-        trainer.engines.close_evaluation()
+        trainer._ds_trainer.engines.close_evaluation()
     return found
 
 

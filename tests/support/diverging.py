@@ -143,7 +143,7 @@ def run(
         if unguarded:
             stack.enter_context(without_overflow_checks())
         trainer.train(resume_from_checkpoint=resume)
-    counted = {"history": trainer.state.log_history, **trainer.checkpointer.guard.incidents.to_json()}
+    counted = {"history": trainer.state.log_history, **trainer._ds_trainer.checkpointer.guard.incidents.to_json()}
     return run_record(trainer, batches), counted
 
 
@@ -196,5 +196,5 @@ def run_in_fp16(output_dir: str, data: Rows, trap: str = "nan", scale_power: int
         trainer = make(output_dir, data, trap, fp16=True, deepspeed=file, **more)
         trainer.train()
         scale = float(trainer.engine.deepspeed.optimizer.loss_scale)
-    counted = {"history": trainer.state.log_history, **trainer.checkpointer.guard.incidents.to_json()}
+    counted = {"history": trainer.state.log_history, **trainer._ds_trainer.checkpointer.guard.incidents.to_json()}
     return run_record(trainer, []), counted, scale

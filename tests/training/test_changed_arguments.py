@@ -120,7 +120,7 @@ def test_the_length_is_compared_only_if_the_schedule_depends_on_it(tmp_path: Pat
         else:
             with pytest.raises(ConfigError, match=r"max_steps was 3 when .* and is 6"):
                 trainer.train(resume_from_checkpoint=True)
-        if trainer.engines.training_or_none is not None:
+        if trainer._ds_trainer.engines.training_or_none is not None:
             trainer.engine.close()
 
 

@@ -142,7 +142,7 @@ def trainer_of(model: nn.Module, output_dir: Any, **keywords: Any) -> Trainer:
 
 def compare(trainer: Trainer, fused: bool = False) -> None:
     batch = next(iter(trainer.get_train_dataloader()))
-    check_first_loss(trainer.losses, trainer.model, batch, trainer._prepare_inputs, fused)
+    check_first_loss(trainer._ds_trainer.losses, trainer.model, batch, trainer._prepare_inputs, fused)
 
 
 def of_user(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:

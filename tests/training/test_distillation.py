@@ -188,7 +188,7 @@ def evaluated(output_dir: str) -> tuple[float, float, bool]:
     with torch.no_grad():
         batch = documents_as_rows([data.documents[index] for index in range(len(data))])
         alone = trainer.model(**batch)["loss"].item()
-    pairs = zip(trainer.teacher.model.parameters(), teacher().parameters(), strict=True)
+    pairs = zip(trainer._ds_trainer.teacher.model.parameters(), teacher().parameters(), strict=True)
     return trainer.evaluate()["eval_loss"], alone, all(torch.equal(a, b) for a, b in pairs)
 
 

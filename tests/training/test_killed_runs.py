@@ -180,13 +180,13 @@ class Disguise(TrainerCallback):
 def run_disguised(output_dir: str, stop_at: int | None, resume: bool, stage: int) -> tuple[list[float], str]:
     samples = 8 // distributed.world_size()  # the same global batch everywhere
     trainer = make_trainer(output_dir, stop_at, zero_stage=stage, per_device_train_batch_size=samples)
-    build = trainer.build_engine
+    build = trainer._ds_trainer.build_engine
 
     def built(steps: int) -> None:
         build(steps)
         trainer.model._ds_optimizer_for_test = trainer.engine.deepspeed.optimizer  # type: ignore[assignment]
 
-    trainer.build_engine = built  # type: ignore[method-assign]
+    trainer._ds_trainer.build_engine = built  # type: ignore[method-assign]
     trainer.add_callback(Disguise())
     message = ""
     try:
@@ -194,7 +194,7 @@ def run_disguised(output_dir: str, stop_at: int | None, resume: bool, stage: int
     except ConfigError as error:
         message = str(error)
     trainer.model.__dict__.pop("_ds_optimizer_for_test", None)
-    if trainer.engines.training_or_none is not None:
+    if trainer._ds_trainer.engines.training_or_none is not None:
         trainer.engine.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], message
 

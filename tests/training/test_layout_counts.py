@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,10 @@ from hypothesis import strategies as st
 
 from ds_trainer import Trainer
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.callbacks.events import TrainingEvents
-from ds_trainer.callbacks.protocol import CallbackHandler
-from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.overrides.data_loading import DataLoading
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import LENGTH, RaggedTokens, tiny_llama
@@ -143,16 +141,16 @@ def test_all_batch_sizes_come_from_the_batch_plan(
     batch = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
     wanted = micro_batch * accumulation * world // (tp * cp * sp)
     args = TrainingArguments("out", **sizes, **batch, dataloader_drop_last=drop_last, use_cpu=True)  # type: ignore[arg-type]
+    layout = ParallelLayout.of(args, world)
+    plan = batch_plan_of(args, layout)
     hooks = DataLoading()
-    hooks.events = TrainingEvents(args, TrainerState(), CallbackHandler([], None, None, None, None))
-    hooks.layout = ParallelLayout.of(args, world)
-    plan = hooks.batch_plan
+    hooks._ds_trainer = SimpleNamespace(layout=layout)  # type: ignore[assignment]
     assert hooks.get_total_train_batch_size(args) == plan.global_batch_size == wanted
     assert plan.describe().startswith(f"{wanted} = {micro_batch} per device x {accumulation} accumulation x {dp} ")
     # The configuration: DeepSpeed multiplies these by the size of the data-parallel world that our mpu tells it.
-    compiled = compile_config(args, hooks.layout)
+    compiled = compile_config(args, layout)
     configured = compiled.get("train_micro_batch_size_per_gpu") * compiled.get("gradient_accumulation_steps")
-    assert configured * hooks.layout.dp == wanted
+    assert configured * layout.dp == wanted
     # Steps: as those of one process with the same global batch.
     alone = BatchPlan(ParallelLayout(1), micro_batch * dp, accumulation, drop_last)
     assert plan.micro_steps(samples) == alone.micro_steps(samples) and plan.steps(samples) == alone.steps(samples)

@@ -15,6 +15,7 @@ import torch
 
 from ds_trainer import Trainer
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.assembly import Assembly
 from tests.support.compare import assert_equal, distances
 from tests.support.layout_cases import CLIP, Case, all_cases, pairwise_cases
 from tests.support.layouts import DATA, MODELS, Documents, PlainAttention, documents_as_rows, pad
@@ -196,19 +197,20 @@ def test_control_a_wrong_loss_scale_is_detected(tmp_path: Any) -> None:
 class ForgetsTheContextGroup(Trainer):
     """Negative control: gradients are averaged over some of the ranks that share them."""
 
-    def build_engine(self, num_training_steps: int) -> None:
-        import ds_trainer.engine.training_engine as module
+    class _ds_assembly(Assembly):
+        def build_engine(self, num_training_steps: int) -> None:
+            import ds_trainer.engine.training_engine as module
 
-        kept = module.set_deepspeed_groups, module.verify_engine_topology
-        module.set_deepspeed_groups = lambda groups, config: kept[0](
-            replace(groups, seq_data_parallel=groups.sp), config
-        )
-        if self.args.run_name == "unchecked":
-            module.verify_engine_topology = lambda *_: None
-        try:
-            super().build_engine(num_training_steps)
-        finally:
-            module.set_deepspeed_groups, module.verify_engine_topology = kept
+            kept = module.set_deepspeed_groups, module.verify_engine_topology
+            module.set_deepspeed_groups = lambda groups, config: kept[0](
+                replace(groups, seq_data_parallel=groups.sp), config
+            )
+            if self.args.run_name == "unchecked":
+                module.verify_engine_topology = lambda *_: None
+            try:
+                super().build_engine(num_training_steps)
+            finally:
+                module.set_deepspeed_groups, module.verify_engine_topology = kept
 
 
 def test_a_dropped_group_is_rejected_and_would_be_wrong(tmp_path: Any) -> None:
@@ -224,8 +226,8 @@ class ShiftsAfterTheCut(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self.sequence_sharder is not None  # the layout shards
-        self.sequence_sharder.shifts_labels = False  # then the model does it
+        assert self._ds_trainer.losses.sharder is not None  # the layout shards
+        self._ds_trainer.losses.sharder.shifts_labels = False  # then the model does it
 
 
 def test_control_labels_shifted_after_sharding_are_detected(tmp_path: Any) -> None:

@@ -141,7 +141,7 @@ class HandedIn(Trainer):
 
     def create_optimizer(self) -> Any:
         row = LIBRARY[OptimizerNames(self.args.optim)]
-        self.optimizer = build_library_optimizer(self.args, row, self.model, self.parameter_groups())
+        self.optimizer = build_library_optimizer(self.args, row, self.model, self._ds_trainer.parameter_groups())
         return self.optimizer
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ds_trainer import ConfigError, Trainer, TrainingArguments
 from ds_trainer.engine.tiling import tiled_forward
+from ds_trainer.training.assembly import Assembly
 from ds_trainer.training.model import activation_offload
 from tests.support.collectives import Collectives
 from tests.support.compare import assert_equal, distances
@@ -143,12 +144,13 @@ class LosesATile(Watched):
 class LosesATileAtTheStart(Watched):
     """The same from the start: the verification finds it."""
 
-    def build_engine(self, num_training_steps: int) -> None:
-        added, tiled_forward._added = tiled_forward._added, lambda total, new: new
-        try:
-            super().build_engine(num_training_steps)
-        finally:
-            tiled_forward._added = added
+    class _ds_assembly(Assembly):
+        def build_engine(self, num_training_steps: int) -> None:
+            added, tiled_forward._added = tiled_forward._added, lambda total, new: new
+            try:
+                super().build_engine(num_training_steps)
+            finally:
+                tiled_forward._added = added
 
 
 def test_control_a_lost_tile_is_detected(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_the_prediction_of_a_run_knows_them(tmp_path: Path) -> None:
     values = {"long_context": True, "activation_offload": True}
     args = TrainingArguments(str(tmp_path), use_cpu=True, **values)
     job = Trainer(llama(), args, train_dataset=DATA["padded"](), data_collator=pad)
-    estimate = job.estimate_run()
+    estimate = job._ds_trainer.setup.estimate()
     assert estimate is not None
     run = estimate.candidate
     assert run.tiled_mlp and run.offload_activations and run.checkpointing

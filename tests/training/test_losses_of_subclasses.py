@@ -89,7 +89,7 @@ def trained_in_order(output_dir: str, ranks_from: str) -> Any:
     order = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=2)
     trainer = made(trainer_class, output_dir, model=tiny_llama(), data=FirstMasked(24), **order)
     trainer.train()
-    weights, scale = whole_weights(trainer), trainer.loss_rule.scale
+    weights, scale = whole_weights(trainer), trainer._ds_trainer.losses.rule.scale
     trainer.engine.close()
     return weights, scale
 
@@ -178,4 +178,4 @@ def test_batches_may_be_lists_that_a_subclass_converts(tmp_path: Path) -> None:
 def test_a_plain_model_is_not_affected(tmp_path: Path) -> None:
     trainer = made(Trainer, tmp_path, model=PlainLanguageModel(), data=RaggedTokens(8))
     trainer.train()
-    assert trainer.loss_rule.scale == 1.0 and trainer.loss_rule.replicas is None
+    assert trainer._ds_trainer.losses.rule.scale == 1.0 and trainer._ds_trainer.losses.rule.replicas is None

@@ -104,11 +104,11 @@ class IgnoresTheCount(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.loss_rule.normalized = False
-        self.loss_rule.verified = True
+        self._ds_trainer.losses.rule.normalized = False
+        self._ds_trainer.losses.rule.verified = True
         accumulation = self.args.gradient_accumulation_steps
         ranks = self.layout.dp
-        self.loss_rule.contribution = lambda loss, own, items: loss / (accumulation * ranks)  # type: ignore[method-assign]
+        self._ds_trainer.losses.rule.contribution = lambda loss, own, items: loss / (accumulation * ranks)  # type: ignore[method-assign]
 
 
 def test_control_a_wrong_normalizer_is_detected(tmp_path: Any) -> None:

@@ -174,16 +174,16 @@ def overflowing(output_dir: str, stage: int) -> tuple[list[float], list[bool]]:
         deepspeed={"bf16": {"enabled": True, "check_grad_overflow": True}},
     )
     trainer.model = trainer.model_wrapped = InItsOwnType()
-    trainer.loss_rule.verified = True  # its check would look at the infinite loss
+    trainer._ds_trainer.losses.rule.verified = True  # its check would look at the infinite loss
     applied: list[bool] = []
-    trainer.build_engine = _noting(trainer, applied)  # type: ignore[method-assign]
+    trainer._ds_trainer.build_engine = _noting(trainer, applied)  # type: ignore[method-assign]
     trainer.train()
     trainer.engine.close()
     return logged(trainer), applied
 
 
 def _noting(trainer: Trainer, applied: list[bool]) -> Any:
-    build = trainer.build_engine
+    build = trainer._ds_trainer.build_engine
 
     def wrapped(steps: int) -> None:
         build(steps)

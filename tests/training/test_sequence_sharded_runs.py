@@ -213,7 +213,7 @@ def counts(output_dir: str, **values: Any) -> dict[str, float]:
         return step(model, inputs, num_items_in_batch)
 
     trainer.training_step = watched  # type: ignore[method-assign]
-    trainer.losses.overlap_count = False
+    trainer._ds_trainer.losses.overlap_count = False
     output = trainer.train()
     evaluated = trainer.evaluate()
     return {

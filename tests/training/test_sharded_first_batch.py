@@ -101,9 +101,16 @@ def compared(output_dir: str, data: Any, **values: Any) -> list[tuple[str, list[
     seen: list[tuple[str, list[int]]] = []
 
     class Watched(Trainer):
-        def check_first_batch(self, batch: Any) -> None:
-            seen.extend((key, list(value.shape)) for key, value in batch.items())
-            super().check_first_batch(batch)
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            setup = self._ds_trainer.setup
+            check = setup.check_first_batch
+
+            def watched(batch: Any) -> None:
+                seen.extend((key, list(value.shape)) for key, value in batch.items())
+                check(batch)
+
+            setup.check_first_batch = watched  # type: ignore[method-assign]
 
     report = train_and_report(Far, lambda: data, output_dir, Watched, per_device_train_batch_size=1, **values)
     assert all(loss == loss for loss in report.losses)

@@ -198,7 +198,7 @@ def test_a_schedule_given_twice_is_rejected(tmp_path: Path) -> None:
     assert handed.startswith(f"{file}:2 has a scheduler, but optimizers=(..., ConstantLR) passed to the Trainer.")
     overridden = fail_with(lambda: OwnSchedule(model, args))
     assert overridden.startswith(f"{file}:2 has a scheduler, but OwnSchedule.create_scheduler builds another")
-    assert "scheduler" in Trainer(model, args).compiled
+    assert "scheduler" in Trainer(model, args)._ds_trainer.compiled
 
 
 def test_a_custom_loader_is_used(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_records_in_the_output_directory(tmp_path: Path, capsys: pytest.CaptureF
     names = {path.name for path in tmp_path.iterdir()}
     assert {"metrics.jsonl", "loss.png", "trainer_state.json", "ds_config.json"} <= names
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "ds_config.json").read_text()) == trainer.compiled.to_dict()
+    assert json.loads((tmp_path / "ds_config.json").read_text()) == trainer._ds_trainer.compiled.to_dict()
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert state["global_step"] == output.global_step == 3
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -122,7 +122,7 @@ def second_training(directory: str, stage: int) -> str:
     except ConfigError as error:
         return str(error)
     finally:
-        if trainer.engines.training_or_none is not None:
+        if trainer._ds_trainer.engines.training_or_none is not None:
             trainer.engine.close()
     return ""
 

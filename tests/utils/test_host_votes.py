@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer import ConfigError, TrainerCallback
-from ds_trainer.training import trainer as stopping
+from ds_trainer.training import run_setup as stopping
 from ds_trainer.training.stopping.request import StopRequest
 from ds_trainer.training.stopping.stop_controller import TrainingStopped
 from ds_trainer.training.stopping.vote import StopVote

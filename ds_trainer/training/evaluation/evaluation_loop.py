@@ -49,7 +49,7 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 
 if TYPE_CHECKING:
-    from ds_trainer.training.overrides.evaluation_methods import EvaluationMethods
+    from ds_trainer.training.assembly import Assembly
 
 _KINDS = ("predictions", "label_ids", "inputs", "losses")
 MOST_ON_DEVICE = 256 * 10**6
@@ -60,26 +60,18 @@ class EvalLoop:
     """One pass over a loader.
 
     Args:
-        trainer: its overrides and callbacks are used.
+        assembly: the components of the Trainer, whose overrides and callbacks are used.
         loader: the batches of this replica.
         loss_only: compute only the loss.
         keep: keep predictions for the caller, even if metrics are computed per batch.
-        has_loss: whether a batch has a loss.
     """
 
-    def __init__(
-        self,
-        trainer: EvaluationMethods,
-        loader: Any,
-        loss_only: bool,
-        keep: bool,
-        has_loss: Callable[[Mapping[str, Any]], bool],
-    ) -> None:
-        args = trainer.args
-        self.trainer = trainer
+    def __init__(self, assembly: Assembly, loader: Any, loss_only: bool, keep: bool) -> None:
+        trainer, args = assembly.trainer, assembly.args
+        self.assembly, self.trainer = assembly, trainer
         self.loader = loader
         self.loss_only = loss_only
-        self._shares_reading = share_reading(loader, args, trainer.layout, loss_only)
+        self._shares_reading = share_reading(loader, args, assembly.layout, loss_only)
         self._batch_metrics = args.batch_eval_metrics and trainer.compute_metrics is not None
         self._keep = keep or not self._batch_metrics
         self._as_objects = args.eval_use_gather_object
@@ -87,15 +79,14 @@ class EvalLoop:
         self._results = {
             kind: PredictionAccumulator(args.eval_do_concat_batches, self._as_objects, rows) for kind in _KINDS
         }
-        self._every = args.eval_accumulation_steps or self._default_interval(trainer.device)
+        self._every = args.eval_accumulation_steps or self._default_interval(assembly.device)
         # A CUDA graph overwrites the outputs with those of the next batch. Gathered outputs are copies already.
         self._copies = args.torch_compile and distributed.world_size() == 1 and self._every != 1
-        self._is_leader = trainer.layout.is_replica_leader(distributed.rank())
-        self._loss = LossMean(trainer.device, args.logging_nan_inf_filter, counts=self._is_leader)
-        group = trainer.groups.seq_data_parallel if distributed.world_size() > 1 else None
-        self._by_source = trainer.losses.sources.sums(getattr(loader, "dataset", None), group)
-        self._has_loss = has_loss
-        self._count: Callable[[Any], torch.Tensor] = trainer.loss_rule.count
+        self._is_leader = assembly.layout.is_replica_leader(distributed.rank())
+        self._loss = LossMean(assembly.device, args.logging_nan_inf_filter, counts=self._is_leader)
+        group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None
+        self._by_source = assembly.losses.sources.sums(getattr(loader, "dataset", None), group)
+        self._count: Callable[[Any], torch.Tensor] = assembly.losses.rule.count
         self._samples = 0
         self._metrics: dict[str, Any] = {}
 
@@ -109,11 +100,12 @@ class EvalLoop:
         trainer, every = self.trainer, self._every
         model.eval()
         use_evaluation_weights(trainer.optimizer)
-        check = checked_raw_batch if trainer.overrides_prediction_step else trainer.losses.check
-        batches = aligned_batches(self.loader, trainer.layout, check)
+        assembly = self.assembly
+        check = checked_raw_batch if assembly.overrides_prediction_step else assembly.losses.check
+        batches = aligned_batches(self.loader, assembly.layout, check)
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
             if index == 1 and summary_of(self.loader) is not None:
-                trainer.check_packing(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
+                self.assembly.packing.check(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
             try:
                 if index == 1:
                     self._use_weighting(self._weighting(model, inputs))
@@ -121,10 +113,10 @@ class EvalLoop:
             except (IndexError, RuntimeError) as error:
                 explain_index_error(error, [inputs], model)
                 raise
-            trainer.events.notify("on_prediction_step")
-            trainer.telemetry.beat()
+            self.assembly.events.notify("on_prediction_step")
+            self.assembly.telemetry.beat()
             if not last:
-                trainer.stop_if_requested()
+                self.assembly.evaluator.stop_if_requested()
             if found is None:
                 continue
             if self._batch_metrics and found["predictions"] is not None and found["label_ids"] is not None:
@@ -146,7 +138,7 @@ class EvalLoop:
         if isinstance(inputs, ShardedBatch):
             dummy = isinstance(inputs.local, Dummy)
             with trainer.accelerator.batch(inputs.local):
-                loss = trainer.loss_of_shard(model, inputs)
+                loss = self.assembly.evaluator.loss_of_shard(model, inputs)
             self._samples += 0 if dummy else inputs.facts.size
             self._add_loss(loss, inputs.facts.items, dummy)
             return None
@@ -175,8 +167,8 @@ class EvalLoop:
             return None
         tree = {"predictions": detached(logits), "label_ids": detached(labels), "inputs": wanted, "losses": None}
         if loss is not None and self._includes("loss"):
-            tree["losses"] = loss.to(trainer.device).repeat(samples)
-        found = gather_micro_steps(tree, dummy, trainer.layout, self._as_objects)
+            tree["losses"] = loss.to(self.assembly.device).repeat(samples)
+        found = gather_micro_steps(tree, dummy, self.assembly.layout, self._as_objects)
         return found if whole is None else {**found, "predictions": whole}
 
     def _use_weighting(self, weighting: Weighting) -> None:
@@ -184,12 +176,13 @@ class EvalLoop:
 
     def _weighting(self, model: nn.Module, inputs: Any) -> Weighting:
         """How the losses of batches make the loss of the dataset; measured once. Collective."""
-        trainer, rule, losses = self.trainer, self.trainer.loss_rule, self.trainer.losses
-        own = trainer.overrides_prediction_step
+        trainer, losses, own = self.trainer, self.assembly.losses, self.assembly.overrides_prediction_step
+        rule = losses.rule
         known = rule.weighting if not own or rule.evaluation is None else rule.evaluation
         if known.settled or (rule.verified and not own) or losses.sharder is not None or losses.packed:
             return known
-        if not distributed.agree(torch.tensor([int(isinstance(inputs, Mapping) and self._has_loss(inputs))]))[0]:
+        has_loss = isinstance(inputs, Mapping) and self.assembly.evaluator.has_loss(inputs)
+        if not distributed.agree(torch.tensor([int(has_loss)]))[0]:
             return known
 
         def loss_of(part: Any) -> torch.Tensor | None:
@@ -215,12 +208,12 @@ class EvalLoop:
         if not dummy:
             self._loss.add(loss, items)
             if self._by_source is not None:
-                self._by_source.add(self.trainer.losses.sources.take())
+                self._by_source.add(self.assembly.losses.sources.take())
                 self._by_source.end_step()
         return loss
 
     def _includes(self, what: str) -> bool:
-        return self.trainer.compute_metrics is not None and what in self.trainer.args.include_for_metrics
+        return self.trainer.compute_metrics is not None and what in self.assembly.args.include_for_metrics
 
     def _inputs_wanted(self, inputs: Mapping[str, Any]) -> Any:
         """The inputs for ``compute_metrics``: the main input, or all of them if it is called per batch."""
@@ -231,14 +224,14 @@ class EvalLoop:
                 f"include_for_metrics has 'inputs', but a batch is a {type(inputs).__name__}, not a dict."
             )
         if self._batch_metrics:
-            return on_device({k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, self.trainer.device)
+            return on_device({k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, self.assembly.device)
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
         if name not in inputs:
             raise ConfigError(
                 f"include_for_metrics has 'inputs', but a batch of {', '.join(inputs)} has no '{name}', the main input "
                 f"of {type(self.trainer.model).__name__}. Set the model's main_input_name to one of them."
             )
-        return on_device({name: inputs[name]}, self.trainer.device)[name]
+        return on_device({name: inputs[name]}, self.assembly.device)[name]
 
     def _compute(self, found: Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
         assert self.trainer.compute_metrics is not None  # checked before

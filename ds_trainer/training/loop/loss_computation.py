@@ -90,8 +90,8 @@ class LossComputation:
 
     def __init__(
         self,
-        rule: LossRule,
         *,
+        rule: LossRule,
         loss_function: Callable[..., torch.Tensor] | None,
         smoother: LabelSmoother | None,
         label_names: Sequence[str],
@@ -126,6 +126,15 @@ class LossComputation:
         self._layout = layout
         self._device = device
         self._warned = False
+
+    @property
+    def normalized(self) -> bool:
+        """``model_accepts_loss_kwargs`` of the Trainer: whether the loss is a sum divided by the number of items."""
+        return self.rule.normalized
+
+    @normalized.setter
+    def normalized(self, value: bool) -> None:
+        self.rule = LossRule(self.rule.count, value, self.rule.auxiliary)
 
     def release(self) -> None:
         """Drop the references to the model."""

@@ -34,14 +34,9 @@ class RowSettings(NamedTuple):
 
 
 class PackedData:
-    """Rows by name of the dataset. Reading the length of every sample may take long, so it is done once.
-
-    Attributes:
-        proven: whether the start-up comparison of packed samples with samples alone was made.
-    """
+    """Rows by name of the dataset. Reading the length of every sample may take long, so it is done once."""
 
     def __init__(self) -> None:
-        self.proven = False
         self._rows: dict[str, tuple[Any, int, RowSettings, PackedRows, Any]] = {}
 
     def packed(self, source: Any, dataset: Any, name: str, settings: RowSettings) -> PackedDataset | PackedStream:

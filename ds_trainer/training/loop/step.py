@@ -7,7 +7,7 @@ step, to keep the overhead of a micro-batch small: nothing here waits for the de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,14 +36,20 @@ from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.own_step import OwnStep
 from ds_trainer.training.loop.token_counter import TokenCounter
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches
+from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
+    from ds_trainer.training.protocol import TrainerProtocol
 
 
-@dataclass(frozen=True)
+# Methods that receive the item count of the global batch, or train with the accelerator.
+USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"})
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMethods:
     """The methods of the Trainer that a step calls and that a subclass may override.
 
@@ -68,6 +74,22 @@ class StepMethods:
     begin_copy: Callable[[Any], None]
     uses_accelerator: bool
     own_step: bool
+
+    @classmethod
+    def of(cls, trainer: TrainerProtocol, changed: Collection[str], begin_copy: Callable[[Any], None]) -> StepMethods:
+        """The methods of ``trainer``, of which ``changed`` are those of a subclass or were replaced on the object."""
+        contexts = not {"compute_loss_context_manager", "autocast_smart_context_manager"}.isdisjoint(changed)
+        return cls(
+            get_batch_samples=trainer.get_batch_samples,
+            training_step=trainer.training_step,
+            takes_item_count=bool(accepted_arguments(trainer.training_step, {"num_items_in_batch"})),
+            compute_loss=LossMethod.of(trainer.compute_loss),
+            prepare_inputs=trainer._prepare_inputs,
+            loss_context=trainer.compute_loss_context_manager if contexts else None,
+            begin_copy=begin_copy,
+            uses_accelerator=trainer.compute_loss_func is not None or not USE_THE_COUNT.isdisjoint(changed),
+            own_step="training_step" in changed,
+        )
 
 
 class MicroBatchRunner:
@@ -199,6 +221,7 @@ class StepRunner:
 
     def __init__(
         self,
+        *,
         methods: StepMethods,
         micro_batches: MicroBatchRunner,
         losses: LossComputation,

@@ -16,7 +16,7 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.training.loop.run_plan import RunPlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingRun:
     """One training with its engine. ``Trainer.train`` creates it for the loop and the checkpointer.
 

@@ -19,15 +19,12 @@ from ds_trainer.training.loop.batches import (
     planned_loader,
 )
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of, evaluation_plan_of
-from ds_trainer.training.overrides.packing import Packing
+from ds_trainer.training.overrides.private_methods import PrivateMethods
 from ds_trainer.utils.errors import ConfigError
 
 
-class DataLoading(Packing):
+class DataLoading(PrivateMethods):
     """Batch arithmetic and the loaders of training and evaluation."""
-
-    eval_loaders: dict[str, tuple[Any, Any, Any, Any]]
-    """Dataset, collator, sizes and loader by name of the evaluation dataset (``dataloader_persistent_workers``)."""
 
     def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
         """Samples of one optimizer step over all ranks: micro-batch x accumulation x data-parallel replicas.
@@ -37,19 +34,19 @@ class DataLoading(Packing):
         Args:
             args: the arguments with micro-batch and accumulation; default: those of the Trainer.
         """
-        return batch_plan_of(self.args if args is None else args, self.layout).global_batch_size
+        return batch_plan_of(self.args if args is None else args, self._ds_trainer.layout).global_batch_size
 
     def get_tp_size(self) -> int:
         """Ranks that share each weight matrix (tensor parallelism)."""
-        return self.layout.tp
+        return self._ds_trainer.layout.tp
 
     def get_cp_size(self) -> int:
         """Ranks that share a sequence by ring attention (context parallelism)."""
-        return self.layout.cp
+        return self._ds_trainer.layout.cp
 
     def get_sp_size(self) -> int:
         """Ranks that share a sequence by exchanging heads (sequence parallelism)."""
-        return self.layout.sp
+        return self._ds_trainer.layout.sp
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples in one epoch of ``dataloader``, over all replicas.
@@ -58,7 +55,7 @@ class DataLoading(Packing):
         TypeError if that is unknown too.
         """
         samples = length_of(getattr(dataloader, "dataset", None))
-        return len(dataloader) * self.batch_plan.samples_per_micro_step if samples is None else samples
+        return len(dataloader) * self._ds_trainer.batch_plan.samples_per_micro_step if samples is None else samples
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
@@ -95,7 +92,8 @@ class DataLoading(Packing):
         if self.train_dataset is None:
             raise ConfigError("There is no train_dataset: pass one to the Trainer.")
         source = self.train_dataset
-        dataset, collate = self.packed_for_training(source) if packs(self.args) else self._wanted_columns(source)
+        packing = self._ds_trainer.packing
+        dataset, collate = packing.for_training(source) if packs(self.args) else _wanted_columns(self, source)
         source = dataset if packs(self.args) else source
         order = None if is_stream(source) else self._get_train_sampler(source)
         sampling = (
@@ -103,7 +101,7 @@ class DataLoading(Packing):
             if isinstance(order, EpochOrder)
             else Sampling(self.args, source, self.processing_class, order)
         )
-        return planned_loader(dataset, self.batch_plan, self.args, collate, sampling)
+        return planned_loader(dataset, self._ds_trainer.batch_plan, self.args, collate, sampling)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The evaluation loader: micro-batches of this replica, in dataset order or by length (``group_by_length``).
@@ -130,35 +128,39 @@ class DataLoading(Packing):
         if dataset is None:
             raise ConfigError("evaluate() needs an eval_dataset: pass one to the Trainer or to evaluate().")
         if not self.args.dataloader_persistent_workers:
-            return self._loader_in_order(dataset, "eval_dataset")
+            return _loader_in_order(self, dataset, "eval_dataset")
         about = (length_of(dataset), self.args.per_device_eval_batch_size)
-        cached = self.eval_loaders.get(name)
+        kept = self._ds_trainer.eval_loaders
+        cached = kept.get(name)
         if cached is None or cached[0] is not dataset or cached[1] is not self.data_collator or cached[2] != about:
-            self.eval_loaders.pop(name, None)  # ends its worker processes
-            cached = (dataset, self.data_collator, about, self._loader_in_order(dataset, "eval_dataset"))
-            self.eval_loaders[name] = cached
+            kept.pop(name, None)  # ends its worker processes
+            cached = (dataset, self.data_collator, about, _loader_in_order(self, dataset, "eval_dataset"))
+            kept[name] = cached
         return cached[3]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader for :meth:`predict`: micro-batches of this replica, in dataset order."""
-        return self._loader_in_order(test_dataset, "test_dataset")
+        return _loader_in_order(self, test_dataset, "test_dataset")
 
-    def _loader_in_order(self, dataset: Any, name: str) -> Any:
-        plan = evaluation_plan_of(self.args, self.layout)
-        check_dataset(dataset, name, plan)
-        if name == "eval_dataset" and self.packs_evaluation():
-            rows, collate = self.packed_for_evaluation(dataset)
-            loader = planned_loader(rows, plan, self.args, collate)
-        else:
-            lengths = lengths_for_evaluation(self.args, dataset, self.processing_class)
-            order = None if is_stream(dataset) else self._get_eval_sampler(dataset)
-            dataset, collate = self._wanted_columns(dataset)
-            loader = planned_loader(dataset, plan, self.args, collate, lengths=lengths, order=order)
-        loader.during = self.accelerator.batch
-        return loader
 
-    def _wanted_columns(self, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Dataset and collator that pass on only the columns that the model takes."""
-        if has_columns(dataset):
-            return self._remove_unused_columns(dataset), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator)
+def _loader_in_order(trainer: DataLoading, dataset: Any, name: str) -> Any:
+    assembly = trainer._ds_trainer
+    plan = evaluation_plan_of(trainer.args, assembly.layout)
+    check_dataset(dataset, name, plan)
+    if name == "eval_dataset" and assembly.packing.evaluates():
+        rows, collate = assembly.packing.for_evaluation(dataset)
+        loader = planned_loader(rows, plan, trainer.args, collate)
+    else:
+        lengths = lengths_for_evaluation(trainer.args, dataset, trainer.processing_class)
+        order = None if is_stream(dataset) else trainer._get_eval_sampler(dataset)
+        dataset, collate = _wanted_columns(trainer, dataset)
+        loader = planned_loader(dataset, plan, trainer.args, collate, lengths=lengths, order=order)
+    loader.during = trainer.accelerator.batch
+    return loader
+
+
+def _wanted_columns(trainer: DataLoading, dataset: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """Dataset and collator that pass on only the columns that the model takes."""
+    if has_columns(dataset):
+        return trainer._remove_unused_columns(dataset), trainer.data_collator
+    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)

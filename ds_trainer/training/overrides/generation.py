@@ -29,7 +29,7 @@ class Generation(TrainerBase):
         Returns:
             The model without its engine. Do not train inside.
         """
-        phase = self.engines.generation
+        phase = self._ds_trainer.engines.generation
         choice = None if gather is None else GenerationGather(str(gather))
         with nullcontext() if phase is None else phase.weights(choice), evaluation_mode(self.model):
             yield self.model

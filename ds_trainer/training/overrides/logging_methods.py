@@ -24,26 +24,21 @@ class LoggingMethods(TrainerBase):
             start_time: the ``time.time()`` at which the training began. If input tokens are counted
                 (``include_num_input_tokens_seen``), their number and their rate since then are logged too.
         """
-        self.telemetry.log(logs, start_time)
+        self._ds_trainer.telemetry.log(logs, start_time)
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` to the output directory (main process)."""
         if self.is_world_process_zero():
-            self.state.save_to_json(self.output_dir / STATE_FILE)
+            self.state.save_to_json(self._ds_trainer.output_dir / STATE_FILE)
 
     # -- work and metrics ---------------------------------------------------------------------------------------------
-
-    @property
-    def current_flos(self) -> float:
-        """Operations of this rank that :meth:`store_flos` has not added yet."""
-        return self.telemetry.flops
 
     def store_flos(self) -> None:
         """Add the work of all ranks since the last call to ``total_flos`` and ``num_input_tokens_seen`` of the state.
 
         Collective.
         """
-        self.telemetry.flush()
+        self._ds_trainer.telemetry.flush()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of the forward and backward pass of one micro-batch; override it for a custom model.
@@ -55,7 +50,7 @@ class LoggingMethods(TrainerBase):
         of_model = getattr(self.model, "floating_point_ops", None)
         if callable(of_model):
             return int(of_model(inputs))
-        return int(batch_flops(self.model, self.telemetry.flop_rule(self.model), inputs))
+        return int(batch_flops(self.model, self._ds_trainer.telemetry.flop_rule(self.model), inputs))
 
     @staticmethod
     def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -74,9 +69,9 @@ class LoggingMethods(TrainerBase):
         """
         if not self.is_world_process_zero():
             return
-        write_text_atomic(self.output_dir / f"{split}_results.json", _json(metrics))
+        write_text_atomic(self._ds_trainer.output_dir / f"{split}_results.json", _json(metrics))
         if combined:
-            path = self.output_dir / "all_results.json"
+            path = self._ds_trainer.output_dir / "all_results.json"
             earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             write_text_atomic(path, _json({**earlier, **metrics}))
 
@@ -85,23 +80,23 @@ class LoggingMethods(TrainerBase):
     def end(self) -> None:
         """Wait for all ranks, then leave the process group; a script may call it last. Collective."""
         self.accelerator.end_training()
-        self.engines.close()
+        self._ds_trainer.engines.close()
         stop_process_group()
 
     # -- callbacks ----------------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback (class or instance)."""
-        self.events.user_callbacks = True
-        self.callback_handler.add_callback(callback)
+        self._ds_trainer.events.user_callbacks = True
+        self._ds_trainer.events.handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback (instance, or first of a class) and return it; None if there is none."""
-        return self.callback_handler.pop_callback(callback)
+        return self._ds_trainer.events.handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback (instance, or first of a class)."""
-        self.callback_handler.remove_callback(callback)
+        self._ds_trainer.events.handler.remove_callback(callback)
 
 
 def _json(metrics: dict[str, Any]) -> str:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
 from ds_trainer.engine.weights import full_numel
 from ds_trainer.optim.library_optimizer_builder import build_library_optimizer
-from ds_trainer.optim.optimizer_builder import build_optimizer, decay_parameter_names, is_built_here, parameter_groups
+from ds_trainer.optim.optimizer_builder import build_optimizer, decay_parameter_names, is_built_here
 from ds_trainer.optim.optimizer_classes import build_given_optimizer, optimizer_class_and_arguments
 from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.training.overrides.base import TrainerBase
-from ds_trainer.training.resume.running_model import parameters_of_groups, running_model
+from ds_trainer.training.resume.running_model import parameters_of_groups
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.training.protocol import TrainerProtocol
 
 
 class Optimization(TrainerBase):
     """Builds the optimizer and its schedule, and returns information about them."""
-
-    group_parameters: list[list[Any]] | None = None
-    """The model parameters in each parameter group of the optimizer: ZeRO replaces them by its flat partitions."""
-
-    def use_optimizers(self, optimizer: Any, lr_scheduler: Any) -> None:
-        """Use this optimizer and schedule; None means that the next training builds one."""
-        self.optimizer, self.lr_scheduler = optimizer, with_rates_of_the_optimizer(lr_scheduler)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Build ``self.optimizer`` and then ``self.lr_scheduler``, unless they exist.
@@ -41,7 +36,7 @@ class Optimization(TrainerBase):
         """
         if self.optimizer is None:
             self.optimizer = self.create_optimizer()
-        if self.lr_scheduler is None and self.optimizer is not None and "scheduler" not in self.compiled:
+        if self.lr_scheduler is None and self.optimizer is not None and "scheduler" not in self._ds_trainer.compiled:
             self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
@@ -54,15 +49,15 @@ class Optimization(TrainerBase):
         """
         if self.optimizer is not None:
             return self.optimizer
-        over = self.model if model is None else model
+        assembly, over = self._ds_trainer, self.model if model is None else model
         library = library_optimizer(self.args)
-        if self.optimizer_class is not None:
-            cls, arguments, _ = self.optimizer_class
-            self.optimizer = build_given_optimizer(cls, arguments, over, self.parameter_groups(over))
+        if assembly.optimizer_class is not None:
+            cls, arguments, _ = assembly.optimizer_class
+            self.optimizer = build_given_optimizer(cls, arguments, over, assembly.parameter_groups(over))
         elif library is not None:
-            self.optimizer = build_library_optimizer(self.args, library, over, self.parameter_groups(over))
-        elif is_built_here(self.compiled):
-            self.optimizer = build_optimizer(self.compiled, self.parameter_groups(over))
+            self.optimizer = build_library_optimizer(self.args, library, over, assembly.parameter_groups(over))
+        elif is_built_here(assembly.compiled):
+            self.optimizer = build_optimizer(assembly.compiled, assembly.parameter_groups(over))
         return self.optimizer
 
     @staticmethod
@@ -71,11 +66,6 @@ class Optimization(TrainerBase):
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Class and keyword arguments of ``args.optim``. Weight decay is not included: the parameter groups have it."""
         return optimizer_class_and_arguments(args, model)
-
-    def parameter_groups(self, model: nn.Module | None = None) -> list[dict[str, Any]]:
-        """Trainable parameters with and without weight decay."""
-        model = self.model if model is None else model
-        return parameter_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Build ``self.lr_scheduler`` over ``num_training_steps`` optimizer steps if there is none yet.
@@ -100,18 +90,6 @@ class Optimization(TrainerBase):
             )
         return self.lr_scheduler
 
-    @property
-    def has_user_schedule(self) -> bool:
-        """Whether the user passed the schedule or overrides ``create_scheduler``."""
-        return self.user_optimizers[1] is not None or "create_scheduler" in self.overridden
-
-    @property
-    def user_optimizer_class(self) -> type[torch.optim.Optimizer] | None:
-        """The class of the optimizer that the user passed; None if the arguments describe it."""
-        if self.user_optimizers[0] is not None:
-            return type(self.user_optimizers[0])
-        return None if self.optimizer_class is None else self.optimizer_class[0]
-
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay: all except biases and norms."""
         return decay_parameter_names(model)
@@ -126,7 +104,7 @@ class Optimization(TrainerBase):
         Raises:
             ConfigError: there is no optimizer yet.
         """
-        return [float(group["lr"]) for group in self._existing_optimizer().param_groups]
+        return [float(group["lr"]) for group in _existing(self.optimizer).param_groups]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """The parameter group of ``param``; without ``param``, a list of the parameters of each group.
@@ -137,38 +115,28 @@ class Optimization(TrainerBase):
         Raises:
             ConfigError: there is no optimizer yet, or none of its groups has ``param``.
         """
-        optimizer = self._existing_optimizer()
+        optimizer = _existing(self.optimizer)
         if param is None:
             return [group["params"] for group in optimizer.param_groups]
         wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
         # ZeRO replaces the parameters in the groups by its flat partitions, so search the original parameters.
         for group, members in zip(
-            optimizer.param_groups, self.group_parameters or parameters_of_groups(optimizer), strict=True
+            optimizer.param_groups, self._ds_trainer.group_parameters or parameters_of_groups(optimizer), strict=True
         ):
             if any(member is wanted for member in members):
                 return group
         raise ConfigError(f"get_optimizer_group: {param if isinstance(param, str) else 'this tensor'} is in no group.")
 
-    def _existing_optimizer(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise ConfigError("There is no optimizer yet: train() or create_optimizer() builds it.")
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
 
-    def describe_running_model(self) -> RunningModel:
-        """Parameter groups by name, for checkpoints whose optimizer states have numbers.
+def use_optimizers(trainer: TrainerProtocol, optimizer: Any, lr_scheduler: Any) -> None:
+    """Use this optimizer and schedule; None means that the next training builds one."""
+    trainer.optimizer, trainer.lr_scheduler = optimizer, with_rates_of_the_optimizer(lr_scheduler)
 
-        Raises:
-            ConfigError: ``create_optimizer`` is overridden, so the groups are unknown.
-        """
-        if self.user_optimizers[0] is None and "create_optimizer" in self.overridden:
-            raise ConfigError(
-                f"{type(self).__name__} overrides create_optimizer, so the numbered optimizer states of a checkpoint "
-                "of transformers.Trainer cannot be mapped to parameters. Pass the optimizer with "
-                "optimizers=(optimizer, None), or start from the weights only (start_from_weights)."
-            )
-        cls = None if self.optimizer_class is None else self.optimizer_class[0]
-        return running_model(self.model, self.args, self.compiled, self.parameter_groups(), self.user_optimizers, cls)
+
+def _existing(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    if optimizer is None:
+        raise ConfigError("There is no optimizer yet: train() or create_optimizer() builds it.")
+    return optimizer
 
 
 def check_optimizer(

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ds_trainer.arguments.accelerator_config import replica_batch_size
 from ds_trainer.data.columns import ColumnFilterCollator, accepted_columns, drop_unused_columns
 from ds_trainer.data.source_ids import SOURCE_IDS, source_names
 from ds_trainer.data.stream import is_stream
@@ -109,12 +108,6 @@ class PrivateMethods(TrainerBase):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
-    def note_ignored_overrides(self) -> None:
-        """Write to the log which private methods of the subclass are not called, on the main process."""
-        for name, reason in NOT_CALLED.items():
-            if hasattr(type(self), name) and self.is_world_process_zero():
-                logger.info("%s.%s is not called: %s.", type(self).__name__, name, reason)
-
     # -- columns ------------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -155,11 +148,6 @@ class PrivateMethods(TrainerBase):
 
     # -- samplers and loaders -----------------------------------------------------------------------------------------
 
-    @property
-    def _train_batch_size(self) -> int:
-        """Samples of a micro-batch of one replica."""
-        return replica_batch_size(self.args, "per_device_train_batch_size", self.layout.dp)
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The order of the training samples over all replicas; None for a stream. Override it for another order.
 
@@ -170,7 +158,7 @@ class PrivateMethods(TrainerBase):
         if dataset is None or is_stream(dataset):
             return None
         sampling = Sampling(self.args, dataset, self.processing_class)
-        return EpochOrder(sampling, batch_plan_of(self.args, self.layout), len(dataset))
+        return EpochOrder(sampling, batch_plan_of(self.args, self._ds_trainer.layout), len(dataset))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         """The order of an evaluation over all replicas; None for that of the dataset. Override it for another one."""
@@ -226,7 +214,7 @@ class PrivateMethods(TrainerBase):
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """The directory of the run; during a hyperparameter search, that of the current trial."""
-        return str(self.output_dir)
+        return str(self._ds_trainer.output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Called after optimizer and schedule were restored. Override it to restore more.
@@ -234,6 +222,13 @@ class PrivateMethods(TrainerBase):
         Args:
             checkpoint: the directory from which the run resumes; None for a new run.
         """
+
+
+def note_ignored_overrides(trainer: type) -> None:
+    """Write to the log which private methods of a subclass are not called."""
+    for name, reason in NOT_CALLED.items():
+        if hasattr(trainer, name):
+            logger.info("%s.%s is not called: %s.", trainer.__name__, name, reason)
 
 
 def _refusal(what: str, name: str) -> str:

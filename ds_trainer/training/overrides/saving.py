@@ -22,7 +22,6 @@ from ds_trainer.training.hub.card_facts import CardSource, facts_of
 from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import original_cache_settings
 from ds_trainer.training.overrides.base import TrainerBase
-from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -41,6 +40,16 @@ def _is_shard(parameter: torch.Tensor) -> bool:
     return tuple(parameter.shape) != full_shape(parameter)
 
 
+def _save_gathered(trainer: Saving, directory: Path) -> None:
+    """Call an override of ``_save`` on the main process while the weights are complete on each rank."""
+    with gathered(list(trainer.model.parameters())):
+        if trainer.is_world_process_zero():
+            state = {name: value.detach().cpu() for name, value in saved_tensors(trainer.model).items()}
+            with original_cache_settings(trainer.model), unhooked(trainer.model):
+                trainer._save(str(directory), state_dict=state)
+        distributed.barrier()
+
+
 class Saving(TrainerBase):
     """Saves the model to a directory, and pushes it to a repository on the Hub."""
 
@@ -51,27 +60,20 @@ class Saving(TrainerBase):
         With ``push_to_hub`` the model is pushed too, unless the save is part of a push or checkpoint
         (``_internal_call``).
         """
-        directory = Path(output_dir) if output_dir is not None else self.output_dir
+        directory = Path(output_dir) if output_dir is not None else self._ds_trainer.output_dir
+        assembly = self._ds_trainer
         join_ranks(self.args)
         if is_on_meta(self.model):  # its weights have not been loaded yet
-            self.engines.model_for_evaluation(
-                self.model,
-                self.args,
-                self.compiled,
-                self.layout,
-                None,
-                self.reads_logits,
-                self.sequence_sharder is not None,
-            )
+            assembly.model_for_evaluation(None)
         use_evaluation_weights(self.optimizer)
-        if "_save" in self.overridden:
-            self._save_gathered(directory)
+        if "_save" in assembly.overridden:
+            _save_gathered(self, directory)
         else:
             if self.is_world_process_zero():
                 with original_cache_settings(self.model):
-                    save_config_and_processor(self.model, self.saved_processing_class, directory)
+                    save_config_and_processor(self.model, assembly.saved_processing_class, directory)
             save_weights(self.model, directory, parse_size(self.args.max_shard_size))
-        if self.args.push_to_hub and not (_internal_call or self.publisher.is_saving):
+        if self.args.push_to_hub and not (_internal_call or assembly.publisher.is_saving):
             self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -87,29 +89,15 @@ class Saving(TrainerBase):
         Raises:
             ConfigError: there is no ``state_dict``, and the model is sharded.
         """
-        directory = Path(output_dir) if output_dir is not None else self.output_dir
+        directory = Path(output_dir) if output_dir is not None else self._ds_trainer.output_dir
         if state_dict is None and any(_is_shard(parameter) for parameter in self.model.parameters()):
             raise ConfigError(
                 "_save() without a state_dict cannot write a sharded model in one process. Call save_model() on all "
                 "ranks, or pass state_dict=trainer.accelerator.get_state_dict(trainer.model)."
             )
         with original_cache_settings(self.model):
-            save_config_and_processor(self.model, self.saved_processing_class, directory)
+            save_config_and_processor(self.model, self._ds_trainer.saved_processing_class, directory)
         save_given_weights(self.model, state_dict, directory, parse_size(self.args.max_shard_size))
-
-    def _save_gathered(self, directory: Path) -> None:
-        """Call an override of :meth:`_save` on the main process while the weights are complete on each rank."""
-        with gathered(list(self.model.parameters())):
-            if self.is_world_process_zero():
-                state = {name: value.detach().cpu() for name, value in saved_tensors(self.model).items()}
-                with original_cache_settings(self.model), unhooked(self.model):
-                    self._save(str(directory), state_dict=state)
-            distributed.barrier()
-
-    def save_as_part(self, directory: str | None = None) -> None:
-        """:meth:`save_model` as part of a checkpoint or a push."""
-        known = accepted_arguments(self.save_model, {"_internal_call"})
-        self.save_model(directory, **dict.fromkeys(known, True))
 
     @fails_together
     def save_checkpoint(self) -> Path | None:
@@ -122,9 +110,10 @@ class Saving(TrainerBase):
             ConfigError: there has been no training.
             SaveFailed: it could not be written; on all ranks.
         """
-        if self.checkpointer is None:
+        checkpointer = self._ds_trainer.checkpointer
+        if checkpointer is None:
             raise ConfigError("There is nothing to save yet: call train() before save_checkpoint().")
-        return self.checkpointer.save()
+        return checkpointer.save()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Called when a checkpoint is due. Override it to save more; call this method from the override. Collective.
@@ -139,19 +128,15 @@ class Saving(TrainerBase):
             ConfigError: there has been no training.
             SaveFailed: it could not be written; on all ranks.
         """
-        if self.checkpointer is None:
+        checkpointer = self._ds_trainer.checkpointer
+        if checkpointer is None:
             raise ConfigError("There is nothing to save yet: call train() before _save_checkpoint().")
-        if "_save_checkpoint" in self.overridden:
-            self.checkpointer.save()
+        if "_save_checkpoint" in self._ds_trainer.overridden:
+            checkpointer.save()
         else:
-            self.checkpointer.save_in_background()
+            checkpointer.save_in_background()
 
     # -- the Hub ------------------------------------------------------------------------------------------------------
-
-    @property
-    def hub_model_id(self) -> str | None:
-        """``owner/name`` of the repository; None until :meth:`init_hf_repo` has opened it, and on other ranks."""
-        return self.publisher.repository_id
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Open the repository ``args.hub_model_id`` and the branch ``args.hub_revision``; creates them if missing.
@@ -168,7 +153,7 @@ class Saving(TrainerBase):
         """
         if not self.is_world_process_zero():
             return
-        self.publisher.open_here(token, private)
+        self._ds_trainer.publisher.open_here(token, private)
 
     def create_model_card(
         self,
@@ -215,15 +200,19 @@ class Saving(TrainerBase):
             dataset_args=dataset_args,
         )
         given = {name: value for name, value in given.items() if value is not None}
-        self.publisher.card_arguments = {**self.publisher.card_arguments, **given}
-        path = self.output_dir / CARD
+        assembly = self._ds_trainer
+        publisher = assembly.publisher
+        publisher.card_arguments = {**publisher.card_arguments, **given}
+        path = self._ds_trainer.output_dir / CARD
         if path.exists() and not is_generated(path.read_text(encoding="utf-8")):
             logger.info("%s was written or edited by a user and is kept.", path)
             return
         dataset = self.eval_dataset if self.eval_dataset is not None else self.train_dataset
-        source = CardSource(self.model, self.args, self.state, self.batch_plan, self.compiled, self.optimizer, dataset)
+        source = CardSource(
+            self.model, self.args, self.state, assembly.batch_plan, assembly.compiled, self.optimizer, dataset
+        )
         try:
-            text = card_text(facts_of(source, self.publisher.card_arguments))
+            text = card_text(facts_of(source, publisher.card_arguments))
         except ImportError:
             raise ConfigError("A model card needs the package huggingface_hub: pip install huggingface_hub.") from None
         write_text_atomic(path, text)
@@ -257,4 +246,4 @@ class Saving(TrainerBase):
             HubError: the Hub does not answer; on all ranks. In a background push, the future raises both.
         """
         join_ranks(self.args)
-        return self.publisher.push(commit_message, blocking, token, revision, private, kwargs)
+        return self._ds_trainer.publisher.push(commit_message, blocking, token, revision, private, kwargs)

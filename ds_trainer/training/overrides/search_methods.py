@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_trainer.engine.quantized_weights import disable_cpu_repacking
-from ds_trainer.training.loading.model_argument import is_model_reference, resolve_model
+from ds_trainer.training.loading.model_argument import is_model_reference
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.training.search.backend import find_backend
 from ds_trainer.training.search.best_run import BestRun
@@ -26,11 +25,6 @@ class SearchMethods(TrainerBase):
     hp_space: Callable[[Any], dict[str, Any]] | None = None
     hp_name: Callable[[Any], str] | None = None
     compute_objective: Callable[[dict[str, Any]], Any] = staticmethod(default_compute_objective)
-
-    @property
-    def objective(self) -> Any:
-        """The objective of the last evaluation of the trial."""
-        return self.trials.objective
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Create a new model with ``model_init``, which may take the ``trial`` of a hyperparameter search.
@@ -51,14 +45,7 @@ class SearchMethods(TrainerBase):
             )
         if problems := keras_problems(model):
             raise ConfigError(problems)
-        return self.module_of(model)
-
-    def module_of(self, given: Any) -> nn.Module:
-        """The module for ``model`` or the result of ``model_init``, with the adapters of ``peft_config``."""
-        self.engines.load_report = None
-        model: nn.Module = resolve_model(given, self.args, self.peft_config)
-        disable_cpu_repacking(model)
-        return model
+        return self._ds_trainer.module_of(model)
 
     def hyperparameter_search(
         self,
@@ -100,7 +87,7 @@ class SearchMethods(TrainerBase):
                 "hyperparameter_search trains a new model for every trial: pass model_init, a function that returns "
                 "a model, to the Trainer instead of model."
             )
-        if self.eval_dataset is None and "get_eval_dataloader" not in self.overridden:
+        if self.eval_dataset is None and "get_eval_dataloader" not in self._ds_trainer.overridden:
             raise ConfigError(
                 "hyperparameter_search compares trials by an evaluation: pass an eval_dataset to the Trainer."
             )
@@ -110,11 +97,12 @@ class SearchMethods(TrainerBase):
         self.hp_space = chosen.default_hp_space if hp_space is None else hp_space
         self.hp_name = hp_name
         self.compute_objective = default_compute_objective if compute_objective is None else compute_objective
-        self.trials.select(None, self.model_init)
-        self.trials.start_search(self.compute_objective)
+        trials = self._ds_trainer.trials
+        trials.select(None, self.model_init)
+        trials.start_search(self.compute_objective)
         try:
             return chosen.run(self, n_trials, direction, **kwargs)  # type: ignore[arg-type]
         finally:
             self.hp_search_backend = None
-            self.trials.select(None, self.model_init)
-            self.trials.end_search()
+            trials.select(None, self.model_init)
+            trials.end_search()

@@ -10,29 +10,13 @@ import torch
 from torch import nn
 
 from ds_trainer.data.source_ids import SOURCE_IDS
-from ds_trainer.training.loop.step import MicroBatchRunner
+from ds_trainer.training.engines import NO_ENGINE
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.errors import ConfigError
 
 
 class TrainingStep(TrainerBase):
     """What happens to the micro-batches of one optimizer step."""
-
-    @property
-    def micro_batch_runner(self) -> MicroBatchRunner:
-        """Runs forward and backward passes on the engine. Raises ConfigError before there is one."""
-        if self.micro_batches is None:
-            raise ConfigError("There is no engine yet: train() builds it.")
-        return self.micro_batches
-
-    @property
-    def current_gradient_accumulation_steps(self) -> int:
-        """Number of micro-batches of this rank in the current step; 1 before a training."""
-        return 1 if self.micro_batches is None else self.micro_batches.accumulation
-
-    @current_gradient_accumulation_steps.setter
-    def current_gradient_accumulation_steps(self, value: int) -> None:
-        self.micro_batch_runner.accumulation = value
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -45,7 +29,7 @@ class TrainingStep(TrainerBase):
             (:mod:`ds_trainer.training.loop.item_count`).
         """
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        return batches, self.losses.count_step(batches, device).divisor
+        return batches, self._ds_trainer.losses.count_step(batches, device).divisor
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -61,7 +45,10 @@ class TrainingStep(TrainerBase):
             The detached contribution of the micro-batch to the mean loss of the global batch. The sum over all
             micro-batches and ranks is that mean.
         """
-        return self.micro_batch_runner.forward_backward(model, inputs, num_items_in_batch)
+        runner = self._ds_trainer.micro_batches
+        if runner is None:
+            raise ConfigError(NO_ENGINE)
+        return runner.forward_backward(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,
@@ -82,7 +69,7 @@ class TrainingStep(TrainerBase):
         Raises:
             ConfigError: the model returned no loss.
         """
-        loss, outputs = self.losses.default(model, inputs, num_items_in_batch)
+        loss, outputs = self._ds_trainer.losses.default(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> ExitStack:
@@ -107,6 +94,7 @@ class TrainingStep(TrainerBase):
 
         The numbers of sources (``source_ids``) are taken out of it.
         """
-        prepared: Any = self.engines.copies.take(inputs)
-        self.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, MutableMapping) else None
+        assembly = self._ds_trainer
+        prepared: Any = assembly.engines.copies.take(inputs)
+        assembly.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, MutableMapping) else None
         return prepared

@@ -30,10 +30,10 @@ _SCHEDULERS_THAT_MOVE_WEIGHTS = (
     "HyperBandForBOHB",
     "HyperBandScheduler",
 )
-# Attributes of the Trainer that a trial rebuilds, or that cannot be pickled.
+# Attributes of the Trainer and its machinery that a trial rebuilds, or that cannot be pickled.
 _NOT_SENT = (
     "memory_tracker",
-    "stage",
+    "setup",
     "accelerator",
     "model",
     "model_wrapped",
@@ -119,13 +119,15 @@ def _check(trainer: Trainer, n_trials: int | None, kwargs: dict[str, Any]) -> No
 @contextmanager
 def _without_engine(trainer: Trainer) -> Iterator[None]:
     """Remove the attributes of ``trainer`` that are not sent to the processes of the trials."""
-    kept = {name: vars(trainer).pop(name) for name in _NOT_SENT if name in vars(trainer)}
-    handler_model, trainer.callback_handler.model = trainer.callback_handler.model, None
+    owners = [vars(trainer), vars(trainer._ds_trainer)]
+    kept = [{name: owner.pop(name) for name in _NOT_SENT if name in owner} for owner in owners]
+    handler_model, trainer._ds_trainer.events.handler.model = trainer._ds_trainer.events.handler.model, None
     try:
         yield
     finally:
-        vars(trainer).update(kept)
-        trainer.callback_handler.model = handler_model
+        for owner, attributes in zip(owners, kept, strict=True):
+            owner.update(attributes)
+        trainer._ds_trainer.events.handler.model = handler_model
 
 
 def _run_trial(config: dict[str, Any], trainer: Trainer, output_dir: str) -> None:
@@ -134,7 +136,7 @@ def _run_trial(config: dict[str, Any], trainer: Trainer, output_dir: str) -> Non
 
     rank_environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(rank_environment, MASTER_PORT=str(free_port()))
-    trainer.start_process()
+    trainer._ds_trainer.start_process()
     trainer.args.output_dir = output_dir  # absolute: a Ray process has its own working directory
     identity = tune.get_context().get_trial_id()
     name = f"run-{identity}" if trainer.hp_name is None else str(trainer.hp_name(config))

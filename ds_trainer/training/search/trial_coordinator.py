@@ -116,7 +116,7 @@ class TrialCoordinator:
         self._last_error = error
         if error is not None:
             _release_frames(error)
-        self.trainer.trials.end_trial(failed=error is not None)
+        self.trainer._ds_trainer.trials.end_trial(failed=error is not None)
         if isinstance(error, SearchError):
             self.fatal_error = error
         if error is not None and distributed_job(self.trainer):
@@ -145,7 +145,7 @@ def _next_message() -> tuple[str, Any]:
 @fails_together
 def _train(trainer: Trainer, trial: SearchTrial, report: Report | None, directions: int | None) -> Outcome:
     """Train, and evaluate if training has not done so. Returns the objective of rank 0 on all ranks."""
-    trials = trainer.trials
+    trials = trainer._ds_trainer.trials
     trials.begin_trial(report, directions)
     pruned = False
     try:

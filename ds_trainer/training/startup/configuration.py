@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.problems import Problems
 
+if TYPE_CHECKING:
+    from ds_trainer.training.protocol import TrainerProtocol
+
 logger = get_logger(__name__)
 
 _NOT_TRAINED = (
@@ -50,7 +53,7 @@ _NOT_TRAINED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerInputs:
     """The inputs of the Trainer.
 
@@ -80,6 +83,26 @@ class TrainerInputs:
     overridden: Collection[str]
     class_name: str
     data_collator: Any = None
+
+    @classmethod
+    def of(cls, trainer: TrainerProtocol, optimizer_class: Any, overridden: Collection[str]) -> TrainerInputs:
+        """The current values of the constructor arguments of ``trainer``."""
+        return cls(
+            model=trainer.model,
+            args=trainer.args,
+            train_dataset=trainer.train_dataset,
+            eval_dataset=trainer.eval_dataset,
+            processing_class=trainer.processing_class,
+            compute_metrics=trainer.compute_metrics,
+            compute_loss_func=trainer.compute_loss_func,
+            optimizer=trainer.optimizer,
+            lr_scheduler=trainer.lr_scheduler,
+            optimizer_class=optimizer_class,
+            compute_loss=trainer.compute_loss,
+            overridden=overridden,
+            class_name=type(trainer).__name__,
+            data_collator=trainer.data_collator,
+        )
 
 
 @dataclass(frozen=True)

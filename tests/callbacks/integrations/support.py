@@ -72,7 +72,7 @@ def train(
         trainer.evaluate(metric_key_prefix="test")
         extra = after(trainer) if after else None
     finally:
-        if trainer is not None and trainer.engines.training_or_none is not None:
+        if trainer is not None and trainer._ds_trainer.engines.training_or_none is not None:
             trainer.engine.close()
         logger.removeHandler(handler)
         for name, value in before.items():

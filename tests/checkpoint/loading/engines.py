@@ -71,7 +71,7 @@ def engine_over(model: nn.Module, output_dir: str, **arguments: Any) -> Iterator
     """An engine as a training makes it."""
     args = TrainingArguments(output_dir, use_cpu=True, save_strategy="no", **arguments)
     trainer = Trainer(model, args, train_dataset=RaggedTokens(8))
-    engine = TrainingEngine(model, trainer.parameter_groups(), trainer.compiled, trainer.layout)
+    engine = TrainingEngine(model, trainer._ds_trainer.parameter_groups(), trainer._ds_trainer.compiled, trainer.layout)
     try:
         yield engine
     finally:

@@ -119,7 +119,7 @@ def evaluate_sharded(output_dir: str, **changes: Any) -> tuple[list[int], float,
     layer.register_forward_pre_hook(lambda *_: here.extend(p.numel() for p in model.model.layers[0].parameters()))
     before = trainer.evaluate()
     assert before["eval_model_preparation_time"] > 0
-    assert trainer.optimizer is None and trainer.engines.training_or_none is None
+    assert trainer.optimizer is None and trainer._ds_trainer.engines.training_or_none is None
     trainer.save_model(output_dir)
     repeated = trainer.evaluate()["eval_loss"]
     trainer.train()

@@ -136,8 +136,8 @@ def smoothed_or_plain(output_dir: str, sizes: Sizes, kind: str, smoothing: float
     )
     model = MEANS[kind]() if kind in MEANS else tiny_llama()
     trainer = Trainer(model, args, eval_dataset=RaggedTokens(SAMPLES))
-    before = trainer.loss_rule.normalized
-    return trainer.evaluate()["eval_loss"], before, trainer.loss_rule.normalized
+    before = trainer._ds_trainer.losses.rule.normalized
+    return trainer.evaluate()["eval_loss"], before, trainer._ds_trainer.losses.rule.normalized
 
 
 @pytest.mark.parametrize(

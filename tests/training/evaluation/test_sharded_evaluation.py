@@ -77,11 +77,16 @@ def evaluated(output_dir: str, case: str, whole: bool, **values: Any) -> tuple[d
     options = {name: given.pop(name) for name in ("compute_loss_func", "compute_metrics") if name in given}
 
     class Watched(kind):  # type: ignore[misc, valid-type]
-        shards = 0
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.shards, evaluator = 0, self._ds_trainer.evaluator
+            loss_of_shard = evaluator.loss_of_shard
 
-        def loss_of_shard(self, model: Any, batch: Any) -> Any:
-            self.shards += 1
-            return super().loss_of_shard(model, batch)
+            def counted(model: Any, batch: Any) -> Any:
+                self.shards += 1
+                return loss_of_shard(model, batch)
+
+            evaluator.loss_of_shard = counted
 
     class Whole(Watched):
         def prediction_step(self, *arguments: Any, **keywords: Any) -> Any:

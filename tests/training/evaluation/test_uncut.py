@@ -74,7 +74,7 @@ def test_training_is_rejected_before_ranks_connect(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="encoder-decoder"):
         Trainer(encoder_decoder(), args, train_dataset=classified_by_token())
     met: list[Any] = []
-    monkeypatch.setattr("ds_trainer.training.trainer.join_ranks", met.append)
+    monkeypatch.setattr("ds_trainer.training.run_setup.join_ranks", met.append)
     with pytest.raises(ConfigError, match="encoder-decoder"):
         Trainer(encoder_decoder(), args).train()
     assert not met

@@ -24,7 +24,7 @@ def collectives_of_a_generation(output_dir: str, gather: str) -> tuple[int, int,
     trainer = make("t5", output_dir, 2, generation_gather=gather, **SHARDED)
     trainer.model.generation_config.eos_token_id = VOCABULARY - 1  # type: ignore[union-attr]
     trainer.evaluate()
-    engine = trainer.engines.current
+    engine = trainer._ds_trainer.engines.current
     assert engine is not None
     hooks = [list(m._forward_hooks) + list(m._forward_pre_hooks) for m in trainer.model.modules()]
     counts, gathered_modules = [], []
@@ -62,7 +62,7 @@ def choices(output_dir: str) -> list[bool]:
 
     class Probe(TrainerCallback):
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
-            phase = trainer.engines.generation
+            phase = trainer._ds_trainer.engines.generation
             gathered.append(phase is not None and phase.gathered)
 
     trainer.add_callback(Probe())
@@ -132,7 +132,7 @@ def sampled(output_dir: str, sizes: dict[str, int], stage: int) -> list[list[int
     repeated = trainer.predict(trainer.eval_dataset, max_new_tokens=8, do_sample=True)
     assert (first.predictions == repeated.predictions).all()  # they follow from seed and step
     before = torch.get_rng_state()
-    tokens = trainer._generate(pad_pairs(trainer.eval_dataset), {"max_new_tokens": 8, "do_sample": True})
+    tokens = trainer._ds_trainer.generate(pad_pairs(trainer.eval_dataset), {"max_new_tokens": 8, "do_sample": True})
     assert torch.equal(before, torch.get_rng_state())  # and cost training nothing
     return list(tokens.tolist())
 

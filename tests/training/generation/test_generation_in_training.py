@@ -111,7 +111,7 @@ def trained(output_dir: str, generates: bool, changes: dict[str, Any]) -> dict[s
         "weights": whole_weights(trainer),
         "times": trainer.times(),
     }
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
     assert "generate" not in vars(trainer.model)
     return found
 
@@ -185,7 +185,7 @@ def collectives(output_dir: str, gather: str) -> dict[str, Any]:
 
     trainer.add_callback(Counting())
     trainer.train()
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
     return found
 
 
@@ -216,7 +216,7 @@ def unequal(output_dir: str, gather: str) -> tuple[int, float]:
     trainer.add_callback(AtStart())
     trainer.train()
     assert [len(rows[0]) - 9 for rows in trainer.tokens[""]] == [3 if dist.get_rank() == 0 else 15] * 2
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
     return passes[0], trainer.state.log_history[-2]["loss"]
 
 
@@ -249,7 +249,7 @@ def test_generation_uses_the_cache(checkpointing: bool, tmp_path: Path) -> None:
     trainer.train()
     assert seen == [9] + [1] * 7
     assert any(getattr(layer, "gradient_checkpointing", False) for layer in trainer.model.modules()) == checkpointing
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
 
 
 # -- sampling, copies, scripts that remove hooks -----------------------------------------------------------------------
@@ -269,7 +269,7 @@ def sampled(output_dir: str, changes: dict[str, Any], own_prompts: bool = False)
 
     trainer.add_callback(AtStart())
     trainer.train()
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
     return trainer.tokens[""]
 
 
@@ -306,7 +306,7 @@ def copied(output_dir: str) -> bool:
 
     trainer.add_callback(AtStart())
     trainer.train()
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
     return found[0]
 
 
@@ -351,7 +351,7 @@ def removed(output_dir: str, generates: bool) -> dict[str, Any]:
         "collectives": dict(counts),
         "modules": [module.ds_id for module in trainer.model.modules()],
     }
-    trainer.engines.close()
+    trainer._ds_trainer.engines.close()
     return found
 
 

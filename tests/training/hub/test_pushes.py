@@ -77,7 +77,7 @@ def test_training_continues_during_a_push(hub: HubServer, tmp_path: Path) -> Non
     def release_and_wait() -> None:
         seen["later"] = hub.messages()
         release.set()
-        wait_for(lambda: not trainer.publisher.uploads.busy)
+        wait_for(lambda: not trainer._ds_trainer.publisher.uploads.busy)
 
     steps = AtStep(step3=check, step7=release_and_wait)
     trainer = make_trainer(tmp_path, callbacks=[steps], max_steps=8)
@@ -242,11 +242,11 @@ def test_a_push_that_fails_does_not_end_the_training(
     refused: list[str] = []
 
     def refuse() -> None:
-        wait_for(lambda: len(hub.commits) == 1 and not trainer.publisher.uploads.busy)
+        wait_for(lambda: len(hub.commits) == 1 and not trainer._ds_trainer.publisher.uploads.busy)
         hub.tokens[TOKEN] = False
 
     def accept() -> None:
-        wait_for(lambda: not trainer.publisher.uploads.busy)
+        wait_for(lambda: not trainer._ds_trainer.publisher.uploads.busy)
         refused.extend(hub.messages())
         hub.tokens[TOKEN] = True
 

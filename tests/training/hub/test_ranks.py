@@ -56,13 +56,13 @@ def passed_over(url: str, folder: str) -> list[str]:
     with pointed_at(url):
         step = AtStep(step5=lambda: _let_go(url, trainer))
         trainer = make_trainer(Path(folder), callbacks=[step], max_steps=6, per_device_train_batch_size=1)
-        original = trainer.publisher.save
+        original = trainer._ds_trainer.publisher.save
 
         def counted(directory: str | None = None) -> None:
             saves.append(str(trainer.state.global_step))
             original(directory)
 
-        trainer.publisher.save = counted  # type: ignore[method-assign]
+        trainer._ds_trainer.publisher.save = counted  # type: ignore[method-assign]
         trainer.train()
         trainer.engine.close()
     return saves
@@ -73,7 +73,7 @@ def _let_go(url: str, trainer: Any) -> None:
 
     if trainer.is_world_process_zero():
         urllib.request.urlopen(f"{url}/test/go").read()
-        wait_for(lambda: not trainer.publisher.uploads.busy)
+        wait_for(lambda: not trainer._ds_trainer.publisher.uploads.busy)
 
 
 def test_all_ranks_skip_the_same_pushes(hub: HubServer, tmp_path: Path) -> None:

@@ -96,9 +96,10 @@ def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
                 except ConfigError:
                     errors.append(traceback.format_exc())
             print(repr(trainer.args), trainer.args.to_json_string(), trainer.args.to_sanitized_dict())
-            print(trainer.compiled.to_json(), trainer.compiled.explain(), trainer.compiled.describe("comet.api_key"))
+            compiled = trainer._ds_trainer.compiled
+            print(compiled.to_json(), compiled.explain(), compiled.describe("comet.api_key"))
             torch.save(trainer.args.to_dict(), Path(folder) / "run" / f"arguments{rank}.pt")
-            given = trainer.compiled.to_dict()["comet"]["api_key"]
+            given = compiled.to_dict()["comet"]["api_key"]
             trainer.engine.close()
     finally:
         client.WAITS = before

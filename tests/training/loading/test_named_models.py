@@ -49,7 +49,7 @@ def test_a_named_model_can_be_used_before_training(stage: int, llama: str, tmp_p
     trainer = trainer_of(Path(llama), tmp_path, zero_stage=stage)
     assert on_meta(trainer)
     assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in tiny_llama().parameters())
-    assert trainer.telemetry.flop_rule(trainer.model).flops_per_token(1) > 0
+    assert trainer._ds_trainer.telemetry.flop_rule(trainer.model).flops_per_token(1) > 0
     assert on_meta(trainer)  # the weights were not needed for that
     trainer.save_model(str(tmp_path / "copy"))
     copy, expected = transformers_llama(str(tmp_path / "copy")), transformers_llama(llama)
@@ -59,7 +59,7 @@ def test_a_named_model_can_be_used_before_training(stage: int, llama: str, tmp_p
     trainer = trainer_of(llama, tmp_path, zero_stage=stage)
     rows = RaggedTokens(4)
     assert abs(trainer.predict(rows).predictions - other.predict(rows).predictions).max() < 1e-5
-    assert trainer.engines.load_report.bytes_read > 0
+    assert trainer._ds_trainer.engines.load_report.bytes_read > 0
 
 
 def test_half_precision_evaluation_of_a_named_model(llama: str, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_header_and_metrics_report_the_load(llama: str, tmp_path: Path, capsys: 
     trainer = trainer_of(llama, tmp_path)
     metrics = trainer.train().metrics
     size = (Path(llama) / "model.safetensors").stat().st_size
-    report = trainer.engines.load_report
+    report = trainer._ds_trainer.engines.load_report
     assert report.tensors == 21 and 0 < report.bytes_read <= 1.2 * size
     assert report.host_peak_bytes > 50e6 and report.device_peak_bytes == 0
     printed = capsys.readouterr().out

@@ -114,7 +114,7 @@ def train(output_dir: Path, directory: str, cases: list[Any]) -> list[tuple[Traj
                 model, config = adapted(model), None
             job = Trainer(model, arguments(output_dir, **changes), train_dataset=make_data(), peft_config=config)
         job.train()
-        found.append((compatibility_of(job), str(job.engines.weight_check.summary)))
+        found.append((compatibility_of(job), str(job._ds_trainer.engines.weight_check.summary)))
         job.engine.close()
     return found
 
@@ -159,7 +159,7 @@ def stop_and_resume(output_dir: Path, directory: str, stage: int) -> list[Any]:
         job = named(output_dir, directory, None, zero_stage=stage, **(keeps if checkpoint is None else {}))
         job.train(resume_from_checkpoint=checkpoint)
         losses = [entry["eval_loss"] for entry in job.state.log_history if "eval_loss" in entry]
-        found.append((compatibility_of(job), job.engines.weight_check.summary, losses))
+        found.append((compatibility_of(job), job._ds_trainer.engines.weight_check.summary, losses))
         logits = logits_of(job.model)
         job.engine.close()
     other = named(output_dir, directory, None, zero_stage=stage)

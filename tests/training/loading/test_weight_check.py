@@ -80,9 +80,9 @@ def outcome(trainer: Trainer, what: str = "train") -> tuple[str, Any, list[str]]
         return "refused", str(error), warnings.messages
     finally:
         logger.removeHandler(warnings)
-        if trainer.engines.training_or_none is not None:
-            trainer.engines.close()
-    return str(trainer.engines.weight_check.summary).split(" (")[0], None, warnings.messages
+        if trainer._ds_trainer.engines.training_or_none is not None:
+            trainer._ds_trainer.engines.close()
+    return str(trainer._ds_trainer.engines.weight_check.summary).split(" (")[0], None, warnings.messages
 
 
 GOOD = "verified, 21 of 21 tensors, 0 missing, 0 unexpected"

@@ -77,7 +77,8 @@ class TakesTheSum(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.loss_rule.auxiliary, self.loss_rule.verified = False, True
+        rule = self._ds_trainer.losses.rule
+        rule.auxiliary, rule.verified = False, True
 
 
 def test_control_summed_terms_are_detected(tmp_path: Any) -> None:
@@ -103,12 +104,12 @@ def test_the_cost_of_the_auxiliary_loss(make_model: Any, more: int, tmp_path: An
     """Nothing for a model without such a loss; else a handful of operations on scalars and labels, and no waiting."""
     model, batch = make_model(), stack([make_data()[index] for index in range(4)])
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
-    trainer.loss_rule.verified = True
+    trainer._ds_trainer.losses.rule.verified = True
     items = torch.tensor(99.0)
     with Operations() as plain:
         loss_in(model(**batch, num_items_in_batch=items), model, batch)
     with Operations() as found:
-        trainer.losses.of(LossMethod.of(trainer.compute_loss), model, dict(batch), items)
+        trainer._ds_trainer.losses.of(LossMethod.of(trainer.compute_loss), model, dict(batch), items)
     extra = Counter(found.names) - Counter(plain.names)
     assert extra.total() <= more, extra
     assert bool(extra) is bool(more)

@@ -177,7 +177,7 @@ def train(output_dir: str, ahead: bool, waits: bool = True, sizes: dict[str, Any
         )
         found = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(21))
         if ahead:
-            found.engines.copies = DeviceCopies(found.device, Recorded(log, waits))
+            found._ds_trainer.engines.copies = DeviceCopies(found._ds_trainer.device, Recorded(log, waits))
         return found
 
     with pinned():
@@ -226,7 +226,7 @@ class CopiesOfPretendedDevice(CopyStream):
 class AheadTrainer(Trainer):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.engines.copies = DeviceCopies(DEVICE, CopiesOfPretendedDevice())
+        self._ds_trainer.engines.copies = DeviceCopies(DEVICE, CopiesOfPretendedDevice())
 
 
 def watched(output_dir: str) -> Any:

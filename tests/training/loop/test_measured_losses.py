@@ -99,7 +99,7 @@ def trained(
     trainer = Trainer(case.model(), args, train_dataset=rows, eval_dataset=rows[:11])
     trainer.train()
     logs = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
-    weighting = trainer.loss_rule.weighting
+    weighting = trainer._ds_trainer.losses.rule.weighting
     found = logs["loss"], logs["grad_norm"], trainer.evaluate()["eval_loss"]
     trainer.engine.close()
     return *found, "sum" if weighting.summed else str(weighting.count)
@@ -234,7 +234,12 @@ def test_a_batch_that_cannot_tell_is_followed_by_one_that_can(tmp_path: Path) ->
 
     class Look(_callback()):  # type: ignore[misc]
         def on_step_end(self, *given: Any, **more: Any) -> None:
-            seen.append((str(trainer.loss_rule.weighting.count), trainer.loss_rule.weighting.settled))
+            seen.append(
+                (
+                    str(trainer._ds_trainer.losses.rule.weighting.count),
+                    trainer._ds_trainer.losses.rule.weighting.settled,
+                )
+            )
 
     trainer.add_callback(Look())
     trainer.train()

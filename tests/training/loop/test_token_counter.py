@@ -155,8 +155,10 @@ def test_counting_reads_nothing_from_the_device_until_needed(tmp_path: Path) -> 
     args = arguments(tmp_path, include_num_input_tokens_seen="non_padding")
     trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(8))
     trainer.train()
-    rule, padding = trainer.telemetry.flop_rule(trainer.model), None
-    work = trainer.telemetry.count_work(trainer.model, ThroughputMeter(), trainer.layout, None, padding, None)
+    rule, padding = trainer._ds_trainer.telemetry.flop_rule(trainer.model), None
+    work = trainer._ds_trainer.telemetry.count_work(
+        trainer.model, ThroughputMeter(), trainer.layout, None, padding, None
+    )
     assert rule is not None
     batch = {name: torch.ones(3, 5, dtype=torch.long, device="meta") for name in ("input_ids", "attention_mask")}
     for _ in range(2):
@@ -173,7 +175,7 @@ def test_flops_of_a_run_are_those_of_its_batches(tmp_path: Path) -> None:
     model = tiny_llama()
     trainer = Trainer(model, arguments(tmp_path), train_dataset=RaggedTokens(24))
     output = trainer.train()
-    rule = trainer.telemetry.flop_rule(trainer.model)
+    rule = trainer._ds_trainer.telemetry.flop_rule(trainer.model)
     assert rule is not None and rule.transformer is not None
     assert trainer.state.total_flos == output.metrics["total_flos"] == pytest.approx(rule.flops(24, LENGTH))
     assert json.loads((tmp_path / "trainer_state.json").read_text())["total_flos"] == trainer.state.total_flos
@@ -239,7 +241,7 @@ class Slow(RaggedTokens):
 def test_rates_in_a_log_are_consistent(tmp_path: Path) -> None:
     trainer = Trainer(tiny_llama(), arguments(tmp_path), train_dataset=Slow(24))
     output = trainer.train()
-    rule = trainer.telemetry.flop_rule(trainer.model)
+    rule = trainer._ds_trainer.telemetry.flop_rule(trainer.model)
     assert rule is not None
     steps = trainer.state.log_history[:3]
     for log in steps:
@@ -273,7 +275,7 @@ def test_samples_count_for_the_job_and_flops_per_device(tmp_path: Path) -> None:
 
 def test_flops_of_packed_samples_exclude_attention_between_them(tmp_path: Path) -> None:
     trainer = Trainer(tiny_llama(), arguments(tmp_path), train_dataset=RaggedTokens(8))
-    rule = trainer.telemetry.flop_rule(trainer.model)
+    rule = trainer._ds_trainer.telemetry.flop_rule(trainer.model)
     assert rule is not None
     tokens = torch.ones(2, 12, dtype=torch.long)
     positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
@@ -301,7 +303,7 @@ def test_encoder_and_decoder_lengths_are_counted_separately(tmp_path: Path) -> N
     rows = [{"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 8)} for _ in range(8)]
     trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=rows)
     trainer.train()
-    rule = trainer.telemetry.flop_rule(trainer.model)
+    rule = trainer._ds_trainer.telemetry.flop_rule(trainer.model)
     assert rule is not None and rule.transformer is not None
     assert trainer.state.total_flos == pytest.approx(rule.flops(8, 12, 5))
 

@@ -65,7 +65,10 @@ def test_tensor_parallelism_is_refused() -> None:
     args = TrainingArguments("out", use_cpu=True, bf16=True)
     trainer = Trainer(tiny_llama(), args)
     args.fp8 = True
-    assert any("tensor_parallel_size=2" in text for text in fp8.fp8_problems(trainer.model, args, trainer.compiled, 2))
+    assert any(
+        "tensor_parallel_size=2" in text
+        for text in fp8.fp8_problems(trainer.model, args, trainer._ds_trainer.compiled, 2)
+    )
 
 
 def test_a_difference_outside_the_band_is_refused() -> None:

@@ -50,8 +50,8 @@ def trained(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
         "total": trainer.get_total_train_batch_size(trainer.args),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "requested": (args.parallelism, args.per_device_train_batch_size, args.zero_stage),
-        "stage": trainer.compiled.zero_stage,
-        "hpz": trainer.compiled.hpz_partition_size,
+        "stage": trainer._ds_trainer.compiled.zero_stage,
+        "hpz": trainer._ds_trainer.compiled.hpz_partition_size,
         "now": trainer.args.parallelism,
     }
 

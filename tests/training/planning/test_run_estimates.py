@@ -101,7 +101,7 @@ def test_a_run_is_predicted_and_compared(tmp_path: Path, capsys: pytest.CaptureF
     assert 0 < measured < metrics["train_runtime"]
     assert not [name for name in metrics if "peak_memory" in name]  # not measured on a CPU
     assert out.rstrip().splitlines()[-1].startswith("ds_trainer: a step took ")
-    estimate = trainer.estimator.estimate
+    estimate = trainer._ds_trainer.estimator.estimate
     assert estimate is not None and estimate.candidate.global_batch == trainer.get_total_train_batch_size()
 
 
@@ -136,11 +136,11 @@ class Unreadable(Regression):
 
 def test_a_model_that_cannot_be_read_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, _ = run(Regression(), regression_rows(40), tmp_path)
-    assert trainer.estimator.read(trainer.model) is trainer.estimator.read(trainer.model)
-    estimator = trainer.estimator
+    assert trainer._ds_trainer.estimator.read(trainer.model) is trainer._ds_trainer.estimator.read(trainer.model)
+    estimator = trainer._ds_trainer.estimator
     estimator.release()
     trainer.model = Unreadable()
-    assert estimator.predict(trainer.inputs(), trainer.compiled, trainer.layout) is None
+    assert estimator.predict(trainer._ds_trainer.inputs(), trainer._ds_trainer.compiled, trainer.layout) is None
     assert estimator.text() == "none, because Unreadable cannot be planned: RuntimeError no such thing"
     assert estimator.metrics(1.0, None) == {} and estimator.comparison() is None
 
@@ -149,8 +149,8 @@ def peak_of_ranks(folder: str) -> dict[str, float]:
     """What a rank reports whose GPU had 10 or 20 GB; the last rank has no estimate."""
     trainer, _ = run(Regression(), regression_rows(40), Path(folder))
     if trainer.args.process_index == 1:
-        trainer.estimator.estimate = None
-    return trainer.estimator.metrics(1.0, 10**10 * (1 + trainer.args.process_index))
+        trainer._ds_trainer.estimator.estimate = None
+    return trainer._ds_trainer.estimator.metrics(1.0, 10**10 * (1 + trainer.args.process_index))
 
 
 def test_a_rank_without_an_estimate_keeps_no_other_waiting(tmp_path: Path) -> None:

@@ -224,8 +224,10 @@ def test_arguments_changed_after_construction_are_validated_again(tmp_path: Path
     trainer = make_trainer(arguments(str(tmp_path), max_steps=1))
     trainer.args.per_device_train_batch_size, trainer.args.learning_rate = 2, 0.03
     trainer.train()
-    assert trainer.compiled.get("train_micro_batch_size_per_gpu") == 2
-    assert trainer.compiled.get("optimizer.params.lr", trainer.optimizer.param_groups[0]["initial_lr"]) == 0.03
+    assert trainer._ds_trainer.compiled.get("train_micro_batch_size_per_gpu") == 2
+    assert (
+        trainer._ds_trainer.compiled.get("optimizer.params.lr", trainer.optimizer.param_groups[0]["initial_lr"]) == 0.03
+    )
     trainer.args.per_device_train_batch_size = -1
     with pytest.raises(ConfigError, match="per_device_train_batch_size=-1"):
         trainer.train()

@@ -88,7 +88,7 @@ def train(directory: str, limit: int, **changes: Any) -> tuple[Trajectory, dict[
         "micro": trainer.args.per_device_train_batch_size,
         "accumulation": trainer.args.gradient_accumulation_steps,
         "total": trainer.get_total_train_batch_size(trainer.args),
-        "json": trainer.compiled.get("train_micro_batch_size_per_gpu"),
+        "json": trainer._ds_trainer.compiled.get("train_micro_batch_size_per_gpu"),
         "state": trainer.state.train_batch_size,
         "given": args.per_device_train_batch_size,
         "finite": bool(torch.isfinite(model.statistics.running_mean).all()),

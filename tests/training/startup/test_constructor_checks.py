@@ -31,7 +31,7 @@ def test_trainers_that_need_a_rank_per_replica_are_refused(
 
     for variable, value in dict(WORLD_SIZE=2, RANK=0, LOCAL_RANK=0, MASTER_ADDR="nowhere", MASTER_PORT=1).items():
         monkeypatch.setenv(variable, str(value))
-    monkeypatch.setattr("ds_trainer.training.trainer.join_ranks", lambda args: pytest.fail("it was started"))
+    monkeypatch.setattr("ds_trainer.training.run_setup.join_ranks", lambda args: pytest.fail("it was started"))
     with pytest.raises(ConfigError, match=message):
         trainer(package).train()
     with pytest.raises(pytest.fail.Exception, match="it was started"):

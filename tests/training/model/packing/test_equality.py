@@ -73,8 +73,8 @@ def check(model: nn.Module, output_dir: Path, trainer: type[Trainer] = Trainer, 
         return str(error)
     finally:
         if job is not None:
-            job.engines.close()
-    assert job.packed_data.proven
+            job._ds_trainer.engines.close()
+    assert job._ds_trainer.packing.proven
     return ""
 
 

@@ -1,0 +1,314 @@
+"""``RunSetup``: what a training needs before its first step: its checks, its context, its plan, its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.arguments.enums import SaveStrategy
+from ds_trainer.arguments.redefined import packs
+from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
+from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
+from ds_trainer.data.columns import base_model
+from ds_trainer.monitor.memory_tracker import Stage
+from ds_trainer.monitor.step_profiler import StepProfiler
+from ds_trainer.monitor.throughput import ThroughputMeter
+from ds_trainer.training.loading.model_argument import defer_to_checkpoint
+from ds_trainer.training.loop.batches import check_dataset, check_names
+from ds_trainer.training.loop.first_loss_check import check_first_loss
+from ds_trainer.training.loop.first_steps import FirstSteps
+from ds_trainer.training.loop.loss_window import LossWindow
+from ds_trainer.training.loop.memory_recovery import MemoryRecovery
+from ds_trainer.training.loop.packed_data import summary_of
+from ds_trainer.training.loop.run_plan import RunPlan
+from ds_trainer.training.loop.sharded_loading import cut_for_ranks
+from ds_trainer.training.loop.step import StepRunner
+from ds_trainer.training.loop.token_counter import peak_of
+from ds_trainer.training.loop.training_run import TrainingRun
+from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
+from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
+from ds_trainer.training.out_of_memory import Remedy, explained_out_of_memory, startup_remedies, training_remedies
+from ds_trainer.training.planning.run_estimate import RunEstimate
+from ds_trainer.training.planning.run_estimator import peak_memory
+from ds_trainer.training.resume.checkpointer import Checkpointer
+from ds_trainer.training.resume.compatibility import Changes
+from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.resumption import Resumption
+from ds_trainer.training.resume.running_model import running_model
+from ds_trainer.training.startup.batch_size_search import rehearse_first_step
+from ds_trainer.training.startup.constructor_checks import replica_problems
+from ds_trainer.training.startup.process_setup import join_ranks
+from ds_trainer.training.stopping.stop_controller import StopController
+from ds_trainer.training.train_loop import TrainLoop
+from ds_trainer.utils import distributed
+from ds_trainer.utils.devices import free_memory
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_votes import host_votes
+from ds_trainer.utils.problems import Problems
+
+if TYPE_CHECKING:
+    from ds_trainer.training.assembly import Assembly
+
+
+class RunSetup:
+    """Sets up the trainings of a Trainer; ``Trainer.train`` calls its methods in the order of this file.
+
+    Args:
+        assembly: the components of the Trainer.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self._stage: Stage
+
+    # -- before anything is built -------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check that the Trainer can train.
+
+        Raises:
+            ConfigError: lists all problems.
+        """
+        assembly, dataset = self._assembly, self._assembly.trainer.train_dataset
+        args, problems = assembly.args, Problems()
+        problems.extend(assembly.unsharded)
+        problems.extend(replica_problems(type(assembly.trainer), assembly.layout))
+        if args.memory_check and not args.auto_find_batch_size and (estimate := self.estimate()):
+            problems.extend(estimate.problems())
+        if "get_train_dataloader" not in assembly.overridden:  # else the dataset may be of any kind
+            if dataset is not None:
+                with problems.collecting():
+                    check_dataset(dataset, "train_dataset", assembly.batch_plan)
+            else:
+                problems.add("train() needs a train_dataset: pass one to the Trainer.")
+        problems.raise_if_any()
+
+    def estimate(self) -> RunEstimate | None:
+        """What the planner predicts for a training with the current arguments; None if it cannot."""
+        assembly = self._assembly
+        if assembly.engines.current is None:
+            assembly.estimator.release()  # parameters may have been frozen since the last time
+        return assembly.estimator.predict(assembly.inputs(), assembly.compiled, assembly.layout)
+
+    @contextmanager
+    def entered(self, directory: OutputDirectory) -> Iterator[tuple[StopController, ExitStack]]:
+        """Context of a training that releases its resources, however it ends. Collective."""
+        assembly, args = self._assembly, self._assembly.args
+        saves = args.enable_jit_checkpoint or (args.save_strategy != SaveStrategy.NO and not args.save_only_model)
+        with ExitStack() as outer:
+            self._stage = outer.enter_context(assembly.memory_tracker.stage("train"))
+            assembly.trainer.is_in_train = True
+            outer.callback(setattr, assembly.trainer, "is_in_train", False)
+            outer.callback(directory.release)
+            outer.enter_context(assembly.telemetry.recorder.recorded(lambda: directory.is_ours))
+            join_ranks(args)
+            votes = host_votes(assembly.groups.world_host) if distributed.world_size() > 1 else None
+            stop = StopController(
+                assembly.output_dir,
+                saves,
+                not args.save_only_model,
+                args.time_limit_margin,
+                votes,
+                directory.resumes_automatically,
+            )
+            outer.enter_context(stop)
+            if not saves:
+                outer.enter_context(finish_before_sigterm(lambda: self._end_by_sigterm(stop)))
+            with ExitStack() as parts, self._explained_out_of_memory():
+                yield stop, parts
+
+    def _end_by_sigterm(self, stop: StopController) -> None:
+        """Finish what is in progress before SIGTERM ends the process."""
+        try:
+            stop.before_exit()
+        finally:
+            self._assembly.telemetry.recorder.end(None, "killed by SIGTERM")
+
+    def _explained_out_of_memory(self) -> AbstractContextManager[None]:
+        """Context in which an out-of-memory error ends with what to change."""
+        assembly = self._assembly
+
+        def when() -> str:
+            if assembly.engines.training_or_none is None:
+                return "while the engine was built"
+            size = assembly.args.per_device_train_batch_size
+            return f"in step {assembly.events.state.global_step + 1}, with {size} samples in a micro-batch"
+
+        def remedies() -> list[Remedy]:
+            if assembly.engines.training_or_none is None:
+                return startup_remedies(assembly.compiled, assembly.layout)
+            can_recompute = not gradient_checkpointing_problems(assembly.trainer.model, None, reentrant=False)
+            return training_remedies(assembly.args, assembly.compiled, assembly.layout, can_recompute)
+
+        return explained_out_of_memory(when, remedies, assembly.args.deepspeed)
+
+    def describe_running_model(self) -> RunningModel:
+        """Parameter groups by name, for checkpoints whose optimizer states have numbers.
+
+        Raises:
+            ConfigError: ``create_optimizer`` is overridden, so the groups are unknown.
+        """
+        assembly = self._assembly
+        if assembly.user_optimizers[0] is None and "create_optimizer" in assembly.overridden:
+            raise ConfigError(
+                f"{type(assembly.trainer).__name__} overrides create_optimizer, so the numbered optimizer states of a "
+                "checkpoint of transformers.Trainer cannot be mapped to parameters. Pass the optimizer with "
+                "optimizers=(optimizer, None), or start from the weights only (start_from_weights)."
+            )
+        cls = None if assembly.optimizer_class is None else assembly.optimizer_class[0]
+        groups, given = assembly.parameter_groups(), assembly.user_optimizers
+        return running_model(assembly.trainer.model, assembly.args, assembly.compiled, groups, given, cls)
+
+    def rehearse(self) -> str | None:
+        """Rehearse the first step. Returns the out-of-memory message of this rank, or None. Closes the engine."""
+        assembly = self._assembly
+        loader = assembly.trainer.get_train_dataloader()
+        assembly.build_engine(1)
+        assert assembly.micro_batches is not None
+        accumulation, engine = assembly.args.gradient_accumulation_steps, assembly.engines.training
+        try:
+            return rehearse_first_step(
+                loader, accumulation, engine, assembly.micro_batches, assembly.losses, assembly.device
+            )
+        finally:
+            assembly.start_fresh()
+            free_memory(assembly.device)
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def plan(self, loader: Any, checkpoint: Path | None) -> tuple[RunPlan, Resumption | None, Changes]:
+        """The plan of the run, with the description of the run in the checkpoint. Collective.
+
+        Raises:
+            ConfigError: the optimizer has changed, or with ``strict_resume`` any argument of the compatibility
+                fingerprint, and ``allow_changed_on_resume`` does not allow it.
+        """
+        assembly, args = self._assembly, self._assembly.args
+        values = assembly.trainer.set_initial_training_values(args, loader)
+        plan = RunPlan.of_values(values, args.gradient_accumulation_steps)
+        if checkpoint is None:
+            return plan, None, Changes({})
+        defer_to_checkpoint(assembly.trainer.model, checkpoint)
+        resumption = Resumption.of(checkpoint)
+        plan = resumption.plan(args, assembly.batch_plan, plan, loader, assembly.fingerprint(plan))
+        return plan, resumption, resumption.changes(assembly.fingerprint(plan), args)
+
+    def training_run(self, plan: RunPlan, loader: Any) -> TrainingRun:
+        """The objects that the components of this training share."""
+        assembly, trainer = self._assembly, self._assembly.trainer
+        assembly.events.handler.train_dataloader = loader
+
+        def final_metrics() -> dict[str, Any]:
+            report = assembly.engines.load_report
+            packed = summary_of(loader)
+            seconds, peak = assembly.telemetry.step_seconds(), peak_memory(assembly.device)
+            return {
+                **({} if report is None else report.metrics()),
+                **({} if packed is None else packed.metrics()),
+                **assembly.estimator.metrics(seconds, peak),
+                **self._stage.end(),
+            }
+
+        return TrainingRun(
+            events=assembly.events,
+            config=assembly.compiled,
+            batch_plan=assembly.batch_plan,
+            plan=plan,
+            model=trainer.model,
+            engine=assembly.engines.training,
+            optimizer=trainer.optimizer,
+            lr_scheduler=trainer.lr_scheduler,
+            loader=loader,
+            processing_class=assembly.saved_processing_class,
+            device=assembly.device,
+            fingerprint=assembly.fingerprint(plan),
+            log=trainer.log,
+            final_metrics=final_metrics,
+        )
+
+    def train_loop(
+        self, run: TrainingRun, checkpointer: Checkpointer, stop: StopController, ignore_keys: list[str] | None
+    ) -> TrainLoop:
+        """The loop of a training, after a possible restore."""
+        assembly, trainer, args = self._assembly, self._assembly.trainer, self._assembly.args
+        assert assembly.micro_batches is not None
+        engine, meter, losses, methods = run.engine, ThroughputMeter(), assembly.losses, assembly.step_methods()
+        own = "floating_point_ops" in assembly.overridden
+        of_user = own or callable(getattr(trainer.model, "floating_point_ops", None))
+        counter = assembly.telemetry.count_work(
+            trainer.model,
+            meter,
+            assembly.layout,
+            peak_of(assembly.compiled, assembly.device),
+            getattr(trainer.processing_class, "pad_token_id", None),
+            trainer.floating_point_ops if of_user else None,
+        )
+        cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)
+        health = assembly.telemetry.watch(assembly.output_dir, checkpointer.finish_before_exit)
+        group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None
+        losses.loader = run.loader
+        by_source = losses.sources.window = losses.sources.sums(trainer.train_dataset, group)
+        window = LossWindow(assembly.device, args.logging_nan_inf_filter, group, by_source)
+        step = StepRunner(
+            methods=methods,
+            micro_batches=assembly.micro_batches,
+            losses=losses,
+            engine=engine,
+            events=assembly.events,
+            guard=checkpointer.guard,
+            health=health,
+            counter=counter,
+            meter=meter,
+            window=window,
+            optimizer=run.optimizer,
+            lr_scheduler=run.lr_scheduler,
+            device=assembly.device,
+            check_first=self.check_first_batch,
+            recovery=MemoryRecovery.of(run, assembly.resize_micro_batch) if args.auto_find_batch_size else None,
+            first_steps=FirstSteps.of(run, losses, methods, assembly.overridden, trainer.train_dataset),
+        )
+        profiler = None
+        if args.profile_steps and trainer.is_world_process_zero():
+            left = run.plan.max_steps - assembly.events.state.global_step
+            profiler = StepProfiler(args.profile_steps, left, assembly.output_dir, assembly.device)
+            health.on_phase = profiler.phase
+        return TrainLoop(
+            run=run,
+            step=step,
+            checkpointer=checkpointer,
+            stop=stop,
+            health=health,
+            meter=meter,
+            counter=counter,
+            window=window,
+            evaluate=partial(assembly.evaluator.evaluate_in_training, ignore_keys=ignore_keys),
+            save_checkpoint=partial(trainer._save_checkpoint, trainer.model, assembly.trials.trial),
+            profiler=profiler,
+        )
+
+    # -- the first batch ----------------------------------------------------------------------------------------------
+
+    def check_first_batch(self, batch: Any) -> None:
+        """Before the first step, check a batch, and that neither sharding, tiles nor packing change the results."""
+        self.check_keys(batch)
+        self._compare(batch)
+
+    def check_keys(self, batch: Any) -> None:
+        """Check that the model takes the keys of a batch."""
+        if self._assembly.losses.overlap_count:
+            check_names(batch, self._assembly.trainer.model)
+
+    def _compare(self, batch: Any) -> None:
+        """Compare the results of a batch with those without sharding, tiles and packing. Collective."""
+        assembly, trainer, losses = self._assembly, self._assembly.trainer, self._assembly.losses
+        if "compute_loss" not in assembly.overridden:
+            liger = bool(assembly.args.use_liger_kernel) and "forward" in vars(base_model(trainer.model))
+            check_first_loss(losses, trainer.model_wrapped, batch, trainer._prepare_inputs, liger)
+        if losses.sharder is not None:
+            about = assembly.groups, trainer._prepare_inputs, packs(assembly.args)
+            check_sequence_sharding(trainer.model_wrapped, losses.sharder, batch, *about)
+        if packs(assembly.args):
+            assembly.packing.check(trainer.model_wrapped, batch, again=True)  # the engine is new
