@@ -3,6 +3,7 @@
 Three kinds, in docs/reference/private-methods.md:
 
 - *In use*: methods of :class:`PrivateMethods`. The Trainer calls them where transformers does and uses their results.
+  Those of :class:`ds_trainer.training.overrides.called_methods.CalledMethods` are for calls by scripts.
 - *Not called* (:data:`NOT_CALLED`): an override has no effect, because the engine does this work exactly. Subclasses
   with one work; a note in the log says so.
 - *Refused* (:data:`REFUSED`): an override would be expected to change the loop. Defining one, or reading such a name,
@@ -25,34 +26,49 @@ from ds_trainer.data.stream import is_stream
 from ds_trainer.optim.schedule_stepping import current_lr
 from ds_trainer.training.loop.batches import EpochOrder, Sampling
 from ds_trainer.training.loop.run_plan import batch_plan_of
-from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.training.overrides.called_methods import CalledMethods, MeasuredStages
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 OWN_ORDER = "_get_train_sampler"
-_CHECKPOINTS = "checkpoints hold all weights by name, and the engine restores them exactly"
+_RESUME = "train(resume_from_checkpoint=...) restores it; remove the call"
+_SAVE = "checkpoints hold it: call save_checkpoint()"
 NOT_CALLED = {
-    "_load_from_checkpoint": _CHECKPOINTS,
-    "_load_best_model": _CHECKPOINTS,
-    "_push_from_checkpoint": "pushes call save_model, which calls _save",
+    "_load_from_checkpoint": "train(resume_from_checkpoint=...) restores all weights by name; to load weights alone, "
+    "call from_pretrained before the Trainer is made",
+    "_load_best_model": "set load_best_model_at_end=True, and train() ends with the best weights",
+    "_push_from_checkpoint": "pushes call save_model, which calls _save; call push_to_hub()",
     "_wrap_model": "the DeepSpeed engine is the only wrapper",
-    "_issue_warnings_after_load": "missing and unexpected weights are errors that name them",
+    "_issue_warnings_after_load": "missing and unexpected weights of checkpoints are errors that name them",
     "_hp_search_setup": "trials get their arguments from hyperparameter_search",
-    "_load_rng_state": "random states are in the checkpoint of each rank",
-    "_save_rng_state": "random states are in the checkpoint of each rank",
-    "_load_scaler": "DeepSpeed holds the loss scale",
-    "_save_scaler": "DeepSpeed holds the loss scale",
-    "_save_optimizer_and_scheduler": "checkpoints hold optimizer and schedule",
-    "_load_callback_state": "states of callbacks are restored before on_train_begin",
-    "_move_model_to_device": "the engine moves and shards the model",
-    "_sync_replicated_trainable_parameters": "the engine does it when it is built",
-    "_update_auto_batch_size": "auto_find_batch_size changes the arguments before the engine is built",
-    "_validate_args": "arguments are checked when they are made",
+    "_load_rng_state": f"random states are in the checkpoint of each rank, and {_RESUME}",
+    "_save_rng_state": f"random states are in the checkpoint of each rank; {_SAVE}",
+    "_load_scaler": f"DeepSpeed holds the loss scale, and {_RESUME}",
+    "_save_scaler": f"DeepSpeed holds the loss scale; {_SAVE}",
+    "_save_optimizer_and_scheduler": f"optimizer and schedule are saved in shards; {_SAVE}",
+    "_load_callback_state": f"states of callbacks are restored before on_train_begin, and {_RESUME}",
+    "_move_model_to_device": "the engine moves and shards the trained model",
+    "_sync_replicated_trainable_parameters": "the engine does it when it is built; remove the call",
+    "_update_auto_batch_size": "auto_find_batch_size=True changes the arguments before the engine is built",
+    "_validate_args": "arguments are checked when they are made; call args.complete() after a change",
     "_build_accelerator_args": "trainer.accelerator follows from the arguments",
+    "_nested_gather": "results of an evaluation are gathered in pieces",
+    "_pad_across_processes": "results of an evaluation are padded when they are gathered",
+    "_gather_and_numpify": "results of an evaluation are gathered in pieces",
+    "_evaluate": "override evaluate, or call it",
+    "_rotate_checkpoints": "save_total_limit removes checkpoints after each save",
+    "_sorted_checkpoints": "list args.output_dir yourself, or read state.best_model_checkpoint",
+    "_activate_neftune": "set neftune_noise_alpha",
+    "_deactivate_neftune": "the hook of neftune_noise_alpha is removed after train()",
+    "_fsdp_qlora_plugin_updates": "DeepSpeed shards quantized weights itself",
+    "_add_sm_patterns_to_gitignore": "SageMaker is not supported",
+    "ipex_optimize_model": "set torch_compile=True",
+    "torch_jit_model_eval": "set torch_compile=True",
+    "propagate_args_to_deepspeed": "the configuration is compiled from the arguments when the Trainer is made",
 }
-"""Methods whose override has no effect, and why none is needed."""
+"""Methods whose override has no effect, with what to write instead; some can be called (:class:`CalledMethods`)."""
 _LOOP = "the loop is that of the DeepSpeed engine. Override training_step or compute_loss, or use a TrainerCallback"
 REFUSED = {
     "_inner_training_loop": _LOOP,
@@ -63,25 +79,32 @@ REFUSED = {
     "_maybe_log_save_evaluate": "use TrainerCallback.on_step_end and the decisions in control, and override log",
     "_determine_best_metric": "set metric_for_best_model, or override evaluate and return the metric",
     "_clip_grad_norm": "set max_grad_norm",
-    "_get_grad_norm": "it is in every log as grad_norm; trainer.engine.grad_norm() reads it",
-    "_get_num_items_in_batch": "override get_batch_samples, which returns the number with the batches",
-    "_prepare_input": "override _prepare_inputs",
     "_prepare_context_parallel_inputs": "sequences are sharded by context_parallel_size and sequence_parallel_size",
     "_track_num_input_tokens": "set include_num_input_tokens_seen",
     "_tune_save_checkpoint": "pass a backend to hyperparameter_search",
     "_report_to_hp_search": "pass compute_objective to hyperparameter_search",
     "_finish_current_push": "trainer.push_to_hub(blocking=True) waits for its end",
-    "_memory_tracker": "set skip_memory_metrics=False",
     "_total_loss_scalar": "train() returns the mean loss as training_loss",
     "_globalstep_last_logged": "use trainer.state.log_history",
+    "_tr_loss": "read the loss in TrainerCallback.on_log",
+    "_initial_global_step": "read state.global_step in TrainerCallback.on_train_begin",
+    "_initial_num_input_tokens_seen": "read state.num_input_tokens_seen in TrainerCallback.on_train_begin",
+    "_loss_shifts_labels": "set shifts_labels on the model",
     "_defer_fsdp_gradient_reduction": "DeepSpeed reduces gradients as the ZeRO stage requires",
     "_has_mixed_mesh_grads": "DeepSpeed reduces gradients as the ZeRO stage requires",
     "_mixed_mesh_grad_norm": "DeepSpeed computes the norm over all shards",
 }
 """Names that raise an error, with the alternative."""
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(("use_apex", "use_cuda_amp", "use_cpu_amp", "do_grad_scaling"), False),
+    **dict.fromkeys(("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"), False),
+    **dict.fromkeys(("is_distributed_loading_by_transformers", "_mixed_mesh_grads", "_loggers_initialized"), False),
+    **dict.fromkeys(("sharded_ddp", "fsdp", "push_in_progress", "_trial"), None),
+}
+"""Attributes that say what this Trainer does not do, also those of transformers 4."""
 
 
-class PrivateMethods(TrainerBase):
+class PrivateMethods(CalledMethods):
     """The private methods of transformers' Trainer that have a meaning here."""
 
     _signature_columns: list[str] | None = None
@@ -100,6 +123,14 @@ class PrivateMethods(TrainerBase):
 
     def __getattr__(self, name: str) -> Any:
         # Called for missing attributes only.
+        if name in VALUES:
+            return VALUES[name]
+        if name == "gather_function":
+            return self.accelerator.gather_for_metrics
+        if name == "_created_lr_scheduler":
+            return self.lr_scheduler is not None and self._ds_trainer.user_optimizers[1] is None
+        if name == "_memory_tracker":
+            return vars(self).setdefault(name, MeasuredStages(self._ds_trainer.memory_tracker))
         if name in REFUSED:
             raise AttributeError(_refusal(f"{type(self).__name__}.{name}", name), name=name, obj=self)
         if name in NOT_CALLED:
@@ -227,7 +258,7 @@ class PrivateMethods(TrainerBase):
 def note_ignored_overrides(trainer: type) -> None:
     """Write to the log which private methods of a subclass are not called."""
     for name, reason in NOT_CALLED.items():
-        if hasattr(trainer, name):
+        if getattr(trainer, name, None) is not getattr(PrivateMethods, name, None):
             logger.info("%s.%s is not called: %s.", trainer.__name__, name, reason)
 
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.training.engines import NO_ENGINE
-from ds_trainer.training.overrides.base import TrainerBase
+from ds_trainer.training.overrides.called_methods import CalledMethods
 from ds_trainer.utils.errors import ConfigError
 
 
-class TrainingStep(TrainerBase):
+class TrainingStep(CalledMethods):
     """What happens to the micro-batches of one optimizer step."""
 
     def get_batch_samples(
@@ -29,7 +29,10 @@ class TrainingStep(TrainerBase):
             (:mod:`ds_trainer.training.loop.item_count`).
         """
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        return batches, self._ds_trainer.losses.count_step(batches, device).divisor
+        assembly = self._ds_trainer
+        if "_get_num_items_in_batch" in assembly.overridden:
+            return batches, self._get_num_items_in_batch(batches, device)
+        return batches, assembly.losses.count_step(batches, device).divisor
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -95,6 +98,7 @@ class TrainingStep(TrainerBase):
         The numbers of sources (``source_ids``) are taken out of it.
         """
         assembly = self._ds_trainer
-        prepared: Any = assembly.engines.copies.take(inputs)
+        own = "_prepare_input" in assembly.overridden
+        prepared: Any = self._prepare_input(inputs) if own else assembly.engines.copies.take(inputs)
         assembly.losses.sources.ids = prepared.pop(SOURCE_IDS, None) if isinstance(prepared, MutableMapping) else None
         return prepared
