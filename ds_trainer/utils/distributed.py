@@ -310,7 +310,10 @@ def broadcast_from_main(value: Any) -> Any:
     if rank() == 0:
         store.set(key, value)
         return value
-    return store.wait(key)
+    received = store.wait(key)
+    if store.add(f"{key}/read") == world_size() - 1:
+        store.delete(key, f"{key}/read")
+    return received
 
 
 def gather_objects(value: Any) -> list[Any]:

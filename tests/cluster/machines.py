@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -144,7 +145,11 @@ class Cluster:
 
     def job(self, job: int) -> dict[str, str]:
         """What ``scontrol show job`` says: ``JobState``, ``Restarts``, ``ExitCode``, ``Reason`` ..."""
-        fields = self.hub("scontrol", "--oneliner", "show", "job", str(job)).split(" ")
+        fields: list[str] = []
+        while len(fields) < 2:  # on a busy machine a command of SLURM may be ended by its broken connection (SIGPIPE)
+            shown = self.run("hub", "scontrol", "--oneliner", "show", "job", str(job), check=False)
+            assert shown.returncode in (0, -signal.SIGPIPE), shown.stderr
+            fields = shown.stdout.strip().split(" ")
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait_until(self, what: Callable[[], object], timeout: float, about: Callable[[], str] = str) -> None:

@@ -16,6 +16,7 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
 from tests.support.forks import in_a_fork
+from ds_trainer.utils.store import RankStore
 from tests.support.pool import pool
 
 RANKS = 4
@@ -37,10 +38,18 @@ def decisions() -> dict[str, Any]:
         "long": distributed.gather_to_main(list(range(1000 * (rank % 2)))),
         "told": distributed.broadcast_object(f"said by {rank}"),
         "by store": [distributed.broadcast_from_main([rank, turn]) for turn in range(2)],
+        "kept": kept(),
         "sizes": [distributed.group_size(), distributed.group_size(groups.tp), distributed.world_size()],
         "sum": summed(rank, groups.tp),
         "late": late(rank),
     }
+
+
+def kept() -> int:
+    """How many keys of broadcasts are still in the store once all ranks have read them."""
+    distributed.barrier()
+    store = RankStore("ds_trainer/broadcasts")
+    return sum(store.check(key) for turn in range(100) for key in (str(turn), f"{turn}/read"))
 
 
 def late(rank: int) -> list[int]:
@@ -70,6 +79,7 @@ def test_all_ranks_get_the_same_decision() -> None:
         assert found["long"] == ([list(range(1000 * (other % 2))) for other in range(RANKS)] if rank == 0 else None)
         assert found["told"] == "said by 0"
         assert found["by store"] == [[0, 0], [0, 1]]
+        assert found["kept"] == 0
         assert found["sizes"] == [4, 2, 4]
         assert found["late"] == [RANKS - 1]
         assert found["sum"] == [1111, 11 if rank < 2 else 1100]

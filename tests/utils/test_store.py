@@ -17,6 +17,7 @@ from ds_trainer.engine.zero3.deviations import Deviations
 from ds_trainer.monitor.health import watchdog as watchdog_module
 from ds_trainer.monitor.health.heartbeat import Limit
 from ds_trainer.monitor.health.status_board import StatusBoard
+from ds_trainer.monitor.health.verdict import RankReport
 from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
 from ds_trainer.utils import failures, fresh_store
 from ds_trainer.utils import store as store_module
@@ -182,6 +183,29 @@ def test_the_load_of_the_store_is_bounded_whatever_the_number_of_ranks(
     assert clock.now > 30
     first = 12  # pauses that double, from a millisecond on
     assert ranks * (connection.polls - first) / clock.now <= 2_500
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+@pytest.mark.parametrize("ranks", [8, 1024, 4096])
+def test_the_reports_of_a_hang_are_read_at_once(ranks: int, missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few exchanges, and some for each rank that does not answer. Each rank was two in every look before."""
+    monkeypatch.setattr(store_module, "time", Clock())
+    connection = Counted()
+    board, watchdog = object.__new__(StatusBoard), object.__new__(Watchdog)
+    board._store, board.keeper = RankStore("a", connection, ranks), ("here", 1)
+    watchdog._board, watchdog.world_size, watchdog._host = board, ranks, "here"
+    watchdog.rules = WatchdogRules(Limit(600.0, 5.0, 0.0), True, 5.0, 15.0)
+    for rank in range(ranks - missing):
+        one = RankReport(rank=rank, host="there", pid=1, ended=rank == 3)
+        board.put(f"report/1/{rank}" if rank != 3 else "pulse/3", one.to_dict())
+        board.append("reported/1" if rank != 3 else "ended", rank)
+    written, connection.polls = connection.polls, 0
+    reports = watchdog._collect(1)
+    assert written >= 2 * (ranks - missing) and sorted(reports) == list(range(ranks))
+    assert [rank for rank, one in reports.items() if one.silent] == list(range(ranks - missing, ranks))
+    assert reports[3].ended and not reports[4].ended
+    looks = 1 if missing == 0 else 160  # in 15 seconds
+    assert connection.polls <= 4 * looks + 6 + 6 * missing
 
 
 @pytest.mark.parametrize(("ranks", "limit", "most"), [(8, 600.0, 5.0), (1024, 600.0, 5.0), (4096, 600.0, 13.0)])

@@ -62,6 +62,26 @@ class StatusBoard:
             return [json.loads(self._values[key]) for key in keys] if self._values.keys() >= set(keys) else None
         return self._store.get_all(keys)
 
+    def get_some(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The values of those of ``keys`` that are set; in one exchange if all are."""
+        found = self.get_all(keys) if keys else []
+        if found is not None:
+            return dict(zip(keys, found, strict=True))
+        return {key: value for key in keys if (value := self.get(key)) is not None}
+
+    def append(self, key: str, value: Any) -> None:
+        """Add ``value`` to the list under ``key``."""
+        if self._store is None:
+            self._values[key] = json.dumps([*self.get_list(key), value])
+        else:
+            self._store.append(key, value)
+
+    def get_list(self, key: str) -> list[Any]:
+        """All values that ranks have appended to ``key``."""
+        if self._store is None:
+            return list(json.loads(self._values.get(key, "[]")))
+        return self._store.get_list(key)
+
     def wait(self, key: str, seconds: float) -> Any:
         """The value of ``key``, which another rank will set.
 

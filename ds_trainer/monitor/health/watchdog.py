@@ -50,7 +50,7 @@ from ds_trainer.monitor.health.waits import WaitClock, collective_counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 from ds_trainer.utils.outcomes import Blame, host_name, record_blame
-from ds_trainer.utils.store import pause_of
+from ds_trainer.utils.store import expiry, pause_of, poll
 from ds_trainer.utils.threads import new_thread
 
 logger = get_logger("monitor.health")
@@ -236,6 +236,7 @@ class Watchdog:
                 if self._stop.wait(self.rules.poll):
                     break
             self._board.put(f"pulse/{self.rank}", self.report(ended=True).to_dict())
+            self._board.append("ended", self.rank)
             if self._stragglers is not None:
                 self._stragglers.finish(self._board)
         except (RuntimeError, OSError) as error:
@@ -278,6 +279,7 @@ class Watchdog:
         number, folder, board = self._hangs, Path(hang["folder"]), self._board
         own = self.report(located=True)
         board.put(f"report/{number}/{self.rank}", own.to_dict())
+        board.append(f"reported/{number}", self.rank)
         if not own.debugged:
             self._write(folder, own)
         if hang["rank"] == self.rank:
@@ -294,18 +296,11 @@ class Watchdog:
         """Collect the reports of all ranks, find the slow ones and write the summary. Returns whether to end the
         job.
         """
-        reports: dict[int, RankReport] = {}
-        deadline = time.monotonic() + self.rules.answer
-        while len(reports) < self.world_size and time.monotonic() < deadline:
-            for rank in set(range(self.world_size)) - reports.keys():
-                found = self._board.get(f"report/{number}/{rank}") or self._last_pulse(rank, ended=True)
-                if found is not None:
-                    reports[rank] = RankReport(**found)
-            time.sleep(0.05)
-        for rank in set(range(self.world_size)) - reports.keys():
-            reports[rank] = self._silent_report(rank, self._last_pulse(rank))
-            self._write(folder, reports[rank])
+        reports = self._collect(number)
         in_order = [reports[rank] for rank in sorted(reports)]
+        for one in in_order:
+            if one.silent:
+                self._write(folder, one)
         if any(one.debugged for one in in_order):
             logger.info("No progress, but a rank is in a debugger: this is not a hang.")
             return False
@@ -317,6 +312,29 @@ class Watchdog:
         self._log_report(text, folder)
         return self.rules.abort
 
+    def _collect(self, number: int) -> dict[int, RankReport]:
+        """The reports of all ranks. The number of exchanges with the store depends on those that do not answer only."""
+        board, every = self._board, set(range(self.world_size))
+        reported: set[int] = set()
+        ended: set[int] = set()
+
+        def complete() -> bool:
+            reported.update(board.get_list(f"reported/{number}"))
+            ended.update(board.get_list("ended"))
+            return reported | ended == every
+
+        poll(complete, expiry(self.rules.answer))
+        own = {rank: f"report/{number}/{rank}" for rank in reported}
+        last = {rank: f"pulse/{rank}" for rank in every - reported}
+        found = {**board.get_some(list(own.values())), **board.get_some(list(last.values()))}
+        reports = {rank: RankReport(**found[key]) for rank, key in own.items()}
+        for rank, key in last.items():
+            if key in found and found[key]["ended"]:
+                reports[rank] = RankReport(**found[key])
+            else:
+                reports[rank] = self._silent_report(rank, found.get(key))
+        return reports
+
     def _silent_report(self, rank: int, pulse: dict[str, Any] | None) -> RankReport:
         """The report of a rank that does not respond, from its last pulse; with its process state if it is local."""
         (host, process), state = self._board.member(rank) or ("?", 0), ""
@@ -327,11 +345,6 @@ class Watchdog:
                 state = "its process has ended"
         known = pulse or {"rank": rank, "host": host, "pid": process}
         return RankReport(**{**known, "silent": True, "state": state})
-
-    def _last_pulse(self, rank: int, ended: bool = False) -> dict[str, Any] | None:
-        """The last pulse of a rank; with ``ended`` only if its training is over."""
-        pulse: dict[str, Any] | None = self._board.get(f"pulse/{rank}")
-        return pulse if pulse is not None and (pulse["ended"] or not ended) else None
 
     def _outcome(self, number: int) -> bool:
         """Whether the rank that declared the hang ends the job; without an answer, what is configured."""
