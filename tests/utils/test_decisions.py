@@ -15,8 +15,8 @@ from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
-from tests.support.forks import in_a_fork
 from ds_trainer.utils.store import RankStore
+from tests.support.forks import in_a_fork
 from tests.support.pool import pool
 
 RANKS = 4
