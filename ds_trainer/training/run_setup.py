@@ -245,6 +245,7 @@ class RunSetup:
             peak_of(assembly.compiled, assembly.device),
             getattr(trainer.processing_class, "pad_token_id", None),
             trainer.floating_point_ops if of_user else None,
+            assembly.packing.packed_format() if packs(args) else None,
         )
         cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)
         health = assembly.telemetry.watch(assembly.output_dir, checkpointer.finish_before_exit)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_trainer.arguments.enums import HangPolicy, TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.data.packing.batch import PackedFormat
 from ds_trainer.monitor.health.run_health import HealthSettings, RunHealth
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.parallel.layout import ParallelLayout
@@ -61,13 +62,14 @@ class Telemetry:
         peak: float | None,
         padding: int | None,
         flops: Callable[[Any], float] | None,
+        packed: PackedFormat | None = None,
     ) -> TokenCounter:
         """Begin to count the work of a training; see :class:`TokenCounter` for the arguments."""
         self._tokens_at_start = self._events.state.num_input_tokens_seen
         self._rule = None  # the set of frozen parameters may have changed
         rule = self.flop_rule(model)
         self._counter = TokenCounter(
-            model, self._events, meter, layout, rule=rule, peak=peak, padding=padding, flops=flops
+            model, self._events, meter, layout, rule=rule, peak=peak, padding=padding, flops=flops, packed=packed
         )
         return self._counter
 

@@ -123,7 +123,7 @@ def _number_problems(args: TrainingArguments) -> list[str]:
     factor = args.loss_spike_factor
     if factor is not None and not (math.isfinite(factor) and factor > 1):
         problems.append(f"loss_spike_factor={factor!r} must be a finite number above 1, or None (no detection).")
-    if math.isfinite(args.learning_rate) and args.learning_rate >= _RATE_OF_A_TYPO:
+    if _RATE_OF_A_TYPO <= float(args.learning_rate) < math.inf:
         problems.append(f"learning_rate={args.learning_rate!r} is a mistake; a typical value is 5e-5 (5 / 100,000).")
     if args.warmup_steps > 1 and args.warmup_steps != int(args.warmup_steps):
         problems.append(

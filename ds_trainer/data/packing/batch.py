@@ -135,6 +135,10 @@ class PackedFormat:
         own = (POSITIONS, "seq_idx", MASK)
         return key not in own and isinstance(value, torch.Tensor) and value.shape[:2] == positions.shape
 
+    def text_tokens(self, batch: Mapping[str, Any]) -> int:
+        """The tokens of ``batch`` without the room at the ends of its rows."""
+        return sum(self._end_of_text(batch, index) for index in range(len(batch[TOKENS])))
+
     def _end_of_text(self, batch: Mapping[str, Any], index: int) -> int:
         """Where the room at the end of a row begins: padding tokens without targets."""
         labels = [batch[name][index] for name in self.label_names if name in batch]

@@ -83,9 +83,10 @@ class Packing:
         if not has_columns(source):
             collate = trainer._get_collator_with_removed_columns(collate)
         copies = only_pads and shifts_labels(base_model(self._trainer.model))
-        return rows, PackingCollator(collate, length, self._packed_format(), copies, self._assembly.layout.cp)
+        return rows, PackingCollator(collate, length, self.packed_format(), copies, self._assembly.layout.cp)
 
-    def _packed_format(self) -> PackedFormat:
+    def packed_format(self) -> PackedFormat:
+        """What the batches of packed rows need for the model."""
         assembly, trainer = self._assembly, self._trainer
         in_compiled_code = compiles(assembly.args, assembly.compiled)
         return packed_format(
@@ -112,7 +113,7 @@ class Packing:
             "bf16" if evaluates_in_bf16 else number_format(self._assembly.compiled, self._assembly.device),
             has_experts(self._trainer.model),
         )
-        equality = check_packed_model(batch, self._packed_format(), run)
+        equality = check_packed_model(batch, self.packed_format(), run)
         self.proven = True
         if distributed.rank() == 0:
             logger.info("packing: %s.", equality.text(), extra={CHECK: "packing"})

@@ -13,6 +13,7 @@ from ds_trainer.arguments.enums import TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.batch_structure import Dummy, number_of_samples
+from ds_trainer.data.packing.batch import PackedFormat
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -55,8 +56,9 @@ def sequence_lengths(batch: Mapping[str, Any], rows: int, length: int) -> Counte
         return Counter({length: rows})
     if places.device.type != "cpu":  # reading a device tensor would make the host wait
         return Counter({length: rows})
-    begins = places.reshape(rows, length) == 0
-    begins[:, 0] = True
+    places = places.reshape(rows, length)
+    begins = torch.ones_like(places, dtype=torch.bool)
+    begins[:, 1:] = places[:, 1:] != places[:, :-1] + 1  # the first position is not 0 in RoBERTa
     starts = begins.flatten().nonzero().flatten()
     ends = torch.cat([starts[1:], starts.new_tensor([rows * length])])
     return Counter((ends - starts).tolist())
@@ -144,6 +146,7 @@ class TokenCounter:
         peak: peak operations per second of this rank's device; None if unknown.
         padding: token id of padding; None if unknown.
         flops: a method of the user that counts the operations of a batch, in place of ``rule``.
+        packed: the format of packed rows, which knows their padding.
 
     Dummy batches are not counted. In each replica (tensor, sequence, context parallelism), the replica leader counts
     for all its ranks.
@@ -160,6 +163,7 @@ class TokenCounter:
         peak: float | None,
         padding: int | None = None,
         flops: Callable[[Any], float] | None = None,
+        packed: PackedFormat | None = None,
     ) -> None:
         self.meter = meter
         self.peak = peak
@@ -172,6 +176,7 @@ class TokenCounter:
         self._two_stacks = rule is not None and _has_two_stacks(rule)
         self._padding = padding
         self._flops_of = flops
+        self._packed = packed
         self._counts = layout.is_replica_leader(distributed.rank())
         self._mode = events.args.include_num_input_tokens_seen
         self._warned = False
@@ -271,6 +276,8 @@ class TokenCounter:
             return 0, None
         used: torch.Tensor | None = None
         if self._mode == TokenCount.NON_PADDING:
+            if self._packed is not None and "position_ids" in batch and tokens.device.type == "cpu":
+                return self._packed.text_tokens(batch), None
             mask = batch.get("attention_mask")
             if isinstance(mask, torch.Tensor) and mask.dim() < 4:  # not of pairs of tokens
                 used = mask.sum()
