@@ -106,6 +106,21 @@ def test_what_is_tried_changes_nothing(stage: int, tmp_path: Path, monkeypatch: 
     assert all(map(torch.equal, with_check[1], without[1]))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_runs_a_backward_pass_is_left_alone(
+    stage: int, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    class Penalty(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **given: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **given)
+            point = torch.ones(3, requires_grad=True)
+            (point * loss.detach()).sum().backward()
+            return loss
+
+    train(tmp_path, Classes(lambda hidden: hidden.detach()), classes(), cls=Penalty, zero_stage=stage, max_steps=3)
+    assert not any("No gradient reaches" in one for one in warnings())
+
+
 def test_a_tensor_without_optimizer(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     model = Classes()
     optimizer = torch.optim.AdamW([*model.encoder.parameters()], lr=1e-3)

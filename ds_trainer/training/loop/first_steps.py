@@ -226,8 +226,16 @@ class FirstSteps:
             with losses.sharded(batch) as local, torch.no_grad():
                 return float(losses.of(method, model, self._prepare(local), items.divisor))
 
-        with nullcontext() if of_user is None else plain_attributes_restored(of_user), unchanged_buffers(model.module):
-            depends = groups_in_loss(groups, self._trainable, loss)
+        try:
+            with (
+                nullcontext() if of_user is None else plain_attributes_restored(of_user),
+                unchanged_buffers(model.module),
+            ):
+                depends = groups_in_loss(groups, self._trainable, loss)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            return  # the loss contains a backward pass, on all ranks: it cannot be tried without one
         self._detached = {name for names in depends.values() for name in names}
         if depends:
             logger.warning(
