@@ -33,12 +33,20 @@ _STAGE_3 = (
 )
 
 
+_CHANGED = (
+    "training_step changes weights between two backward passes of a micro-batch, as adversarial training (FGM, SAM) "
+    "does. parameter.grad has no gradient there, or that of one rank only (ZeRO {stage}, {ranks} ranks), so the change "
+    "would not be that of one process. Train on one rank with zero_stage 0 or 1."
+)
+
+
 class BackwardPasses:
     """The backward passes of one engine.
 
     Args:
         engine: DeepSpeed's engine.
         stage: its ZeRO stage.
+        ranks: ranks over which gradients are averaged.
 
     Attributes:
         is_dummy: whether the micro-batch has no samples: passes that the script begins with ``loss.backward()`` then
@@ -47,7 +55,7 @@ class BackwardPasses:
         given: those losses, while they are recorded.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, stage: int) -> None:
+    def __init__(self, engine: DeepSpeedEngine, stage: int, ranks: int) -> None:
         self._engine: Any = engine
         self._stage = stage
         self._zero = engine.optimizer if stage > 0 else None
@@ -55,6 +63,8 @@ class BackwardPasses:
         self._running = False
         self._task = -1  # autograd's number of the pass whose beginning was seen
         self._passes = 0
+        self._ranks = ranks
+        self._weights: list[torch.Tensor] | None = None
         self.is_dummy = self.divides = False
         self.given: list[torch.Tensor] | None = None
         if not engine.is_deepcompile_enabled():
@@ -91,6 +101,29 @@ class BackwardPasses:
         finally:
             self._running = False
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, no weight may change between two passes, where scripts cannot read whole gradients. For one step.
+
+        Raises:
+            ConfigError: one has changed, on this rank.
+        """
+        self._weights = None if self._ranks == 1 and self._stage < 2 else self._norms()
+        try:
+            yield
+        except (AttributeError, TypeError) as error:
+            if self._weights is not None and self._passes and "None" in str(error):
+                text = _CHANGED.format(stage=self._stage, ranks=self._ranks)
+                raise ConfigError(
+                    f"training_step failed after a backward pass ({error}). If it reads gradients: {text}"
+                ) from error
+            raise
+        finally:
+            self._weights = None
+
+    def _norms(self) -> list[torch.Tensor]:
+        return [p.detach().norm() for p in self._engine.module.parameters() if p.requires_grad and p.numel()]
+
     def check_complete(self) -> None:
         """After the ``training_step`` of a script.
 
@@ -110,6 +143,8 @@ class BackwardPasses:
     def _begin(self) -> None:
         """Begin a pass that computes gradients of parameters."""
         self._passes += 1
+        if self._weights and self._passes > 1 and not all(map(torch.equal, self._weights, self._norms())):
+            raise ConfigError(_CHANGED.format(stage=self._stage, ranks=self._ranks))
         zero = self._zero
         if zero is not None and zero._backward_hook_state.epilogue_ran_this_backward:
             zero.clear_backward_seen_flag()  # DeepSpeed does it in the forward pass

@@ -187,7 +187,7 @@ class TrainingEngine:
 
     def allow_own_passes(self, completes_late: bool) -> BackwardPasses:
         """Code of a script runs in each step, and may run backward passes; with ``completes_late`` also after ours."""
-        self.passes = BackwardPasses(self.deepspeed, self.stage)
+        self.passes = BackwardPasses(self.deepspeed, self.stage, self._averaged_over)
         self.completes_late = completes_late
         return self.passes
 

@@ -231,3 +231,9 @@ def test_weights_are_perturbed_between_two_passes_on_one_rank(tmp_path: Any) -> 
     (wanted, losses) = pool(1).run(theirs, "Adversarial", str(tmp_path / "theirs"))[0]
     (found,) = pool(1).run(ours, "Adversarial", str(tmp_path / "ours"), (0,), 1)
     assert weight_distance(found[0][0], wanted) < 1e-5 and relative(found[0][1], losses) < 1e-4
+
+
+def test_weights_are_not_perturbed_by_the_gradient_of_one_rank(tmp_path: Any) -> None:
+    """ZeRO 0 and 1 have that of a rank in ``parameter.grad``, 2 and 3 none."""
+    for text in pool(2).run(ours, "Adversarial", str(tmp_path), (0, 1, 2, 3), 2)[0].values():
+        assert "Train on one rank with zero_stage 0 or 1" in text

@@ -47,7 +47,7 @@ class OwnStep:
         self._engine = engine
         self._passes = engine.allow_own_passes(completes_late=True)
         self._accelerator = accelerator
-        self._is_known = accelerator.gradient_accumulation_steps == 1
+        self._is_known = False
 
     def __call__(self, model: Any, batch: Any, **keywords: Any) -> torch.Tensor:
         """The contribution of the micro-batch to the loss of the global batch. Collective in the first call."""
@@ -55,7 +55,8 @@ class OwnStep:
             loss = self._method(model, batch, **keywords)
         else:
             self._is_known = True
-            loss = self._first(model, batch, keywords)
+            with self._passes.watched():
+                loss = self._first(model, batch, keywords)
         self._passes.check_complete()
         return self._accelerator.loss_contribution(torch.as_tensor(loss))
 
@@ -78,6 +79,8 @@ class OwnStep:
     def _expects_division(self, given: list[torch.Tensor], loss: Any) -> bool:
         """Whether the returned ``loss`` is smaller than the losses given to ``backward`` by the accumulation."""
         steps = self._accelerator.gradient_accumulation_steps
+        if steps == 1:
+            return False
         votes = torch.zeros(2, dtype=torch.int64)
         for value in {float(given[0]), float(sum(given))} if given else ():
             returned = float(loss)
