@@ -22,8 +22,10 @@ def plain_attributes_restored(owner: object) -> Iterator[None]:
     """Afterwards, attributes of ``owner`` that hold numbers, text, tensors, or small containers of these are as before.
 
     A subclass's ``compute_loss`` collects metrics in such attributes. Tensors are not copied: in-place changes stay.
-    One that did not exist is removed if its class has a default of this name.
+    One that did not exist is removed if its class has a default of this name. Containers of the user's classes are
+    restored too.
     """
+    shared = [(value, type(value)(value)) for value in _containers(type(owner))]
     names = set(vars(owner))
     before = {}
     for name, value in vars(owner).items():
@@ -34,12 +36,31 @@ def plain_attributes_restored(owner: object) -> Iterator[None]:
     try:
         yield
     finally:
+        for value, content in shared:
+            if not _same(value, content):
+                value.clear()
+                (value.extend if isinstance(value, (list, deque)) else value.update)(content)
         for name in vars(owner).keys() - names:
             if isinstance(getattr(type(owner), name, _NotPlainError), _LEAVES):
                 delattr(owner, name)
         for name, value in before.items():
             if name not in vars(owner) or not _same(vars(owner)[name], value):
                 setattr(owner, name, value)
+
+
+def _containers(kind: type) -> Iterator[Any]:
+    """The small plain containers that are attributes of ``kind`` and the classes of the user that it derives from."""
+    library = __name__.partition(".")[0]
+    for part in kind.__mro__:
+        if part.__module__.partition(".")[0] in (library, "torch", "transformers", "deepspeed", "builtins"):
+            continue
+        for value in vars(part).values():
+            if type(value) in (list, dict, set, deque):
+                try:
+                    _copy(value, [_LARGEST])
+                except _NotPlainError:
+                    continue
+                yield value
 
 
 def _copy(value: Any, room: list[int]) -> Any:

@@ -37,6 +37,10 @@ class SameForRows(TorchDispatchMode):
         elif name in _LIKE and args[0].dim():
             self._reseed()
             return func(args[0][:1], *args[1:], **kwargs).expand_as(args[0]).contiguous()
+        elif name == "aten::native_dropout" and args[2] and args[0].dim():  # of CUDA; the CPU's is made of the others
+            self._reseed()
+            row = func(torch.ones_like(args[0][:1]), *args[1:], **kwargs)
+            return args[0] * row[0], row[1].expand_as(args[0]).contiguous()
         elif (name in _IN_PLACE or (name == "aten::bernoulli_" and overload == "float")) and args[0].dim():
             self._reseed()
             row = func(torch.empty_like(args[0][:1]), *args[1:], **kwargs)

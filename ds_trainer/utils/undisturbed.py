@@ -38,3 +38,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     if buffer._version != version:
                         buffer.copy_(copy)
             restore_random_state(random)
+
+
+def train_but_for_statistics(model: nn.Module) -> None:
+    """Put ``model`` in training mode, without layers that would use the statistics of a batch."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = False

@@ -140,6 +140,29 @@ def _known_error(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (logits - labels)[~labels.isnan()].square().mean()
 
 
+def _by_weights(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+def _own_tokens(logits: torch.Tensor, labels: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), ignore_index=0)
+
+
+def _classwise(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    found = F.normalize(logits)
+    same = labels[:, None] == labels[None]
+    return -(F.log_softmax(found @ found.T / 0.1, 1) * same).sum() / same.sum()
+
+
+def _several(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=torch.full((5,), 3.0))
+
+
+def _divergence(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.kl_div(logits.log_softmax(-1), labels, reduction="batchmean")
+
+
 def _dice(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     found = logits.sigmoid()
     return 1 - 2 * (found * labels).sum() / (found.sum() + labels.sum())
@@ -197,6 +220,10 @@ def _partly_known() -> dict[str, torch.Tensor]:
     return {"x": _x(), "labels": torch.where(known, torch.randn(6, 5), torch.nan)}
 
 
+def _token_weights() -> dict[str, torch.Tensor]:
+    return {"x": _x(8), "labels": numbers(6, 8, high=5), "weights": torch.rand(6, 8)}
+
+
 def _observed() -> dict[str, torch.Tensor]:
     mask = torch.arange(8)[None, :, None] <= torch.arange(6)[:, None, None]
     return {"x": _x(8), "labels": torch.randn(6, 8, 5), "observed_mask": mask.expand(6, 8, 5).float()}
@@ -208,6 +235,7 @@ def _of(name: str, loss: Any, batch: Any, unit: str, field: str = "function") ->
 
 FUNCTIONS = (
     _of("in-batch negatives", _in_batch, lambda: {"x": _x()}, NONE, "retrieval"),
+    _of("supervised contrastive", _classwise, single, NONE, "retrieval"),
     _of("triplets", _triplet, _triplets, ITEMS, "retrieval"),
     _of("cosine similarity of pairs", _cosine, lambda: {"x": _x(2), "labels": torch.rand(6)}, ITEMS, "retrieval"),
     _of("boxes: sum over boxes / boxes of the batch", _of_boxes, _boxes, other_than(0), "vision"),
@@ -226,10 +254,19 @@ FUNCTIONS = (
         _padded,
         other_than(-100, first=" after the first of each row"),
     ),
+    _of("tokens weighted in the batch", _by_weights, _token_weights, "entries, weighted or counted by 'weights',"),
+    _of(
+        "tokens that are their own labels, 0 ignored",
+        _own_tokens,
+        lambda: {"x": _x(8), "input_ids": ragged(ignored=0, high=5).flip(0)},
+        other_than(0, "input_ids", " after the first of each row"),
+    ),
     _of("mean over samples of means over tokens", _mean_of_means, _padded, SAMPLES),
     _of("token cross-entropy, sum / batch size", _tokens_over_samples, _padded, SAMPLES),
     _of("cross-entropy with class weights", _weighted, single, NONE),
     _of("cross-entropy with label smoothing", _smoothed, single, ITEMS),
+    _of("several labels with weights", _several, lambda: {"x": _x(), "labels": torch.rand(6, 5).round()}, ITEMS),
+    _of("Kullback-Leibler divergence, batchmean", _divergence, lambda: {"x": _x(), "labels": torch.rand(6, 5)}, ITEMS),
     _of("focal loss, sum", _focal, single, SUM),
     _of("tokens and samples, two heads", _two_heads, lambda: {**_padded(), "label": classes()}, NONE),
     _of("masked mean squared error", _masked_error, _observed, other_than(0, "observed_mask"), "time series"),

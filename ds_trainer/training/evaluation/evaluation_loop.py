@@ -173,6 +173,7 @@ class EvalLoop:
 
     def _use_weighting(self, weighting: Weighting) -> None:
         self._count, self._loss.summed = weighting.count, weighting.summed
+        self._loss.parts = getattr(weighting.count, "parts", 1)
 
     def _weighting(self, model: nn.Module, inputs: Any) -> Weighting:
         """How the losses of batches make the loss of the dataset; measured once. Collective."""
@@ -197,7 +198,7 @@ class EvalLoop:
         if own:
             rule.evaluation = known
         else:
-            rule.weighting = known
+            rule.use(known)
         return known
 
     def _add_loss(self, loss: Any, items: torch.Tensor, dummy: bool) -> torch.Tensor | None:

@@ -34,9 +34,11 @@ class LossMean:
 
     Attributes:
         summed: the losses are sums, which are added up without weights.
+        parts: what one item counts.
     """
 
     summed = False
+    parts = 1
 
     def __init__(self, device: torch.device, filtered: bool, counts: bool = True) -> None:
         self._device = device
@@ -75,4 +77,4 @@ class LossMean:
         else:
             counted = items
         divisor = min(counted, 1) if self.summed else counted
-        return Loss(total / divisor if counted else math.nan, int(items))
+        return Loss(total / divisor if counted else math.nan, int(items / self.parts))

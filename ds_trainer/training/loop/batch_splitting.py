@@ -38,6 +38,22 @@ def part_of_batch(batch: Any, first: int, rows: int) -> Any:
     return DummyBatch(part) if isinstance(batch, DummyBatch) else part
 
 
+def joined(one: Any, other: Any) -> Any:
+    """The samples of two batches as one; None if their tensors have different shapes."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or one.keys() != other.keys():
+        return None
+    whole = {}
+    for key, value in one.items():
+        second = other[key]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            whole[key] = value
+        elif not isinstance(second, torch.Tensor) or value.shape[1:] != second.shape[1:]:
+            return None
+        else:
+            whole[key] = torch.cat([value, second])
+    return whole
+
+
 def samples_of_batch(batch: Any, samples: list[int]) -> Any:
     """These samples of ``batch``; see :func:`split_batch`.
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
+from ds_trainer.training.loop.batch_splitting import joined
+from ds_trainer.training.loop.batches import number_of_samples
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
@@ -81,7 +83,7 @@ class FirstLoss:
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
         if not (rule.weighting.settled or losses.sharder is not None or losses.packed):
-            rule.weighting = self._measured(model, inputs)  # shards and packed rows are text, whose items are tokens
+            rule.use(self._measured(model, inputs))  # shards and packed rows are text, whose items are tokens
             if not rule.weighting.settled:
                 losses.look_again()
         if rule.weighting.count is not rule.count:
@@ -96,6 +98,8 @@ class FirstLoss:
 
         def more() -> Any:
             batch = two_samples(losses.loader, rule.count)
+            if batch is None and number_of_samples(inputs) == 1:
+                batch = joined(*losses.two_batches)
             return None if batch is None else self._prepare(batch)
 
         of_user = getattr(self._method.call, "__self__", None)

@@ -187,6 +187,11 @@ class LossComputation:
             self.items = ItemCount(torch.as_tensor(divisor, dtype=torch.float32, device=self._device))
         return self.items
 
+    @property
+    def two_batches(self) -> tuple[Any, Any]:
+        """The first and the last micro-batch of a step whose losses are not known yet; None without accumulation."""
+        return (self._batches[0], self._batches[-1]) if len(self._batches) > 1 else (None, None)
+
     def look_again(self) -> None:
         """Measure what the losses are the mean of again, because this batch could not tell: in 1, 2, 4 ... steps."""
         self._steps_to_look = self._last_wait = min(2 * self._last_wait or 1, _LONGEST_WAIT + 1)

@@ -30,7 +30,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import CHECK, get_logger
 from ds_trainer.utils.row_random import SameForRows
 from ds_trainer.utils.seeds import random_state, restore_random_state
-from ds_trainer.utils.undisturbed import undisturbed
+from ds_trainer.utils.undisturbed import train_but_for_statistics, undisturbed
 
 logger = get_logger(__name__)
 
@@ -61,7 +61,8 @@ def measured_weighting(
 ) -> Weighting:
     """Measure how losses of micro-batches make the loss of all of them. The same on all ranks. Collective.
 
-    Runs five or ten forward passes of at most four samples; afterwards model and random generators are as before.
+    Runs five or ten forward passes of at most four samples, twice if one fails; afterwards model and random generators
+    are as before.
 
     Args:
         loss_of: the loss of some samples of a batch, as user code gets them. Collective if the model's forward is.
@@ -76,7 +77,13 @@ def measured_weighting(
         known, own = units_of(batch, items.label_names, getattr(base_model(model), "config", None))
         alike = distributed.alike(repr((known, own)))
         units: list[Any] = [*known, items, SAMPLES, *own] if alike else [items, SAMPLES]
-        found, error, draws = _run(loss_of, batch, units, items)
+        whole, parts, reason = _cut(batch, items)
+        found, error, draws = None, "", False
+        if distributed.agree(torch.tensor([int(bool(parts))]))[0]:
+            found, error, draws = _run(loss_of, whole, parts, units)
+            if distributed.agree(torch.tensor([int(bool(error))]))[0]:  # some models have a loss in training mode only
+                train_but_for_statistics(model)
+                found, error, draws = _run(loss_of, whole, parts, units)
     residuals = [_residual(found, index) for index in range(len(units))] if found else [-1.0] * len(units)
     residuals.append(_residual(found, None) if found else -1.0)  # of a sum
     votes = distributed.largest(torch.tensor([*residuals, float(bool(error)), float(draws)], dtype=torch.float64))
@@ -90,7 +97,7 @@ def measured_weighting(
     nearest: Any = min((items, SAMPLES), key=lambda unit: residuals[units.index(unit)])
     if max(residuals) < 0 or failed or (drawn and not fits):
         drawing = "it draws random numbers with NumPy or Python" if drawn else "no batch has two samples that can tell"
-        reason = error or ("an error on another rank" if failed else drawing)
+        reason = error or reason or ("an error on another rank" if failed else drawing)
         log("It could not be measured what the loss of %s is the mean of: %s. It counts by items.", name, reason)
         return Weighting(items, settled=True)
     if not fits:
@@ -163,26 +170,18 @@ def _keys(batch: Any, items: ItemCounter) -> list[tuple[float, float]]:
 
 
 def _run(
-    loss_of: Callable[[Any], torch.Tensor | None], batch: Any, units: list[Any], items: ItemCounter
+    loss_of: Callable[[Any], torch.Tensor | None], whole: Any, parts: list[tuple[Any, Any]], units: list[Any]
 ) -> tuple[_Found | None, str, bool]:
     """The losses of this rank (None if it cannot compare any), what went wrong, and whether Python or NumPy drew."""
-    chosen, error = batch, ""
-    parts: list[tuple[Any, Any]] = []
-    if isinstance(batch, Mapping) and not isinstance(batch, Dummy) and number_of_samples(batch) > 1:
-        try:
-            chosen, parts = _cut(batch, items)
-        except NotSplittable as reason:
-            error = str(reason)
-    passes = [chosen, *(part for pair in parts for part in pair)]
-    passes += [chosen] * (_PASSES - len(passes))
+    passes = [whole, *(part for pair in parts for part in pair)]
+    passes += [whole] * (_PASSES - len(passes))
     start = random_state()
-    losses, failed, end = _losses(loss_of, passes, start)
+    losses, error, end = _losses(loss_of, passes, start)
     changed = torch.tensor([int(not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end))])
     draws = start["python"] != end["python"] or not np.array_equal(start["numpy"][1], end["numpy"][1])
     draws = draws or start["numpy"][2] != end["numpy"][2]
     if distributed.agree(changed)[0]:
-        losses, failed, _ = _losses(loss_of, passes, start, same_for_rows=True)
-    error = error or failed
+        losses, error, _ = _losses(loss_of, passes, start, same_for_rows=True)
     if not parts or error:
         return None, error, draws
     counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in parts]
@@ -190,16 +189,21 @@ def _run(
     return _Found(losses[0], found), "", draws
 
 
-def _cut(batch: Mapping[str, Any], items: ItemCounter) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The samples of ``batch`` that differ most, at most four, and their parts."""
+def _cut(batch: Any, items: ItemCounter) -> tuple[Any, list[tuple[Any, Any]], str]:
+    """The samples of ``batch`` that differ most, at most four, their parts, or the batch and why there are none."""
+    if not isinstance(batch, Mapping) or isinstance(batch, Dummy) or number_of_samples(batch) < 2:
+        return batch, [], ""
     keys = _keys(batch, items)
     order = sorted(range(len(keys)), key=keys.__getitem__)
     order = order if len(order) <= 4 else [*order[:2], *order[-2:]]
-    parts = [
-        tuple(samples_of_batch(batch, [order[index] for index in part]) for part in pair)
-        for pair in _SPLITS[len(order)]
-    ]
-    return samples_of_batch(batch, order), [(one, two) for one, two in parts]
+    parts = []
+    try:
+        for pair in _SPLITS[len(order)]:
+            one, two = (samples_of_batch(batch, [order[index] for index in part]) for part in pair)
+            parts.append((one, two))
+        return samples_of_batch(batch, order), parts, ""
+    except NotSplittable as problem:
+        return batch, [], str(problem)
 
 
 def _losses(
@@ -215,7 +219,7 @@ def _losses(
             losses.append(float("nan") if loss is None else float(loss.detach().mean()))
         except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
             losses.append(float("nan"))
-            error = error or f"{type(problem).__name__}: {problem}".split("\n")[0]
+            error = error or f"{type(problem).__name__}: {problem}".split("\n")[0].rstrip(".")
         end = random_state() if index == 0 else end
     return losses, error, end
 
@@ -236,9 +240,8 @@ def _residual(found: _Found, unit: int | None) -> float:
         else:
             weights = counts[unit]
             total = sum(weights)
-            mean = (
-                sum(w * loss for w, loss in zip(weights, losses, strict=True) if w) / total if total else float("nan")
-            )
+            added = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+            mean = added / total if total else float("nan")
         worst = max(worst, abs(mean - found.whole) / scale if mean - mean == 0 else float("inf"))
     return worst
 

@@ -68,7 +68,7 @@ class ItemCounter:
         self.label_names = tuple(label_names)
         self.shifted = shifted
 
-    def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def __call__(self, inputs: Mapping[str, Any], by_sample: bool = False) -> torch.Tensor:
         """Number of items as an int64 scalar, on the device of the labels. Does not wait for the device.
 
         Samples count in a batch that is no mapping, which a subclass converts in ``_prepare_inputs``.
@@ -76,31 +76,33 @@ class ItemCounter:
         Integer labels of two or more dimensions are token ids: all labels other than -100 count, except the first one
         of a row if the model shifts labels. Integer labels of one dimension count if they are not -100. With float
         labels or no labels, samples count.
+
+        Args:
+            inputs: a batch.
+            by_sample: return the items of each sample instead: ``[samples]``.
         """
         if isinstance(inputs, Dummy):
             return torch.zeros((), dtype=torch.int64)
         if not isinstance(inputs, Mapping):
             return torch.tensor(number_of_samples(inputs))
-        shifted = inputs.get("shift_labels")
-        if isinstance(shifted, torch.Tensor):
-            return shifted.ne(IGNORED).sum()
-        targets = self._targets(inputs)
-        return torch.tensor(number_of_samples(inputs)) if targets is None else targets.ne(IGNORED).sum()
+        labels = inputs.get("shift_labels")
+        shifted = self.shifted and labels is None
+        if labels is None:
+            for name in self.label_names:
+                if name in inputs:
+                    labels = inputs[name]
+                    break
+        if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
+            samples = number_of_samples(inputs)
+            return torch.ones(samples, dtype=torch.int64) if by_sample else torch.tensor(samples)
+        targets = labels[..., 1:] if shifted and labels.dim() > 1 else labels
+        if by_sample and targets.dim() > 1:
+            return targets.ne(IGNORED).flatten(1).sum(1)
+        return targets.ne(IGNORED).long() if by_sample else targets.ne(IGNORED).sum()
 
     def rows(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """The items of each sample of a mapping: float64 ``[samples]``."""
-        shifted = inputs.get("shift_labels")
-        targets = shifted if isinstance(shifted, torch.Tensor) else self._targets(inputs)
-        if targets is None:
-            return torch.ones(number_of_samples(inputs), dtype=torch.float64)
-        return targets.ne(IGNORED).double().flatten(1).sum(1) if targets.dim() > 1 else targets.ne(IGNORED).double()
-
-    def _targets(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-        """The labels that are counted; None if samples are."""
-        labels = next((inputs[name] for name in self.label_names if name in inputs), None)
-        if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
-            return None
-        return labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
+        return self(inputs, by_sample=True).double()
 
     def __str__(self) -> str:
         return "items"
@@ -171,6 +173,7 @@ class LossRule:
 
     Attributes:
         weighting: how losses make the loss of the global batch if they do not use the count.
+        weight: what a micro-batch counts in the global batch: its items, or that weight if the loss does not use them.
         evaluation: the same for the losses of a subclass's ``prediction_step``; None: not measured.
         verified: whether nothing is left to find out on the first batch.
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
@@ -185,13 +188,13 @@ class LossRule:
         self.normalized = normalized
         self.auxiliary = auxiliary
         self._claimed = claimed
-        self.weighting = Weighting(count)
         self.evaluation: Weighting | None = None
+        self.use(Weighting(count))
         self.verified = False
 
     def reject(self) -> None:
         """Treat the loss as a mean from now on, because it ignores ``num_items_in_batch``."""
-        self.normalized = False
+        self.normalized, self.weight = False, self.weighting.count
         # Most models of transformers take any keyword argument, and classifiers return a mean all the same.
         logger.log(
             logging.WARNING if self._claimed else logging.DEBUG,
@@ -210,10 +213,12 @@ class LossRule:
         """
         self.normalized, self.verified = False, scaled
         self.replicas = replicas if scaled else None
+        self.use(self.weighting)
 
-    def weight(self, inputs: Any) -> torch.Tensor:
-        """What a micro-batch counts in the global batch: its items, or its weight if the loss does not use them."""
-        return self.count(inputs) if self.normalized else self.weighting.count(inputs)
+    def use(self, weighting: Weighting) -> None:
+        """Weight the losses that do not use the count like this."""
+        self.weighting = weighting
+        self.weight = self.count if self.normalized else weighting.count
 
     def verify(self, loss: torch.Tensor, items: torch.Tensor, again: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Determine whether ``loss`` uses ``items``.
@@ -237,7 +242,7 @@ class LossRule:
 
         Args:
             loss: the loss of the model for ``items.divisor``, a scalar.
-            own: :meth:`weight` of this micro-batch; needed for a mean loss, and 0 for a dummy batch.
+            own: :attr:`weight` of this micro-batch; needed for a mean loss, and 0 for a dummy batch.
             items: that of the global batch.
         """
         if self.replicas is not None:

@@ -16,6 +16,7 @@ from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.training.loop.loss_rule import IGNORED
 
 _IGNORED = (IGNORED, 255, -1, 0)  # of transformers and torch, of segmentation, of detection, of padded labels
+_FRACTIONS = 2**20  # of a weight; counts are integers
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Unit:
         key: key of the batch that is counted; empty for the samples.
         ignored: entries of this value do not count.
         shifted: whether the first entry of each row does not count.
-        summed: the values themselves are added up; they are lengths.
+        summed: the values themselves are added up; they are lengths or weights.
+        parts: what one entry counts: more than 1 for weights, because counts are integers.
     """
 
     key: str = ""
     ignored: int = 0
     shifted: bool = False
     summed: bool = False
+    parts: int = 1
 
     def rows(self, inputs: Any) -> torch.Tensor:
         """The count of each sample: float64 ``[samples]``."""
@@ -42,7 +45,8 @@ class Unit:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return torch.ones(number_of_samples(inputs), dtype=torch.float64)
         if self.summed:
-            return value.double()
+            value = value.double() * self.parts
+            return value.flatten(1).sum(1) if value.dim() > 1 else value
         counted = value.ne(self.ignored) & ~value.isnan() if value.is_floating_point() else value.ne(self.ignored)
         counted = counted[:, 1:] if self.shifted else counted
         return counted.flatten(1).sum(1).double() if counted.dim() > 1 else counted.double()
@@ -57,7 +61,7 @@ class Unit:
         if not self.key:
             return "samples"
         if self.summed:
-            return f"entries, whose number is in {self.key!r},"
+            return f"entries, weighted or counted by {self.key!r},"
         first = " after the first of each row" if self.shifted else ""
         return f"entries of {self.key!r}{first} other than {self.ignored}"
 
@@ -89,10 +93,12 @@ def units_of(batch: Any, label_names: Sequence[str], config: Any) -> tuple[list[
                 preferred.append(Unit(key, known))
             shifts = (False, True) if value.dim() > 1 and not value.is_floating_point() else (False,)
             others += [Unit(key, entry, shift) for shift in shifts for entry in ignored]
+        elif ("weight" in str(key) and value.is_floating_point()) or ("length" in str(key) and value.dim() == 1):
+            others.append(Unit(key, summed=True, parts=_FRACTIONS if value.is_floating_point() else 1))
         elif value.dim() > 1 and ("mask" in str(key) or value.dtype is torch.bool):
             others += [Unit(key), Unit(key, shifted=True)]
-        elif value.dim() == 1 and "length" in str(key) and not value.is_floating_point():
-            others.append(Unit(key, summed=True))
+        elif value.dim() == 2 and not value.is_floating_point():  # tokens, which may be the labels too
+            others += [Unit(key, entry, shift) for shift in (False, True) for entry in ignored]
     return preferred, others
 
 

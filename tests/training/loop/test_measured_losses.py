@@ -212,6 +212,22 @@ def test_a_loss_that_needs_two_samples_is_measured_with_two(caplog: pytest.LogCa
     assert isinstance(found.count, ItemCounter) and "one sample has no pair" in caplog.text
 
 
+class InTraining(Head):
+    """Has no loss in evaluation mode, and dropout."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None, **batch: Any) -> dict[str, torch.Tensor]:
+        if not self.training:
+            return {"logits": self.layer(x)}
+        return super().forward(nn.functional.dropout(x, 0.5, self.training), labels)
+
+
+def test_a_loss_of_training_mode_is_measured_there() -> None:
+    case = BY_NAME["CTC, mean"]
+    torch.manual_seed(1)
+    found = measured(case, InTraining(ctc("mean")), case.batch())
+    assert (str(found.count), found.additive, found.settled) == ("samples", True, True)
+
+
 def stream_of(rows: list[dict[str, torch.Tensor]]) -> Any:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
@@ -244,6 +260,29 @@ def test_a_batch_that_cannot_tell_is_followed_by_one_that_can(tmp_path: Path) ->
     trainer.add_callback(Look())
     trainer.train()
     assert seen == [("items", False)] * 3 + [("samples", True)] * 2
+    trainer.engine.close()
+
+
+def test_single_samples_of_a_stream_are_joined(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    rows = [{"x": torch.randn(30, 4) * (1 + row), "labels": torch.randint(1, 5, (8,))} for row in range(4)]
+    for row in range(1, 4):
+        rows[row]["labels"][1 + row :] = -100
+    args = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+        logging_steps=1,
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(Head(ctc("mean")), args, train_dataset=stream_of(rows))
+    trainer.train()
+    whole = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert logged == pytest.approx(float(Head(ctc("mean"))(**whole)["loss"].detach()), rel=1e-5)
     trainer.engine.close()
 
 
