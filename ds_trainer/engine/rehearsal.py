@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import full_numel
+from ds_trainer.utils.undisturbed import KeptBuffers
 
 COLLECTIVES = frozenset(
     {
@@ -73,15 +74,13 @@ def without_communication() -> Iterator[None]:
 @contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores buffers (such as running means) and random states on exit."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = KeptBuffers(model.modules())
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
+            buffers.restore()
 
 
 def rehearse(engine: TrainingEngine, passes: Sequence[Callable[[], Any]], device: torch.device) -> None:

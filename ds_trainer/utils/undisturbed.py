@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,6 +14,58 @@ from ds_trainer.utils.seeds import random_state, restore_random_state
 _LARGEST = 2**24  # entries of a buffer; larger ones hold weights (quantized layers), which no forward pass changes
 
 
+class KeptBuffers:
+    """The buffers of some modules, to put back: their values and sizes, and which there are.
+
+    Args:
+        modules: the modules.
+        largest: buffers with more entries are not copied: in-place changes of these stay.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], largest: int | None = None) -> None:
+        self._kept = [(module._buffers, _copies(module._buffers, largest)) for module in modules]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for buffers, kept in self._kept:
+            for name in buffers.keys() - kept.keys():
+                del buffers[name]
+            for name, (buffer, version, copy) in kept.items():
+                buffers[name] = buffer
+                if buffer is not None and copy is not None and buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(copy)
+
+
+def _copies(
+    buffers: Mapping[str, torch.Tensor | None], largest: int | None
+) -> dict[str, tuple[torch.Tensor | None, int, torch.Tensor | None]]:
+    return {
+        name: (None, 0, None)
+        if buffer is None
+        else (
+            buffer,
+            buffer._version,
+            buffer.detach().clone() if largest is None or buffer.numel() <= largest else None,
+        )
+        for name, buffer in buffers.items()
+    }
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and plain attributes of the modules of ``model`` (counters) are as before."""
+    modules = list(model.modules())
+    kept = KeptBuffers(modules, _LARGEST)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(plain_attributes_restored(module))
+        try:
+            yield
+        finally:
+            kept.restore()
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside, ``model`` is in evaluation mode, without gradients.
@@ -22,10 +74,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     modules, random = list(model.modules()), random_state()
     modes = [module.training for module in modules]
-    kept = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= _LARGEST]
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(plain_attributes_restored(module))
+    with unchanged(model):
         model.eval()
         try:
             with torch.no_grad():
@@ -33,10 +82,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
-            with torch.no_grad():
-                for buffer, version, copy in kept:
-                    if buffer._version != version:
-                        buffer.copy_(copy)
             restore_random_state(random)
 
 

@@ -225,6 +225,46 @@ def test_experts_without_tokens(stage: int, tmp_path: Path) -> None:
             torch.testing.assert_close(found.weights[name], wanted.weights[name], rtol=1e-4, atol=1e-5)
 
 
+# -- a model that chooses by itself ------------------------------------------------------------------------------------
+
+
+class InTurn(nn.Module):
+    """Counts its passes, and uses the heads in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.passes = 0
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, head: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.passes += 1
+        self.seen = torch.cat([self.seen, x[:, 0].detach()])
+        return {"loss": F.cross_entropy((self.a if self.passes % 2 else self.b)(x), labels)}
+
+
+def test_looks_at_the_first_steps_leave_the_model_as_it_is(tmp_path: Path) -> None:
+    """Passes that measure the loss, or look for missing gradients, are none of the model's."""
+    rows, weights = rows_of("both"), []
+    values: dict[str, Any] = dict(max_steps=4, per_device_train_batch_size=4, train_sampling_strategy="sequential")
+    quiet = dict(lr_scheduler_type="constant", learning_rate=0.1, max_grad_norm=0.0, remove_unused_columns=False)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no", disable_tqdm=True, **values, **quiet)
+    trainer = Trainer(InTurn(), args, train_dataset=rows)
+    trainer.train()
+    model = InTurn()
+    updater = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    for step in range(4):
+        updater.zero_grad()
+        model(**torch.utils.data.default_collate(rows[step * 4 : step * 4 + 4]))["loss"].backward()
+        updater.step()
+        weights.append(model.a.weight.detach().clone())
+    assert torch.equal(weights[1], weights[0]) and not torch.equal(weights[2], weights[1])
+    torch.testing.assert_close(trainer.model.a.weight.detach(), model.a.weight.detach())
+    torch.testing.assert_close(trainer.model.b.weight.detach(), model.b.weight.detach())
+    assert torch.equal(trainer.model.seen, model.seen) and trainer.model.passes == 4
+
+
 # -- what it costs, and what it cannot do ------------------------------------------------------------------------------
 
 

@@ -30,7 +30,6 @@ from ds_trainer.training.loop.gradient_arrivals import (
     grouped,
     groups_in_loss,
     in_words,
-    unchanged_buffers,
 )
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -38,6 +37,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
+from ds_trainer.utils.undisturbed import unchanged
 
 if TYPE_CHECKING:
     from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
@@ -229,7 +229,7 @@ class FirstSteps:
         try:
             with (
                 nullcontext() if of_user is None else plain_attributes_restored(of_user),
-                unchanged_buffers(model.module),
+                unchanged(model.module),
             ):
                 depends = groups_in_loss(groups, self._trainable, loss)
         except RuntimeError as error:

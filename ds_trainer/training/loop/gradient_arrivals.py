@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import listed
@@ -149,19 +148,3 @@ def _other_values(parameters: Sequence[Any]) -> Iterator[None]:
         with torch.no_grad():
             for part, before in reversed(held):  # a shard may be the memory of the whole tensor
                 part.copy_(before)
-
-
-def unchanged_buffers(model: nn.Module) -> Any:
-    """A context after which the buffers of ``model`` are as before."""
-
-    @contextmanager
-    def restored() -> Iterator[None]:
-        before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, values in before:
-                    buffer.copy_(values)
-
-    return restored()

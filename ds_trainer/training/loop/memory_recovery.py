@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.batch_structure import number_of_samples
@@ -32,6 +31,7 @@ from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
+from ds_trainer.utils.undisturbed import KeptBuffers
 
 logger = get_logger(__name__)
 
@@ -78,7 +78,7 @@ class MemoryRecovery:
         self._obstacle = obstacle
         self._resize = resize
         self._modules = list(engine.deepspeed.module.modules())
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        self._buffers = KeptBuffers(())
         self._failure: str | None = None
         self._random: dict[str, Any] = {}
 
@@ -96,11 +96,7 @@ class MemoryRecovery:
     def begin_step(self) -> None:
         """Keep the random state and the buffers (running means), before the first pass of a step."""
         self._random = random_state()
-        self._buffers = [
-            (module, name, None if buffer is None else buffer.detach().clone())
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-        ]
+        self._buffers = KeptBuffers(self._modules)
         self._failure = None
 
     def split(self, batches: list[Any]) -> list[Any]:
@@ -189,7 +185,7 @@ class MemoryRecovery:
         accumulation = self._accumulation * parts
         self._resize(self.rows, accumulation)
         restore_random_state(self._random)
-        self._restore_buffers()
+        self._buffers.restore()  # on every rank: what the step has counted is counted again
         self._failure = None
         logger.warning(
             "auto_find_batch_size: out of memory on %s %s in step %d with %d samples in a micro-batch; now %d, with %d "
@@ -202,16 +198,6 @@ class MemoryRecovery:
             accumulation,
         )
         return True
-
-    def _restore_buffers(self) -> None:
-        """On every rank: the step runs again, and those of the interrupted rank counted other samples."""
-        with torch.no_grad():
-            for module, name, value in self._buffers:
-                present = module._buffers.get(name)
-                if present is None or value is None or present.shape != value.shape:
-                    module._buffers[name] = value
-                else:
-                    present.copy_(value)
 
     def _reason_against(self, batch: Any) -> str:
         if self._obstacle:

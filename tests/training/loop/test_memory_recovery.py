@@ -255,7 +255,8 @@ class ShortOnce(torch.optim.SGD):
         type(self).calls += 1
         if self.calls == 3:
             if self.late:
-                self.param_groups[0]["params"][0].data.mul_(1.0)
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].mul_(1.0)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return super().step(closure)
 
