@@ -9,18 +9,22 @@ by existence. While the holder works, it rewrites a file beside the lock every f
 name the holder, remove the lock file and go on: this covers a lock that outlives its host (NFS 3), and locks by
 existence. Two processes may then make the same thing. That costs time only: each writes beside the final name and
 renames, so the result is whole.
+
+One waiting process of a machine looks at the shared directory, so the load of a file system grows with the machines,
+not with the ranks; the others look once in ``Waiting.stale`` seconds, in case that one is stopped.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,6 +139,39 @@ class _Holder:
         return f"process {values['process']} on {values['host']}" if "process" in values else "another process"
 
 
+class _Lookout:
+    """Selects the process that looks at the shared directory for its machine; the others wait for its end.
+
+    A name of this machine that only one process can have, without a file; it ends with its process. Where there are
+    no such names, every process looks.
+    """
+
+    def __init__(self, target: Path) -> None:
+        name = f"{os.getuid()}/{target.absolute()}"
+        self._address = b"\0ds_trainer/once/" + hashlib.sha256(name.encode()).hexdigest().encode()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._here = False
+
+    def wait(self, pause: float, longest: float) -> None:
+        """Wait until the next look: ``pause`` seconds, or up to ``longest`` while another process looks."""
+        deadline = time.monotonic() + longest
+        while not self._here and time.monotonic() < deadline:
+            time.sleep(pause)
+            try:
+                self._socket.bind(self._address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+            self._here = True
+            return
+        if self._here:
+            time.sleep(pause)
+
+    def close(self) -> None:
+        """Let another process look."""
+        self._socket.close()
+
+
 def made_once(
     target: Path,
     find: Callable[[], Made | None],
@@ -157,6 +194,17 @@ def made_once(
         return found
     with writing(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
+    with closing(_Lookout(target)) as lookout:
+        return _made(target, find, make, waiting, lookout)
+
+
+def _made(
+    target: Path,
+    find: Callable[[], Made | None],
+    make: Callable[[Heartbeat], Made],
+    waiting: Waiting,
+    lookout: _Lookout,
+) -> Made:
     lock_path = target.parent / f".{target.name}.lock"
     beat_path = target.parent / f".{target.name}.writer"
     lock = FileLock(lock_path, mode=0o644, thread_local=False)
@@ -175,7 +223,7 @@ def made_once(
                 doing = holder.values.get("doing", "at work")
                 log = logger.warning if leads else logger.debug  # once per machine, or once if all wait for another one
                 log("Waiting for %s: %s is %s.", target, holder, doing, extra=EVERY_RANK if holder.is_here else None)
-            time.sleep(min(waiting.poll + 0.02 * waited, 10 * waiting.poll))
+            lookout.wait(min(waiting.poll + 0.02 * waited, 10 * waiting.poll), waiting.stale)
             found = find() if target.exists() else None
             if found is not None:
                 return found
@@ -188,6 +236,7 @@ def made_once(
                 holder.silent_for(lock_path)
                 text = "%s ended before %s was complete; it is made again."
                 logger.warning(text, str(holder).capitalize(), target, extra=EVERY_RANK)
+            lookout.close()
             with Heartbeat(beat_path, waiting.beat) as heartbeat:
                 return make(heartbeat)
         finally:

@@ -7,15 +7,18 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
 
+from ds_trainer.data.prepared import once
 from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
 
 QUICK = Waiting(poll=0.02, beat=0.05, stale=0.6, report=0.1, head_start=0.0)
@@ -74,6 +77,25 @@ def test_one_of_six_processes_makes_it(tmp_path: Path) -> None:
     assert [answers.get() for _ in range(6)] == ["made"] * 6
     assert calls(target) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calls", "it"]  # no lock, no sign of life
+
+
+def test_one_process_of_a_machine_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its end without a look at the directory, which may be on a shared disk."""
+    target, looks = tmp_path / "it", tmp_path / "looks"
+    look = once._Holder.silent_for
+
+    def noted(holder: Any, lock: Path) -> float:
+        with looks.open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        return look(holder, lock)
+
+    monkeypatch.setattr(once._Holder, "silent_for", noted)
+    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, stale=60.0))
+    processes, _ = start(6, target, 2.0)
+    assert ended(processes) == [0] * 6 and calls(target) == 1
+    pids = looks.read_text().split()
+    numbers = sorted(pids.count(pid) for pid in set(pids))
+    assert len(numbers) == 5 and numbers[-1] > 8 and numbers[:-1] == [1] * 4, numbers
 
 
 def test_if_it_is_killed_another_one_goes_on_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
