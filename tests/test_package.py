@@ -68,7 +68,8 @@ def test_public_names_exist() -> None:
 
 def test_type_checkers_see_the_same_public_names() -> None:
     tree = ast.parse((ROOT / "ds_trainer" / "__init__.py").read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    blocks = (node for node in tree.body if isinstance(node, ast.If))
+    (block,) = (node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
     names = [alias for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert all(alias.asname == alias.name for alias in names)
     assert {alias.name for alias in names} == set(ds_trainer.__all__) - {"__version__"}
