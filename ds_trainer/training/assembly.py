@@ -189,10 +189,9 @@ class Assembly:
 
     @optimizer_cls_and_kwargs.setter
     def optimizer_cls_and_kwargs(self, value: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None) -> None:
-        self.optimizer_class = value and (
-            *value,
-            f"optimizer_cls_and_kwargs=({value[0].__name__}, ...) passed to the Trainer",
-        )
+        origin = "" if value is None else f"optimizer_cls_and_kwargs=({value[0].__name__}, ...) passed to the Trainer"
+        self.optimizer_class = value and (*value, origin)
+        self._configured_with = {}  # the next training configures again
 
     @property
     def saved_processing_class(self) -> Any:

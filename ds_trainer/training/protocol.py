@@ -76,6 +76,8 @@ class TrainerProtocol(Protocol):
     compute_loss_context_manager: Method
     autocast_smart_context_manager: Method
     _prepare_inputs: Method
+    _prepare_input: Method
+    _get_num_items_in_batch: Method
     floating_point_ops: Method
     evaluate: Method
     evaluation_loop: Method
