@@ -142,7 +142,6 @@ class Bench:
         self.saver = self.trainer._ds_trainer.checkpointer
         handler, optimizer = self.trainer.callback_handler, self.trainer.optimizer
         self.saves = BackgroundSaves(self.engine, self.trainer._ds_trainer.device, frozenset(), handler, optimizer)
-        self.plans = {BACKGROUND: (self.saver.model_files(),), NO_MODEL: (None,)}
         self.bytes = 0
         self.theirs: Any = None
 
@@ -163,15 +162,16 @@ class Bench:
         """Makes some steps, then one save."""
         os.sync()  # so that earlier writes and deletions do not count
         quiet = statistics.median(self.step() for _ in range(self.case.quiet_steps))
-        result = self._background(way, quiet) if way in self.plans else self._blocking(way)
+        result = self._background(way, quiet) if way in (BACKGROUND, NO_MODEL) else self._blocking(way)
         return {**result, "quiet_step": quiet}
 
     def _background(self, way: str, quiet: float) -> dict[str, float]:
-        self.saver.model_plan = self.plans[way]
         held, start = 0.0, time.perf_counter()
         outcomes: list[Any] = []
         state = dataclasses.replace(self.trainer.state)
         manager = self.saver.manager(state)
+        if way == NO_MODEL:
+            manager.model = None
         self.saves.begin(manager, self.saver.shared_files(state), (), state, outcomes.append)
         held += time.perf_counter() - start
         wait, waited = self.engine.before_step, 0.0
@@ -191,7 +191,6 @@ class Bench:
             steps.append(self.step())
         seconds = flight.save.ended - start
         self.saves.wait()
-        self.saver.model_plan = self.plans[BACKGROUND]
         size = size_of(outcomes[0])
         shutil.rmtree(outcomes[0])
         return {

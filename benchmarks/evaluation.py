@@ -151,6 +151,7 @@ def padding_of(trainer: Any) -> float:
     def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         counts.append((kwargs["attention_mask"].numel(), int(kwargs["attention_mask"].sum())))
 
+    trainer.evaluate()  # the first one also measures what the loss is the mean of, in passes of its own
     hook = trainer.model.register_forward_pre_hook(count, with_kwargs=True)
     trainer.evaluate()
     hook.remove()
