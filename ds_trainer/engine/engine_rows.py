@@ -194,6 +194,21 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
+        "engine/gradient_partitions.py",
+        "gradients of ZeRO 1 and 2 are read at the wrong elements",
+        SELF_TEST,
+        replaces=of(
+            ZERO12,
+            "initialize_gradient_partitioning_data_structures",
+            "initialize_gradient_partition",
+            "get_first_param_index",
+        ),
+        relies_on=(
+            *of(ZERO12, "__init__", "average_tensor", "allreduce_and_scatter", "reset_partition_gradient_structures"),
+            *of(ZERO12, "allreduce_and_copy_with_multiple_ranks", "_get_compact_grad_partition_slice"),
+        ),
+    ),
+    Row(
         "engine/host_time.py",
         "the end of a backward pass is seen too early, and gradients are not reduced",
         SELF_TEST,

@@ -22,6 +22,7 @@ from ds_trainer.engine.backward_passes import BackwardPasses
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import SkippedStepError, enable_overflow_checks, scales_loss, skipped_update
 from ds_trainer.engine.gradient_norm import reduce_norm_once
+from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
@@ -136,7 +137,14 @@ class TrainingEngine:
         spare_host_time()
         placed = loading_weights(model, self.groups, mpu)
         partitioned = complete_partitioning(self.groups, gather_logits)
-        with skip_optimizer_state_init(), partitioned, placed, bounded_creation() as spared, keep_adagrad_groups():
+        with (
+            skip_optimizer_state_init(),
+            partitioned,
+            placed,
+            bounded_creation() as spared,
+            keep_adagrad_groups(),
+            own_gradient_partition(),
+        ):
             keywords = {argument: optimizer, "config": deepspeed_settings(config), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
         check_creation(self.deepspeed.optimizer, spared)

@@ -1,4 +1,4 @@
-"""The operations of a micro-batch under ZeRO-3 do not grow with the number of ranks."""
+"""The work of a host does not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.forks import in_a_fork
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # they are scripts, not a package
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts, not a package
 
 import host_time as benchmark
 
@@ -69,3 +69,11 @@ def test_a_micro_batch_has_half_of_the_python_calls_of_deepspeed() -> None:
     """The time is 0.57 of DeepSpeed's (docs/explanation/scale.md): some of it is torch's and the model's."""
     ours, theirs = (in_a_fork(counts, 8, deepspeeds, python_calls) for deepspeeds in (False, True))
     assert 1000 < ours["micro-batch"] < 0.5 * theirs["micro-batch"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_work_of_a_host_is_the_same_at_1024_ranks(stage: int) -> None:
+    few, many = (in_a_fork(counts, ranks, False, python_calls, stage) for ranks in (8, 1024))
+    for phase in ("micro-batch", "step"):
+        assert 100 < many[phase] <= 1.05 * few[phase]
+    assert many["creation"] - few["creation"] < 20 * 1024  # some dictionaries have an entry for each rank
