@@ -48,14 +48,15 @@ def _initialize_group(optimizer: Any, index: int) -> None:
     group = optimizer.real_dp_process_group[index]
     ranks, rank = comm.get_world_size(group=group), comm.get_rank(group=group)
     size = int(optimizer.partition_size[index])
-    optimizer.param_to_partition_ids[index] = holders = {}
-    optimizer.remaining_grads_in_partition[index] = {}
+    holders: dict[int, list[int]] = {}
+    computed, inserted, starts = ({other: {} for other in range(ranks)} for _ in range(3))  # type: ignore[var-annotated]
+    numbers = dict.fromkeys(range(ranks), 0)
+    first: dict[int, int | None] = dict.fromkeys(range(ranks))
+    optimizer.param_to_partition_ids[index], optimizer.total_grads_in_partition[index] = holders, numbers
+    optimizer.is_grad_computed[index], optimizer.first_param_index_in_partition[index] = computed, first
+    optimizer.grad_partition_insertion_offset[index], optimizer.grad_start_offset[index] = inserted, starts
     optimizer.is_partition_reduced[index] = dict.fromkeys(range(ranks), False)
-    optimizer.total_grads_in_partition[index] = numbers = dict.fromkeys(range(ranks), 0)
-    optimizer.first_param_index_in_partition[index] = first = dict.fromkeys(range(ranks))
-    optimizer.is_grad_computed[index] = computed = {other: {} for other in range(ranks)}
-    optimizer.grad_partition_insertion_offset[index] = inserted = {other: {} for other in range(ranks)}
-    optimizer.grad_start_offset[index] = starts = {other: {} for other in range(ranks)}
+    optimizer.remaining_grads_in_partition[index] = {}  # filled for each backward pass
     begin = 0
     parameters = zip(optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_padding[index], strict=True)
     for place, (parameter, padding) in enumerate(parameters):
