@@ -37,7 +37,13 @@ PACKAGE = ROOT / "ds_trainer"
 PUBLIC = {
     *("_replace", "_prepare_inputs", "_new_training", "_new_epoch", "_new_step", "_inputs"),
     *("_get_train_sampler", "_get_eval_sampler", "_remove_unused_columns", "_get_collator_with_removed_columns"),
-    *("_save_checkpoint", "_load_optimizer_and_scheduler", "_get_output_dir"),
+    *(
+        "_prepare_input",
+        "_get_num_items_in_batch",
+        "_save_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_get_output_dir",
+    ),
 }
 
 

@@ -26,6 +26,8 @@ from tests.support.pool import pool
 
 OFFERED = {"engine", "layout", "tokenizer", "save_checkpoint", "unwrap_model_for_generation"}
 """Public names that transformers' Trainer does not have. A subclass may use them for something else, too."""
+OLDER = {"_nested_gather", "_pad_across_processes", "_gather_and_numpify"}
+"""Methods of transformers 4, for scripts that call them: the Trainer does not."""
 USUAL = [
     "losses",
     "device",
@@ -297,7 +299,7 @@ def test_few_public_names_are_added(tmp_path: Path) -> None:
     seen.update(dir(trainer))
     added = seen - hf_names()
     assert {name for name in added if not name.startswith("_")} == OFFERED
-    assert {name for name in added if not name.startswith("__")} - OFFERED == {ASSEMBLY, "_ds_assembly"}
+    assert {name for name in added if not name.startswith("__")} - OFFERED == {ASSEMBLY, "_ds_assembly", *OLDER}
     page = (Path(ds_trainer.__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert [name for name in OFFERED if f"`{name}`" not in page] == []
 
@@ -323,7 +325,7 @@ def test_the_protocol_has_all_methods_that_the_trainer_calls() -> None:
                 called.add(function.attr)  # type: ignore[union-attr]
     methods = {name for name in called if callable(getattr(Trainer, name, None)) and not name.startswith("_ds")}
     assert len(methods) > 20
-    assert methods <= set(METHODS)
+    assert methods - OLDER <= set(METHODS)
     assert [name for name in METHODS if not callable(getattr(Trainer, name, None))] == []
 
 
