@@ -2,7 +2,7 @@
 
 A few samples of a batch are computed together and in parts, in two ways, without dropout and without gradients. With
 the losses ``l_p`` of the parts and their counts ``c_p``, a mean over what ``c`` counts is ``sum_p c_p l_p / sum_p c_p``
-for all samples together; a sum is ``sum_p l_p``. Candidates for which this does not hold on some rank are rejected; of
+for all samples together; a sum is ``sum_p l_p``. Candidates for which this does not hold are rejected; of
 the others, the first one is right, or nothing that the batch contains can tell it from the right one.
 
 A loss for which none holds depends on how samples are grouped (a contrastive loss, weights of classes, terms with
@@ -24,6 +24,7 @@ from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.data.columns import base_model
 from ds_trainer.training.loop.batch_splitting import NotSplittable, samples_of_batch
 from ds_trainer.training.loop.batches import labels_in
+from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting
 from ds_trainer.training.loop.loss_unit import SAMPLES, units_of
 from ds_trainer.utils import distributed
@@ -42,7 +43,6 @@ _SPLITS: Mapping[int, tuple[tuple[list[int], list[int]], ...]] = {
     4: (([0, 1], [2, 3]), ([0, 2], [1, 3])),
 }
 """By the number of samples: two ways to cut them in two parts. Pairs, where possible: some losses need two samples."""
-_PASSES = 5  # the same on all ranks, because a forward pass may communicate
 
 
 class _Found(NamedTuple):
@@ -67,19 +67,22 @@ def measured_weighting(
     Args:
         loss_of: the loss of some samples of a batch, as user code gets them. Collective if the model's forward is.
         model: the model or its engine, which is put in evaluation mode meanwhile.
-        batch: a micro-batch of this rank.
+        batch: a micro-batch of this rank; that of the main process is measured.
         items: counts the items of a batch, the first candidate.
         more: reads a batch of two samples that differ, for a ``batch`` that cannot tell; None if there is no dataset.
     """
     with undisturbed(model):
-        if more is not None and not _can_tell(batch, items):
+        if more is not None and distributed.rank() == 0 and not _can_tell(batch, items):
             batch = more() or batch
-        known, own = units_of(batch, items.label_names, getattr(base_model(model), "config", None))
-        alike = distributed.alike(repr((known, own)))
-        units: list[Any] = [*known, items, SAMPLES, *own] if alike else [items, SAMPLES]
-        whole, parts, reason = _cut(batch, items)
+        # All ranks compute the same samples: their passes communicate alike, and fail alike, under ZeRO-3 too.
+        device = _device_of(batch)
+        whole, reason = distributed.broadcast_object(_most_different(batch, items) if distributed.rank() == 0 else None)
+        whole = on_device(whole, device)
+        known, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
+        units: list[Any] = [*known, items, SAMPLES, *own]
+        parts = [] if whole is None else _parts_of(whole)
         found, error, draws = None, "", False
-        if distributed.agree(torch.tensor([int(bool(parts))]))[0]:
+        if parts:
             found, error, draws = _run(loss_of, whole, parts, units)
             if distributed.agree(torch.tensor([int(bool(error))]))[0]:  # some models have a loss in training mode only
                 train_but_for_statistics(model)
@@ -102,7 +105,7 @@ def measured_weighting(
         return Weighting(items, settled=True)
     if not fits:
         if distributed.rank() == 0:
-            weights = "labels" if nearest is items and _has_tokens(batch, items) else "samples"
+            weights = "labels" if nearest is items and _has_tokens(whole, items) else "samples"
             logger.warning(_NOT_ADDITIVE, name, _numbers(found), weights)
         return Weighting(nearest, additive=False, settled=True)
     if fits[0] == len(units):
@@ -110,7 +113,7 @@ def measured_weighting(
         return Weighting(items, summed=True, settled=True)
     different = any(_differ(found, fits[0], index) for index in fits[1:] if index < len(units))
     both = {units.index(items), units.index(SAMPLES)} <= set(fits)
-    ambiguous = distributed.agree(torch.tensor([int(different or (both and _has_tokens(batch, items)))]))[0]
+    ambiguous = distributed.agree(torch.tensor([int(different or (both and _has_tokens(whole, items)))]))[0]
     if units[fits[0]] is not items:
         text = "The loss of %s is a mean over %s: micro-batches are weighted by their number."
         log(text, name, units[fits[0]], extra={CHECK: "loss"})
@@ -174,7 +177,6 @@ def _run(
 ) -> tuple[_Found | None, str, bool]:
     """The losses of this rank (None if it cannot compare any), what went wrong, and whether Python or NumPy drew."""
     passes = [whole, *(part for pair in parts for part in pair)]
-    passes += [whole] * (_PASSES - len(passes))
     start = random_state()
     losses, error, end = _losses(loss_of, passes, start)
     changed = torch.tensor([int(not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end))])
@@ -182,28 +184,34 @@ def _run(
     draws = draws or start["numpy"][2] != end["numpy"][2]
     if distributed.agree(changed)[0]:
         losses, error, _ = _losses(loss_of, passes, start, same_for_rows=True)
-    if not parts or error:
+    if error:
         return None, error, draws
     counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in parts]
     found = [(losses[1 + 2 * index : 3 + 2 * index], pair) for index, pair in enumerate(counts)]
     return _Found(losses[0], found), "", draws
 
 
-def _cut(batch: Any, items: ItemCounter) -> tuple[Any, list[tuple[Any, Any]], str]:
-    """The samples of ``batch`` that differ most, at most four, their parts, or the batch and why there are none."""
+def _most_different(batch: Any, items: ItemCounter) -> tuple[Any, str]:
+    """The samples of ``batch`` that differ most, at most four, in host memory; or None and why there are none."""
     if not isinstance(batch, Mapping) or isinstance(batch, Dummy) or number_of_samples(batch) < 2:
-        return batch, [], ""
+        return None, ""
     keys = _keys(batch, items)
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    order = order if len(order) <= 4 else [*order[:2], *order[-2:]]
-    parts = []
     try:
-        for pair in _SPLITS[len(order)]:
-            one, two = (samples_of_batch(batch, [order[index] for index in part]) for part in pair)
-            parts.append((one, two))
-        return samples_of_batch(batch, order), parts, ""
+        chosen = samples_of_batch(batch, order if len(order) <= 4 else [*order[:2], *order[-2:]])
     except NotSplittable as problem:
-        return batch, [], str(problem)
+        return None, str(problem)
+    return on_device(chosen, torch.device("cpu")), ""
+
+
+def _parts_of(whole: Any) -> list[tuple[Any, Any]]:
+    splits = _SPLITS[number_of_samples(whole)]
+    return [(samples_of_batch(whole, one), samples_of_batch(whole, two)) for one, two in splits]
+
+
+def _device_of(batch: Any) -> torch.device:
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
 
 def _losses(

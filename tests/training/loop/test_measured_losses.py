@@ -78,12 +78,13 @@ def trained(
 ) -> tuple[float, float, float, str]:
     """Loss and gradient norm of one step over 12 samples, the loss of their evaluation, and the weighting."""
     case = BY_NAME[name]
+    gathers = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     args = TrainingArguments(
         output_dir,
         per_device_train_batch_size=micro_batch,
         per_device_eval_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
-        zero_stage=stage,
+        deepspeed={"zero_optimization": {"stage": stage, **gathers}},
         train_sampling_strategy="sequential",
         optim="sgd",
         learning_rate=0.0,
