@@ -32,7 +32,10 @@ class KeptBuffers:
                 del buffers[name]
             for name, (buffer, version, copy) in kept.items():
                 buffers[name] = buffer
-                if buffer is not None and copy is not None and buffer._version != version:
+                if buffer is None or copy is None:
+                    continue
+                # Batch normalization writes its statistics without a new version.
+                if buffer._version != version or not torch.equal(buffer, copy):
                     with torch.no_grad():
                         buffer.copy_(copy)
 

@@ -61,9 +61,12 @@ def masks(output_dir: str, recompute: bool, separated: bool = True, **arguments:
     found: dict[str, list[torch.Tensor]] = {"inner": [], "outer": []}
     model = (Recomputing if recompute else Mixer)(dropout=0.5)
     for name, kept in found.items():
-        model.get_submodule(name).register_forward_hook(
-            lambda module, inputs, output, kept=kept: kept.append((output != 0).detach().clone())
-        )
+
+        def keep(module: Any, inputs: Any, output: torch.Tensor, kept: list[torch.Tensor] = kept) -> None:
+            if torch.is_grad_enabled():  # not in the passes that measure the loss
+                kept.append((output != 0).detach().clone())
+
+        model.get_submodule(name).register_forward_hook(keep)
     if "replica_specific_rng" not in arguments:
         torch.manual_seed(torch.distributed.get_rank())  # whatever state the data or a user has left
     original = tensor_parallel_rng.SlicedRegion
