@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -28,109 +29,15 @@ OFFERED = {"engine", "layout", "tokenizer", "save_checkpoint", "unwrap_model_for
 """Public names that transformers' Trainer does not have. A subclass may use them for something else, too."""
 OLDER = {"_nested_gather", "_pad_across_processes", "_gather_and_numpify"}
 """Methods of transformers 4, for scripts that call them: the Trainer does not."""
-USUAL = [
-    "losses",
-    "device",
-    "output_dir",
-    "stats",
-    "layout",
-    "groups",
-    "events",
-    "engine",
-    "config",
-    "logger",
-    "history",
-    "metrics",
-    "teacher",
-    "ema",
-    "beta",
-    "processor",
-    "inputs",
-    "run",
-    "step",
-    "_run",
-    "_step",
-    "_engine",
-    "_losses",
-    "_metrics",
-    "_config",
-    "_logger",
-    "_device",
-    "tokenizer",
-    "reward_model",
-    "ref_model",
-    "student",
-    "alpha",
-    "temperature",
-    "loss_fn",
-    "criterion",
-    "scaler",
-    "writer",
-    "wandb",
-    "best",
-    "patience",
-    "global_step",
-    "epoch",
-    "batch",
-    "batch_size",
-    "data",
-    "dataset",
-    "train_loader",
-    "sampler",
-    "seed",
-    "rng",
-    "rank",
-    "world_size",
-    "dtype",
-    "task",
-    "classes",
-    "class_weights",
-    "generate",
-    "collate",
-    "preprocess",
-    "prepare",
-    "setup",
-    "start",
-    "stop",
-    "close",
-    "reset",
-    "update",
-    "forward",
-    "backward",
-    "save",
-    "load",
-    "restore",
-    "configure",
-    "build",
-    "make",
-    "plan",
-    "check",
-    "refresh",
-    "release",
-    "fit",
-    "test",
-    "validate",
-    "callbacks",
-    "hooks",
-    "plugins",
-    "memory",
-    "cache",
-    "queue",
-    "lock",
-    "timer",
-    "clock",
-    "profiler",
-    "trials",
-    "publisher",
-    "telemetry",
-    "estimator",
-    "packing",
-    "evaluator",
-    "assembly",
-    "trainer",
-    "machinery",
-    "core",
-]
+USUAL = """
+losses device output_dir stats layout groups events engine config logger history metrics teacher ema beta processor
+inputs run step _run _step _engine _losses _metrics _config _logger _device tokenizer reward_model ref_model student
+alpha temperature loss_fn criterion scaler writer wandb best patience global_step epoch batch batch_size data
+dataset train_loader sampler seed rng rank world_size dtype task classes class_weights generate collate preprocess
+prepare setup start stop close reset update forward backward save load restore configure build make plan check
+refresh release fit test validate callbacks hooks plugins memory cache queue lock timer clock profiler trials
+publisher telemetry estimator packing evaluator assembly trainer machinery core
+"""
 
 
 def hf_names() -> set[str]:
@@ -147,7 +54,7 @@ def _is_written(node: ast.Attribute) -> bool:
 @cache
 def names() -> tuple[str, ...]:
     """Every attribute, method and function in our training code, and the usual ones, without those of transformers."""
-    found = set(USUAL) | OFFERED
+    found = {*re.findall(r"\w+", USUAL), *OFFERED}
     for path in (Path(ds_trainer.__file__).parent / "training").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
