@@ -96,4 +96,4 @@ def test_unsupported_dtypes_are_not_derived(arguments: dict[str, Any]) -> None:
 
 def test_quantized_gradients_are_not_changed() -> None:
     own = {"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}
-    assert COMMUNICATE not in compiled(1024, bf16=True, zero_stage=3, device="cuda", deepspeed=own)
+    assert COMMUNICATE not in compiled(1024, fp16=True, zero_stage=3, device="cuda", deepspeed=own)

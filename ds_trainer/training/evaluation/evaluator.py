@@ -18,7 +18,7 @@ from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.training.evaluation.labels import labels_of, loss_of_outputs, predictions_of
 from ds_trainer.training.evaluation.logits_in_pieces import LogitPieces, Preprocessed
 from ds_trainer.training.evaluation.logits_to_host import LogitsToHost
-from ds_trainer.training.evaluation.nested import detached
+from ds_trainer.training.evaluation.nested import detached, map_leaves
 from ds_trainer.training.evaluation.unshard import unshard_outputs
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.item_count import ItemCount, count_for
@@ -95,8 +95,8 @@ class Evaluator:
                 logits = logits if pieces is None else pieces.value
             if unshard is not None:
                 logits = unshard(logits)
-            elif isinstance(logits, DeferredLogits):
-                logits = logits.read()
+            else:
+                logits = map_leaves(lambda leaf: leaf.read() if isinstance(leaf, DeferredLogits) else leaf, logits)
         return loss, logits if pieces is None else Preprocessed(logits), labels
 
     def loss_of_shard(self, model: nn.Module, batch: ShardedBatch) -> torch.Tensor | None:
