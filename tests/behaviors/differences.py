@@ -14,6 +14,7 @@ _RANDOM_STATE = (
     "transformers draws the order from the random state of the process, which depends on what was drawn before; here "
     "it follows from the seed and the epoch, in every layout and after a resume."
 )
+_MEASURED = "What the loss is a mean of is [measured](../explanation/loss.md) on the first batch, in a few calls more."
 _HEADER = "The header of a run shows it."
 
 DIFFERENCES: dict[str, str] = {
@@ -21,10 +22,10 @@ DIFFERENCES: dict[str, str] = {
     "accelerator/state_has_a_plugin": _ENGINE,
     "arguments/strategies_as_text": "Members print as their values, which is what a command line takes.",
     "arguments/warmup_ratio_is_accepted": _OLD_NAMES,
+    "attributes/a_method_replaced_on_the_object": _MEASURED,
     "attributes/cache_of_the_model_is_off": "The cache is off while the model trains; its configuration is kept.",
     "attributes/deepspeed_flag": _ENGINE,
     "attributes/label_names_of_a_model_without_labels": "A subclass may take `labels` or `label`.",
-    "attributes/memory_tracker": "`skip_memory_metrics=False` adds the metrics.",
     "attributes/model_placement_flag": "The engine moves the model to the device.",
     "attributes/tokenizer_keyword": _OLD_NAMES,
     "callbacks/flow_without_the_default_callback": _LAST_STEP,
@@ -36,6 +37,7 @@ DIFFERENCES: dict[str, str] = {
     "early_stopping/without_evaluations": _ERRORS,
     "evaluation/all_keys_of_the_result": _ADDED,
     "evaluation/loss_of_ragged_tokens": _MEAN,
+    "evaluation/the_model_is_in_training_mode_again": _MEASURED,
     "files/configuration_of_the_model": "The saved configuration has the model's own `use_cache`.",
     "files/names_of_a_checkpoint": "Sharded states for any layout, and a [manifest](../explanation/checkpoints.md).",
     "files/names_of_the_output_directory": "Files are added: the link `latest`; arguments are in each checkpoint.",

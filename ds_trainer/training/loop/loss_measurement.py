@@ -73,7 +73,10 @@ def measured_weighting(
     """
     with undisturbed(model):
         if more is not None and distributed.rank() == 0 and not _can_tell(batch, items):
-            batch = more() or batch
+            try:
+                batch = more() or batch
+            except Exception as problem:  # samples of the data set that no batch has together may not fit into one
+                logger.debug("Two samples of the data set make no batch: %s", problem)
         # All ranks compute the same samples: their passes communicate alike, and fail alike, under ZeRO-3 too.
         device = _device_of(batch)
         whole, reason = distributed.broadcast_object(_most_different(batch, items) if distributed.rank() == 0 else None)

@@ -61,7 +61,7 @@ def _batches(api: Api, base: Any = None, data: Any = None, steps: int = -1, **ch
     )
     recorder = Recorder()
     given: dict[str, Any] = {"train_dataset": _rows() if data is None else data, "data_collator": recorder}
-    trainer = api.plain_trainer({**values, **changes}, base, **given)
+    trainer = api.plain_trainer({**values, **changes}, None if base is None else lambda _: base, **given)
     trainer.train()
     found = recorder.batches
     return found if steps < 0 else found[: steps * changes.get("gradient_accumulation_steps", 1)]
