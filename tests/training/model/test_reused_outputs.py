@@ -65,5 +65,6 @@ def run(output_dir: Path, make_model: Any, reuses: bool, stage: int) -> tuple[li
 def test_reused_outputs_do_not_change_losses(make_model: Any, world: int, stage: int, tmp_path: Path) -> None:
     wanted = pool(world).run(partial(run, tmp_path, make_model, False, stage))
     for found, expected in zip(pool(world).run(partial(run, tmp_path, make_model, True, stage)), wanted, strict=True):
-        assert found[0] == expected[0] and found[1] == expected[1]
-        assert np.array_equal(found[2], expected[2])
+        assert found[0] == expected[0]
+        assert found[1] == pytest.approx(expected[1], rel=1e-6)  # logits that nobody reads are made in pieces
+        np.testing.assert_allclose(found[2], expected[2], rtol=1e-5, atol=1e-6)
