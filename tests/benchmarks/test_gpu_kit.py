@@ -87,7 +87,7 @@ def test_what_a_borrowed_gpu_would_run_runs_on_the_cpu(tmp_path: Path) -> None:
     names = [case["name"] for part in ("first-oracle", "shared-2", "shared-4", "masks") for case in found[part]]
     assert names == ["resume, zero1 fp32", "dp2 zero1 fp32", "dp2 tp2 zero3 fp32", "packed encoder fp32"]
     killed, stopped, bare = found["endings"]
-    assert killed["codes"][1] == -signal.SIGKILL and killed["noticed_after"] < 30
+    assert killed["codes"][1] == -signal.SIGKILL and killed["noticed_after"] < 60
     assert stopped["codes"] == [77, 77] and stopped["resumed"] == [0, 0] and stopped["difference"] < 1e-5
     assert bare["codes"] == [0] and bare["difference"] < 1e-5
     assert found["saves-16gb"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
