@@ -94,6 +94,12 @@ def counted(batch: Any, samples: int) -> Any:
     return known
 
 
+def kind_of(batch: Any) -> str:
+    """The name of the type of a batch, as its collator returned it."""
+    kind = type(batch)
+    return (kind.__mro__[1] if kind in (CountedList, CountedTuple) else kind).__name__
+
+
 def number_of_samples(batch: Any) -> int:
     """Samples of a batch: known from its collation, or the length of the first tensor with dimensions.
 

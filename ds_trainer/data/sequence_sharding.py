@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ds_trainer.data.batch_structure import DummyBatch
+from ds_trainer.data.batch_structure import DummyBatch, kind_of
 from ds_trainer.parallel.document_runs import DocumentRuns
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
@@ -204,7 +204,7 @@ class SequenceSharder:
         """Number of rows, and tokens per row."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
-                f"A batch is a {type(batch).__name__}, which has no sequence to shard: the data collator must return a "
+                f"A batch is a {kind_of(batch)}, which has no sequence to shard: the data collator must return a "
                 f"mapping with input_ids [batch, tokens] or a similar tensor. {_WITHOUT_SHARDING}"
             )
         name = next((key for key in _MAIN if isinstance(batch.get(key), torch.Tensor)), None)

@@ -98,7 +98,7 @@ def schedule_warnings(schedule: Any, steps: int) -> Iterator[str]:
             f"such a schedule cannot go on. Make it with total_steps={steps}, or set max_steps={total}."
         )
     warmup = 0
-    if isinstance(schedule, LambdaLR):
+    if isinstance(schedule, LambdaLR) and steps > 0:
         points = sorted({round(step * (steps - 1) / (_POINTS - 1)) for step in range(_POINTS)})
         factors: list[Callable[[int], float]] = schedule.lr_lambdas
         lowest, step = min((float(factor(step)), step) for factor in factors for step in points)

@@ -133,6 +133,7 @@ def warnings_of_a_run(output_dir: Path) -> list[str]:
         args = TrainingArguments(
             str(output_dir),
             **{"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 1, "eval_strategy": "steps"},
+            per_device_eval_batch_size=1,
             **{"eval_steps": 2, "train_sampling_strategy": "sequential", "learning_rate": 0.0, "use_cpu": True},
             **{"nonfinite_policy": "skip", "self_test": "never", "disable_tqdm": True, "metric_for_best_model": "loss"},
             **{"save_strategy": "no", "accelerator_config": {"non_blocking": True}, "dataloader_pin_memory": False},

@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.data.batch_structure import kind_of
 from ds_trainer.data.columns import accepts_any_keyword, base_model, forward_names
 from ds_trainer.data.lengths import (
     BalancedBatchSampler,
@@ -265,7 +266,7 @@ def checked_batch(batch: Any, why: str = "models are called with keyword argumen
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"A batch is a {type(batch).__name__}, but {why}: the data_collator must return a dict such as "
+            f"A batch is a {kind_of(batch)}, but {why}: the data_collator must return a dict such as "
             "{'input_ids': ..., 'labels': ...}. A subclass whose compute_loss or training_step unpacks its batches "
             "may have batches of any type, where sequences are not sharded."
         )

@@ -37,7 +37,8 @@ class Seen(TrainerCallback):
         trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> None:
-        self.batches.append(kwargs["input_ids"].flatten().tolist())
+        if torch.is_grad_enabled():  # not in the passes that measure the loss
+            self.batches.append(kwargs["input_ids"].flatten().tolist())
 
 
 class CountsSteps(TrainerCallback):
