@@ -30,7 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_trainer"
-MICRO_BATCHES = 8
+MICRO_BATCHES = 16  # more than the model has tensors: what is called once for each tensor is not listed
+STEPS = 24  # the first 20 are watched more closely
 
 sys.path.insert(0, str(ROOT))  # this checkout, whatever is installed
 
@@ -47,20 +48,20 @@ def name_of(frame: FrameType | None) -> str | None:
     return f"{Path(code.co_filename).relative_to(PACKAGE)}:{function}"
 
 
-def trained(directory: str, *words: str, callbacks: Any = ()) -> Any:
+def trained(directory: str, *words: str, steps: int = 4, callbacks: Any = ()) -> Any:
     """A Trainer that has run on arguments parsed from ``words``."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ds_trainer import HfArgumentParser, Trainer, TrainingArguments
 
-    given = ["--output_dir", directory, "--max_steps", "4", "--save_strategy", "no", "--report_to", "none"]
+    given = ["--output_dir", directory, "--max_steps", str(steps), "--save_strategy", "no", "--report_to", "none"]
     given += ["--disable_tqdm", "true", "--use_cpu", "true", "--per_device_train_batch_size", "2"]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*given, *words])
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     tokens = torch.arange(8)
-    data = [{"input_ids": tokens, "labels": tokens}] * 64
+    data = [{"input_ids": tokens, "labels": tokens}] * 4096
     trainer = Trainer(model, args, train_dataset=data, callbacks=list(callbacks))
     trainer.train()
     return trainer
@@ -77,7 +78,7 @@ def profiled(profile: Profile) -> Iterator[None]:
 
 
 def step() -> list[tuple[str, int]]:
-    """All that the third optimizer step calls, with the number of calls."""
+    """All that one of the last optimizer steps calls, with the number of calls."""
     from ds_trainer import TrainerCallback
 
     calls: dict[str, int] = {}
@@ -89,14 +90,14 @@ def step() -> list[tuple[str, int]]:
 
     class Traced(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
+            if state.global_step == STEPS - 2:
                 sys.setprofile(profile)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             sys.setprofile(None)
 
     with tempfile.TemporaryDirectory() as directory:
-        trained(directory, "--gradient_accumulation_steps", str(MICRO_BATCHES), callbacks=[Traced()])
+        trained(directory, "--gradient_accumulation_steps", str(MICRO_BATCHES), steps=STEPS, callbacks=[Traced()])
     return list(calls.items())
 
 

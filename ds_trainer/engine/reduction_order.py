@@ -89,7 +89,7 @@ class FixedOrder(SeenGradients):
                     unseen.add(index)
                     self._fill(parameter)
                 self._reduce(parameter, group)
-            self._passed(unseen)
+            self.passed(unseen)
             self.restart()
         self._finish()
 

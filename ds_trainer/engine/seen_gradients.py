@@ -43,7 +43,7 @@ class SeenGradients:
         """A pass has ended in the middle."""
         self.ignored = set()
 
-    def _passed(self, unseen: set[int]) -> None:
+    def passed(self, unseen: set[int]) -> None:
         """A reduction has not seen gradients of ``unseen``."""
         unseen |= self.ignored
         self.ignored = set()
@@ -68,7 +68,7 @@ class WholeGradients(SeenGradients):
         def extended() -> tuple[list[Any], Any]:
             unseen = self.without_gradient()
             gradients, of_experts = original()
-            self._passed(unseen)
+            self.passed(unseen)
             if ranks > 1 and gradients:
                 self.elsewhere = torch.ones(len(self.parameters), dtype=gradients[0].dtype, device=gradients[0].device)
                 if self.unseen:
@@ -174,7 +174,7 @@ class PartitionedGradients(SeenGradients):
         if self.unseen is None:  # the first pass of a step: later ones add to the buffer
             for at in missing:
                 buffers[self.parameters[at].ds_id].zero_()
-        self._passed(missing | {self._index[key] for key in self._filled})
+        self.passed(missing | {self._index[key] for key in self._filled})
         if not (optimizer.offload_optimizer and optimizer.is_gradient_accumulation_boundary()):
             return
         # DeepSpeed copies gradients to the host when they arrive in the last pass; those of earlier passes stay behind.

@@ -101,7 +101,8 @@ def trained(deepspeeds: bool, stage: int, zero: str, precision: str, groups: int
     found += [parameter.detach().clone() for parameter in model.parameters()]
     optimizer: Any = engine.deepspeed.optimizer
     own: list[Any] = []
-    for group in range(len(optimizer.bit16_groups)):
+    # float32 accumulation of bf16 at stage 1 is DeepSpeed's BF16_Optimizer, which has no such structures.
+    for group in range(len(getattr(optimizer, "bit16_groups", ()))):
         rank = distributed.rank()
         own.append([getattr(optimizer, name)[group][rank] for name in STRUCTURES])
         own.append(optimizer.first_param_index_in_partition[group][rank])

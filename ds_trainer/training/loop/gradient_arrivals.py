@@ -50,7 +50,7 @@ class GradientArrivals:
 
     def _see(self, number: int, gradient: torch.Tensor) -> None:
         values = gradient.detach()
-        values = values._values() if values.is_sparse else values
+        values = values.coalesce().values() if values.is_sparse else values
         if values.numel():
             largest = torch.linalg.vector_norm(values, torch.inf)
             before = self._largest.get(number)
