@@ -61,73 +61,32 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
 
-class _StepClock:
-    """Wall time of one training on this process.
-
-    Args:
-        step: optimizer steps done before; a resumed training starts above 0.
-    """
-
-    def __init__(self, step: int) -> None:
-        self._began = self._mark = time.monotonic()
-        self._first_step = self._last_step = step
-        self._stepping = 0.0  # seconds of the steps since the last log, without evaluations and saves
-
-    def step_done(self) -> None:
-        """Add the time since the last step, or since :meth:`restart`."""
-        mark, self._mark = self._mark, time.monotonic()
-        self._stepping += self._mark - mark
-
-    def restart(self) -> None:
-        """Leave out the time since the last step: an evaluation or a save."""
-        self._mark = time.monotonic()
-
-    def phrases(self, step: int, max_steps: int, of_steps: bool) -> list[str]:
-        """Time since the start and the estimated time to ``max_steps``; before them, with ``of_steps``, seconds a step.
-
-        The seconds are those since the last such call. The estimate includes evaluations and saves at the rate seen so
-        far.
-        """
-        elapsed, found = time.monotonic() - self._began, []
-        if of_steps and step > self._last_step:
-            found.append(f"{self._stepping / (step - self._last_step):.3g} s/step")
-            self._last_step, self._stepping = step, 0.0
-        found.append(f"elapsed {human_duration(elapsed)}")
-        if self._first_step < step < max_steps:
-            remaining = elapsed / (step - self._first_step) * (max_steps - step)
-            found.append(f"ETA {human_duration(remaining)}")
-        return found
-
-
 class _LogPrinter(TrainerCallback):
-    """Base of the callbacks that print log events: measures the steps."""
+    """Base of the callbacks that print log events."""
 
-    _clock: _StepClock | None = None
+    _began: tuple[float, int] | None = None
+    """The time at which the training of this process began, and the optimizer steps done before."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._clock = _StepClock(state.global_step)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._clock is not None:
-            self._clock.step_done()
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._clock is not None:
-            self._clock.restart()
-
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._clock is not None:
-            self._clock.restart()
+        self._began = time.monotonic(), state.global_step
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._clock = None
+        self._began = None
 
     def _line(self, logs: Any, state: TrainerState, max_str_len: int = 100) -> str:
-        """One line: the step, the values, and during a training the times of :class:`_StepClock`."""
+        """One line: the step, the values, and during a training the time since its start and to its end.
+
+        The estimate includes evaluations and saves at the rate seen so far.
+        """
         line = step_line(logs, state.global_step, state.max_steps, max_str_len)
-        if self._clock is None or "train_runtime" in logs:  # the summary has its own times
+        if self._began is None or ("train_runtime" in logs and "loss" not in logs):  # the summary has its own times
             return line
-        return "  ".join([line, *self._clock.phrases(state.global_step, state.max_steps, of_steps="loss" in logs)])
+        (began, first_step), step = self._began, state.global_step
+        elapsed = time.monotonic() - began
+        line += f"  elapsed {human_duration(elapsed)}"
+        if first_step < step < state.max_steps:
+            line += f"  ETA {human_duration(elapsed / (step - first_step) * (state.max_steps - step))}"
+        return line
 
 
 class PrinterCallback(_LogPrinter):
@@ -169,7 +128,6 @@ class ProgressCallback(_LogPrinter):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Decide or show what a step calls for."""
-        super().on_step_end(args, state, control)
         if self.training_bar is not None:
             self.training_bar.update(state.global_step - self.training_bar.n)  # redraws ten times a second at most
 
@@ -195,7 +153,6 @@ class ProgressCallback(_LogPrinter):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Close the bar of the evaluation."""
-        super().on_evaluate(args, state, control)
         self._close_prediction_bar()
 
     def on_predict(

@@ -25,6 +25,7 @@ _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("init_mem_cpu", lambda size: f"init mem cpu {size / 2**20:.0f} MB"),
     ("bytes_read", lambda size: f"{human_bytes(size)} read"),
     ("bytes", human_bytes),
+    ("step_seconds", lambda seconds: f"{_significant(seconds)} s/step"),
     ("seconds", human_duration),
     ("learning_rate", lambda rate: f"lr {rate:.1e}"),
     ("runtime", lambda seconds: f"time {human_duration(seconds)}"),

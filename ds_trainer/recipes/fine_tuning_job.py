@@ -18,7 +18,7 @@ from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, re
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import generate_sample
-from ds_trainer.recipes.run_results import final_loss, train_and_report
+from ds_trainer.recipes.run_results import final_loss, finished_in, train_and_report
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -165,12 +165,10 @@ def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
 
 def report_text(results: dict[str, Any], loss: float | None = None) -> str:
     """The printed report, from the content of ``results.json``."""
-    seconds, data, evaluation = results["seconds"], results["data"], results["evaluation"]
-    trained = results["tokens_trained"]
+    data, evaluation, trained = results["data"], results["evaluation"], results["tokens_trained"]
     lines = [
         "",
-        f"Finished {results['steps']:,} steps, {results['epochs']:.2f} epochs, in {seconds['total']:.0f} s (setup "
-        f"{seconds['prepare']:.0f} s, training {seconds['train']:.0f} s, evaluation {seconds['evaluate']:.0f} s).",
+        finished_in(results, f"{results['steps']:,} steps, {results['epochs']:.2f} epochs,"),
     ]
     if trained:
         lines.append(

@@ -17,6 +17,7 @@ from typing import Any
 from ds_trainer.data.sources.documents import Document
 from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.recipe import ReportSpec
+from ds_trainer.recipes.run_results import finished_in
 from ds_trainer.recipes.tokenizers import Tokenizer
 
 
@@ -101,11 +102,9 @@ class Evaluation:
 
 def report_text(results: dict[str, Any], evaluation: Evaluation | None) -> str:
     """The printed report, from the content of ``results.json``."""
-    seconds = results["seconds"]
     lines = [
         "",
-        f"Finished {results['steps']:,} steps in {seconds['total']:.0f} s (setup {seconds['prepare']:.0f} s, training "
-        f"{seconds['train']:.0f} s, evaluation {seconds['evaluate']:.0f} s).",
+        finished_in(results, f"{results['steps']:,} steps"),
         evaluation.table() if evaluation else "No evaluation: set data.eval or data.held_out_every for one.",
     ]
     if results["sample"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ds_trainer
+from ds_trainer.monitor.units import human_duration
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
@@ -50,12 +51,13 @@ def train_and_report(
     is_main = trainer.is_world_process_zero()
     if is_main:
         (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
-    prepared = time.perf_counter()
+    called = time.perf_counter()
     output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trained = time.perf_counter()
+    trained, phases = time.perf_counter(), trainer._ds_trainer.telemetry.phase_seconds()
     evaluation = evaluate()
     evaluated = time.perf_counter()
     trainer.save_model(str(output_dir))
+    saved = time.perf_counter()
     if not is_main:
         return {}
     results = {
@@ -64,12 +66,13 @@ def train_and_report(
         "train_loss": output.training_loss,
         "train_metrics": dict(output.metrics),
         **describe(output, evaluation),
-        "seconds": {
-            "prepare": prepared - began,
-            "train": trained - prepared,
-            "evaluate": evaluated - trained,
-            "total": time.perf_counter() - began,
-        },
+        "seconds": _parts(
+            prepare=called - began + max(0.0, trained - called - sum(phases.values())),
+            train=output.metrics["train_runtime"],
+            evaluate=evaluated - trained + phases.get("evaluation", 0.0),
+            save=saved - evaluated + phases.get("saving", 0.0),
+            total=time.perf_counter() - began,
+        ),
         "output_dir": str(output_dir),
         "recipe": {"path": recipe.path, **recipe.to_dict()},
         "versions": versions(),
@@ -77,6 +80,19 @@ def train_and_report(
     print(text(results, evaluation), flush=True)
     write_json(output_dir / RESULTS_NAME, results)
     return results
+
+
+def _parts(total: float, **seconds: float) -> dict[str, float]:
+    """The parts, ``other`` (trackers, plots, the report, a sample), and ``total``, which is their sum."""
+    return {**seconds, "other": max(0.0, total - sum(seconds.values())), "total": total}
+
+
+def finished_in(results: dict[str, Any], what: str) -> str:
+    """The sentence about the time of a job, from the content of ``results.json``; ``what`` it did."""
+    seconds = results["seconds"]
+    names = {"prepare": "setup", "train": "training", "evaluate": "evaluation", "save": "saving", "other": "other"}
+    parts = ", ".join(f"{name} {human_duration(seconds[key])}" for key, name in names.items())
+    return f"Finished {what} in {human_duration(seconds['total'])} ({parts})."
 
 
 def final_loss(trainer: Trainer) -> float:

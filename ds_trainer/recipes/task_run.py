@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.run_results import train_and_report
+from ds_trainer.recipes.run_results import finished_in, train_and_report
 from ds_trainer.recipes.task_data import TaskData
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -43,8 +43,8 @@ def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -
 def _report(results: dict[str, Any], evaluation: dict[str, float] | None) -> str:
     lines = [
         "",
-        f"Finished {results['steps']:,} steps of {results['task']} in {results['seconds']['total']:.0f} s; training "
-        f"loss {results['train_loss']:.4f}.",
+        finished_in(results, f"{results['steps']:,} steps of {results['task']}"),
+        f"Training loss {results['train_loss']:.4f}.",
     ]
     if evaluation is None:
         return "\n".join([*lines, "No evaluation: set data.eval or data.held_out for one."])

@@ -123,6 +123,10 @@ class Telemetry:
         """Median seconds of a step of the training; None before its second step."""
         return None if self.health is None else self.health.median_step_seconds()
 
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of the training thread by phase, since the loop of the newest training began; empty before it."""
+        return {} if self.health is None else self.health.clock.seconds()
+
     def beat(self) -> None:
         """Record progress of an evaluation. Called for every batch."""
         if self.health is not None:

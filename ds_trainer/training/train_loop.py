@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -109,8 +109,9 @@ class TrainLoop:
         self._evaluate_model = evaluate
         self._save_checkpoint = save_checkpoint
         self._profiler = profiler
-        self._log_keywords = {"start_time": time.time()} if accepted_arguments(run.log, {"start_time"}) else {}
+        self._logs_time = bool(accepted_arguments(run.log, {"start_time"}))
         self._window_start = self._first_step = run.events.state.global_step
+        self._seen_before = run.events.state.num_input_tokens_seen
         self._loss_sum, self._loss_steps = 0.0, 0
         self._stopped = False
         self._schedule_follows_metric = steps_on_metric(run.lr_scheduler)
@@ -153,7 +154,7 @@ class TrainLoop:
         with self._health.paused("the end of training"):
             logs = self._close_window()
             if logs and events.args.logging_strategy != IntervalStrategy.NO:  # a callback has ended the training
-                self._run.log(logs, **self._log_keywords)
+                self._log(logs)
             output = self._output()
             self._checkpointer.keep_best()
             events.notify("on_train_end")
@@ -163,7 +164,8 @@ class TrainLoop:
         events, cursor = self._events, self._cursor
         state, batches = events.state, cursor.batches()
         while not self._is_done():
-            micro_steps = cursor.micro_steps_ahead(batches)
+            with nullcontext() if self._plan.micro_steps_per_epoch is not None else self._health.reading_ahead():
+                micro_steps = cursor.micro_steps_ahead(batches)
             if micro_steps == 0:
                 if cursor.steps == 0:
                     raise ConfigError(_EMPTY_DATA if cursor.epoch == 0 else _READ_ONCE.format(state.global_step))
@@ -217,7 +219,7 @@ class TrainLoop:
         events = self._events
         # A callback may replace the control at any of these events, so it is read again after each.
         if events.control.should_log and events.state.global_step > self._window_start:
-            self._run.log(self._close_window(), **self._log_keywords)
+            self._log(self._close_window())
             self._decide()
         if events.control.should_evaluate:
             self._counter.flush()
@@ -293,6 +295,11 @@ class TrainLoop:
             logs["skipped_steps"] = float(self._guard.incidents.skipped)  # in the whole run
         return logs
 
+    def _log(self, logs: dict[str, float]) -> None:
+        """Log a window of steps. Its start is moved by the pauses: train_runtime means the same in every log."""
+        keywords = {"start_time": time.time() - self._meter.overall().seconds} if self._logs_time else {}
+        self._run.log(logs, **keywords)
+
     def _empty_cache(self, step: int) -> None:
         every = self._events.args.torch_empty_cache_steps
         if every is not None and step % every == 0 and self._run.device.type == "cuda":
@@ -319,7 +326,7 @@ class TrainLoop:
         """
         events, stop, checkpointer = self._events, self._stop, self._checkpointer
         if events.control.should_log and events.state.global_step > self._window_start:
-            self._run.log(self._close_window(), **self._log_keywords)
+            self._log(self._close_window())
         assert stop.agreed is not None
         with self._health.paused("saving"):
             if stop.saves and not stop.agreed.hurry:
@@ -343,17 +350,20 @@ class TrainLoop:
     def _output(self) -> TrainOutput:
         run, state = self._run, self._events.state
         loss = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
-        rates = self._meter.overall()
+        rates, counts = self._meter.overall(), self._events.args.include_num_input_tokens_seen != TokenCount.NO
+        tokens = rates.tokens_per_second
+        if counts and rates.seconds:  # those that are counted, as in the logs of steps
+            tokens = (state.num_input_tokens_seen - self._seen_before) / rates.seconds
         metrics = {
             "train_runtime": rates.seconds,
             "train_samples_per_second": rates.samples_per_second,
             "train_steps_per_second": rates.steps_per_second,
-            **({"train_tokens_per_second": rates.tokens_per_second} if self._counter.has_tokens else {}),
+            **({"train_tokens_per_second": tokens} if self._counter.has_tokens else {}),
             "total_flos": state.total_flos,
             **({"train_loss": loss} if state.global_step > self._first_step else {}),  # the run may have been finished
             **run.final_metrics(),
         }
         run.log(metrics)
-        if self._events.args.include_num_input_tokens_seen != TokenCount.NO:
+        if counts:
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         return TrainOutput(state.global_step, loss, {**metrics, "epoch": state.epoch or 0.0})

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ds_trainer
+from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.language_model_job import prepare
 from ds_trainer.recipes.recipe import load_recipe
@@ -140,7 +141,11 @@ def test_the_report_is_printed(folder: Path, one_process: subprocess.CompletedPr
     assert results["evaluation"]["verdict"] in one_process.stdout
     assert results["sample"]["prompt"] + results["sample"]["text"] in one_process.stdout
     assert results["recipe"]["arguments"]["max_steps"] == 30
-    assert results["seconds"]["total"] >= results["seconds"]["train"] > 0
+    seconds = results["seconds"]
+    assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
+    assert min(seconds.values()) > 0 and seconds["train"] == results["train_metrics"]["train_runtime"]
+    evaluated = [log["eval_runtime"] for log in read_records(folder / "out" / "metrics.jsonl") if "eval_runtime" in log]
+    assert evaluated and seconds["evaluate"] >= sum(evaluated)  # also those during the training
 
 
 def test_two_ranks_continue_from_the_saved_model_with_zero_3(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_trainer import Trainer, TrainingArguments
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.training.loop.token_counter import sequence_lengths
 from tests.support.models import LENGTH, RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -68,10 +68,19 @@ def run(folder: str, mode: str, given: dict[str, Any]) -> Figures:
         values |= dict(packing=True, max_length=ROW)
     elif mode == "evaluated":
         values |= dict(eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=3)
-    elif mode == "resumed":
+    elif mode == "sets":
+        values |= dict(eval_strategy="steps", eval_steps=3)
+    elif mode in ("resumed", "saved between"):
         values |= dict(save_strategy="steps", save_steps=5)
     args = TrainingArguments(folder, **{**values, **given})
-    trainer = Trainer(tiny_llama(), args, train_dataset=data, eval_dataset=EVALUATED)
+    sets: Any = {"first": EVALUATED[:4], "all": EVALUATED} if mode == "sets" else EVALUATED
+
+    class SavesModel(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if mode == "saved between" and state.global_step % 3 == 0:
+                trainer.save_model(f"{folder}/between")
+
+    trainer = Trainer(tiny_llama(), args, train_dataset=data, eval_dataset=sets, callbacks=[SavesModel])
     if mode == "resumed":
         trainer.train()
         trainer.engine.close()
@@ -79,7 +88,8 @@ def run(folder: str, mode: str, given: dict[str, Any]) -> Figures:
     metrics = trainer.train(f"{folder}/checkpoint-5" if mode == "resumed" else None).metrics
     state, seconds = trainer.state, metrics["train_runtime"]
     logs = [log for log in state.log_history if "loss" in log]
-    evaluations = [log["eval_loss"] for log in state.log_history if "eval_loss" in log]
+    name = "eval_all_loss" if mode == "sets" else "eval_loss"
+    evaluations = [log[name] for log in state.log_history if name in log]
     trainer.engine.close()
     return Figures(
         state.global_step,
@@ -109,8 +119,8 @@ def operations_of_a_token() -> float:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float], float]:
-    """Losses, gradient norms and the evaluation after step 3 of a plain PyTorch loop, in the sampler's order."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float], float, list[int]]:
+    """Of a plain PyTorch loop in the sampler's order: losses, norms, the evaluation after step 3, tokens by step."""
     seen: list[dict[str, Any]] = []
 
     class Order(Trainer):
@@ -139,7 +149,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
         if step == 2:
             with torch.no_grad():
                 evaluated = float(loss_of(model, batch_of(EVALUATED)))
-    return losses, norms, evaluated
+    return losses, norms, evaluated, [int(batch["attention_mask"].sum()) for batch in seen]
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -154,6 +164,9 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "streamed": (1, "streamed", {}),
     "evaluated": (1, "evaluated", {}),
     "resumed": (1, "resumed", {}),
+    "several evaluation sets": (1, "sets", {}),
+    "found batch size": (1, "plain", {"auto_find_batch_size": True}),
+    "saved between": (1, "saved between", {}),
     "dp 2, ZeRO 3": (2, "plain", {"zero_stage": 3, "per_device_train_batch_size": 2}),
     "dp 2, evaluated": (2, "evaluated", {"zero_stage": 2, "per_device_train_batch_size": 2}),
     "dp 2, resumed": (2, "resumed", {"zero_stage": 1, "per_device_train_batch_size": 2}),
@@ -170,19 +183,23 @@ def test_every_figure_is_that_of_the_data(name: str, count: str, plain: Any, tmp
     found_by_rank = pool(world).run(run, str(tmp_path), mode, {**given, "include_num_input_tokens_seen": count})
     found = found_by_rank[0]
     steps, skipped = EPOCHS * STEPS_OF_EPOCH, 5 if mode == "resumed" else 0
-    losses, norms, evaluated = plain
+    losses, norms, evaluated, used = plain
     assert (found.steps, found.seen) == (steps, EPOCHS * (SAMPLES * LENGTH if count == "all" else sum(LENGTHS)))
     # A stream has no length, so transformers counts its epochs by max_steps; a session begins at its checkpoint.
     assert found.epoch == (1.5 if mode == "streamed" else EPOCHS)
     samples = EPOCHS * SAMPLES - skipped * BATCH
-    assert (found.samples, found.tokens) == (samples, samples * LENGTH)
+    assert (found.samples, found.tokens) == (samples, samples * LENGTH if count == "all" else sum(used[skipped:]))
     assert found.rates == pytest.approx([RATE * (1 - step / steps) for step in range(steps)])
     assert found.operations == pytest.approx(operations_of_a_token() * EPOCHS * SAMPLES * LENGTH)
     if mode != "streamed":  # which is not shuffled
         assert found.losses == pytest.approx(losses, rel=1e-4)
         assert found.norms == pytest.approx(norms, rel=1e-3)
     assert found.train_loss == pytest.approx(sum(found.losses[skipped:]) / (steps - skipped))
-    assert found.evaluated is None if mode != "evaluated" else found.evaluated == pytest.approx(evaluated, rel=1e-4)
+    assert (
+        found.evaluated is None
+        if mode not in ("evaluated", "sets")
+        else found.evaluated == pytest.approx(evaluated, rel=1e-4)
+    )
     assert all(other.seen == found.seen and other.operations == found.operations for other in found_by_rank)
 
 
@@ -195,7 +212,7 @@ def test_figures_of_packed_rows(world: int, given: dict[str, Any], tmp_path: Pat
         run, str(tmp_path / "b"), "packed", {**given, "include_num_input_tokens_seen": "non_padding"}
     )[0]
     assert every.seen == every.tokens == every.samples * ROW  # a row counts as a sample
-    assert text.seen == EPOCHS * sum(LENGTHS) < every.seen
+    assert text.tokens == text.seen == EPOCHS * sum(LENGTHS) < every.seen
     assert every.epoch == text.epoch == EPOCHS and every.operations == text.operations
 
 

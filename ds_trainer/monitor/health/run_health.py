@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ds_trainer.monitor import throughput
-from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE, Heartbeat, Limit
+from ds_trainer.monitor.health.heartbeat import BETWEEN, COMPUTE, DATA, UPDATE, Heartbeat, Limit
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StepTimes, StragglerReport
 from ds_trainer.monitor.health.waits import WaitClock
@@ -57,6 +58,7 @@ class RunHealth:
 
     Attributes:
         clock: seconds of the training thread by phase.
+        seconds_ahead: seconds of :meth:`reading_ahead` for this step.
     """
 
     def __init__(self, watch: HealthSettings, directory: Path, step: int, on_abort: Callable[[], None]) -> None:
@@ -66,7 +68,8 @@ class RunHealth:
         self._times = StepTimes(watch.straggler_steps, host_name()) if watch.straggler_steps else None
         self._report: StragglerReport | None = None
         self._watchdog: Watchdog | None = None
-        self._waited = self._waited_paused = 0.0
+        self._waited = self._waited_paused = self._waited_ahead = 0.0
+        self.seconds_ahead = 0.0
         self._data: TimedIterator[Any] | None = None
         self._pauses = 0
         self.on_phase: Callable[[str], None] | None = None
@@ -103,6 +106,16 @@ class RunHealth:
 
     # -- called by the loop -----------------------------------------------------------------------------------------
 
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Before a step: its batches are read to know how many there are (a stream). Counts as its data loading."""
+        began, waited = time.perf_counter(), self._waits.seconds
+        self._heartbeat.enter(DATA)
+        with self.clock.inside(throughput.DATA):
+            yield
+        self._heartbeat.enter(BETWEEN)
+        self.seconds_ahead, self._waited_ahead = time.perf_counter() - began, self._waits.seconds - waited
+
     def begin_data(self, iterator: Iterator[T]) -> Iterator[T]:
         """Begin a step and its data loading. Returns the iterator to read from."""
         self._enter(DATA)
@@ -133,8 +146,9 @@ class RunHealth:
         communication, self._waited = waited - self._waited - self._waited_paused, waited
         self._waited_paused = 0.0
         if self._times is not None and not first:
-            in_data = 0.0 if self._data is None else self._data.seconds
+            in_data = self._waited_ahead + (0.0 if self._data is None else self._data.seconds)
             self._times.add(step, seconds, max(0.0, data_seconds - in_data), communication)
+        self.seconds_ahead = self._waited_ahead = 0.0
         # Nobody but the loop may hold the iterator: data loader workers end with the last reference to it. If it were
         # found by the garbage collector instead, torch would wait 5 seconds for each worker.
         self._data = None

@@ -131,7 +131,8 @@ def _speed(files: RunFiles, use: TimeUse) -> dict[str, Any]:
     rates = _usual(files.curve("samples_per_second"))
     batch = files.summary.get("global_batch_size")
     step = files.last("measured_step_seconds")
-    if step is None and rates and is_number(batch):
+    step = _usual(files.curve("step_seconds")) if step is None else step
+    if step is None and rates and is_number(batch):  # of an older version
         step = float(batch) / rates  # type: ignore[arg-type]  # is_number has checked it
     prediction = (files.start.get("prediction") or {}).get("step_seconds")
     mfu = _usual(files.curve("mfu"))

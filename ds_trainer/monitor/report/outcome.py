@@ -35,7 +35,7 @@ def outcome_of(files: RunFiles) -> Outcome:
     step, planned = files.last_step, files.summary.get("max_steps")
     where = f"step {step:,} of {planned:,}" if is_number(planned) else f"step {step:,}"
     if not files.sessions:
-        if files.last("train_runtime") is not None:
+        if any("train_runtime" in record and "loss" not in record for record in files.records):
             return Outcome("finished", f"The training ended at {where}.")
         return Outcome("unknown", f"The last record is of {where}; the run has no history that says how it ended.")
     session = files.sessions[-1]

@@ -311,8 +311,9 @@ class StepRunner:
         first_steps = self._first_steps
         if first_steps is not None and first_steps.end(applied, loss, self.learning_rate):
             self._first_steps = None
-        self._meter.add(waited=timed.seconds)
-        health.step_done(step + 1, timed.seconds)
+        waited = timed.seconds + health.seconds_ahead
+        self._meter.add(waited=waited)
+        health.step_done(step + 1, waited)
         return update
 
     def _run_micro_batches(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:

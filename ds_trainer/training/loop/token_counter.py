@@ -259,6 +259,8 @@ class TokenCounter:
         rates = self.meter.read()
         logs = {"tokens_per_second": rates.tokens_per_second} if self.has_tokens else {}
         logs["samples_per_second"] = rates.samples_per_second
+        if rates.steps_per_second:
+            logs["step_seconds"] = 1.0 / rates.steps_per_second
         if self.counts_operations:
             per_device = rates.flops_per_second / self._layout.world_size
             logs["tflops_per_device"] = per_device / 1e12

@@ -69,7 +69,7 @@ def _summary(
         device=device_name(run.device),
         output_dir=str(args.output_dir),
         num_train_samples=len(train_dataset) if hasattr(train_dataset, "__len__") else None,
-        num_eval_samples=len(eval_dataset) if hasattr(eval_dataset, "__len__") else None,
+        num_eval_samples=_number_of_samples(eval_dataset),
         offload_optimizer=config.offload("optimizer"),
         offload_parameters=config.offload("param"),
         run_name=args.run_name,
@@ -87,3 +87,9 @@ def _summary(
         load=engines.load_report,
         weights=engines.weight_check.summary,
     )
+
+
+def _number_of_samples(dataset: Any) -> int | None:
+    """Samples of a dataset, or of several by name; None for a stream."""
+    parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
