@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
-from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
 from ds_trainer.checkpoint.protocol.checkpoint_selection import (
@@ -334,7 +334,7 @@ class CheckpointManager:
         """End of training: with ``keep=1``, keep only the best checkpoint, without the newest. Collective."""
         best = self.retention.best
         if self.retention.keep == 1 and best is not None and best.is_dir() and self.writer_group.is_leader:
-            others = [p for p in list_checkpoints(self.directory.path) if p.resolve() != best.resolve()]
+            others = [e.path for e in self.directory.entries() if e.is_ours and e.path.resolve() != best.resolve()]
             if others:
                 self.directory.point_at(best)
             for path in others:

@@ -156,7 +156,7 @@ def _deepspeed_multi_node(
     module = ["--module", _RANK_MODULE]
     if plan.launcher == "pdsh":
         exports = {**default_exports(environment), **exports, CONNECTION: "1"}
-        write_text_atomic(env_file, env_file_text(exports))
+        write_text_atomic(env_file, env_file_text(exports), private=True)
         # ssh must not prompt: there is no user to type a password or to accept a host key.
         changes.setdefault(
             "PDSH_SSH_ARGS_APPEND", f"{environment.get('PDSH_SSH_ARGS_APPEND', '')} -o BatchMode=yes".strip()

@@ -8,8 +8,8 @@ that reads them (:mod:`ds_trainer.data.prepared.key`). Processes that wait do so
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -242,9 +242,9 @@ class _Writer:
         schema = _unified(schemas)
         with writing(final):
             _remove_abandoned(final)
-            partial = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+            partial = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
+            partial.mkdir()
             try:
-                partial.chmod(0o755)
                 for split in ("train", "eval"):
                     if counts[split]:
                         _write_table(partial / f"{split}.arrow", self._of_split(split, BadLines("skip")), schema)

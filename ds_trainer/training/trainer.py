@@ -23,7 +23,7 @@ from ds_trainer.training.overrides.private_methods import note_ignored_overrides
 from ds_trainer.training.overrides.saving import Saving
 from ds_trainer.training.overrides.search_methods import SearchMethods
 from ds_trainer.training.protocol import check_names
-from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.output_directory import OutputDirectory, create_output_directory
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.batch_size_search import find_batch_size
 from ds_trainer.training.startup.constructor_checks import (
@@ -154,7 +154,7 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
             if args.push_to_hub:
                 assembly.publisher.open()
             if args.should_save:
-                assembly.output_dir.mkdir(parents=True, exist_ok=True)  # scripts write to it before they train
+                create_output_directory(args)  # scripts write to it before they train
             assembly.events.notify("on_init_end")
 
     def __copy__(self) -> Trainer:
@@ -207,7 +207,7 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
             if resume_from_checkpoint or (automatic and directory.has_checkpoints()):
                 checkpoint, _ = directory.choose(directory.imported(requested, setup.describe_running_model))
             elif trial is None:
-                directory.warn_of_checkpoints()
+                directory.check_new_run()
             assembly.start_fresh()
             if self.args.auto_find_batch_size:
                 find_batch_size(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,43 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _cannot_flush = False  # said already
 
 
-def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to a temporary file next to ``path``, flush it to the disk and rename it to ``path``."""
+def write_text_atomic(path: str | os.PathLike[str], text: str, private: bool = False) -> None:
+    """Write ``text`` to a temporary file next to ``path``, flush it to the disk and rename it to ``path``.
+
+    A symbolic link at ``path`` is replaced; what it points at stays.
+
+    Args:
+        path: of the file; missing directories are created.
+        text: written as UTF-8.
+        private: only the owner may read it, because it may hold secrets; otherwise the umask decides.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             flush(stream.fileno())
-        os.chmod(partial, 0o644)  # mkstemp creates private files; results should be readable by other users
         os.replace(partial, target)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
+
+
+def own_files(directory: Path) -> None:
+    """Replace links to files in ``directory`` by copies, so that writing to them changes no file elsewhere.
+
+    Links to files of 64 MiB and more stay: those are weights, not configurations, tokenizers or cards.
+    """
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.is_symlink() and not path.is_dir():
+            content = path.read_bytes() if path.exists() and path.stat().st_size < 2**26 else None
+            if content is not None or not path.exists():
+                path.unlink()
+            if content is not None:
+                path.write_bytes(content)
 
 
 def flush(descriptor: int) -> None:

@@ -23,7 +23,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if (path / MANIFEST_FILE).is_file():
         return [path]
-    checkpoints = [entry.path for entry in CheckpointDirectory(path).entries()]
+    checkpoints = [e.path for e in CheckpointDirectory(path).entries() if (e.path / MANIFEST_FILE).is_file()]
     if not checkpoints:
         raise ConfigError(
             f"{path} is not a checkpoint ({MANIFEST_FILE} is missing) and contains no checkpoint-N. Pass a checkpoint "

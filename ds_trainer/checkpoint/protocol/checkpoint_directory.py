@@ -5,6 +5,7 @@
 ``.checkpoint-N.<hex>.partial``  being written
 ``.checkpoint-N.<hex>.old``      the previous checkpoint of this name, while it is being replaced
 ``.checkpoint-N.<hex>.removed``  being deleted
+``checkpoint-N.previous-<hex>``  what another program had put at ``checkpoint-N`` before step N was saved; never removed
 ``latest``                       a file with the name of the newest checkpoint, for people and scripts; written last
 
 A killed process leaves one of the three hidden names behind; :meth:`CheckpointDirectory.tidy` cleans them up.
@@ -12,8 +13,10 @@ A killed process leaves one of the three hidden names behind; :meth:`CheckpointD
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.other_formats import detect_format
 from ds_trainer.utils.errors import ConfigError, listed
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
@@ -36,17 +39,19 @@ _HIDDEN = re.compile(r"\.(checkpoint-\d+|latest)\.[0-9a-f]{8}\.(partial|old|remo
 
 
 class Entry(NamedTuple):
-    """A directory named ``checkpoint-N`` that has a manifest.
+    """A directory named ``checkpoint-N``.
 
     Attributes:
         path: of the directory.
-        manifest: None if it is damaged.
-        problem: what is wrong with a damaged manifest.
+        manifest: None if it is damaged or missing.
+        problem: what is wrong with the manifest, if anything.
+        is_ours: it has a manifest and is no link, so this package may remove it; anything else belongs to the user.
     """
 
     path: Path
     manifest: Manifest | None
     problem: str = ""
+    is_ours: bool = True
 
 
 def checkpoint_name(step: int) -> str:
@@ -76,22 +81,24 @@ class CheckpointDirectory:
 
     def entries(self) -> list[Entry]:
         """Returns all checkpoints: damaged ones first, then the others in the order in which they were written."""
-        if not self.path.is_dir():
-            return []
         entries = []
-        for path in self.path.iterdir():
-            if _NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file():
-                try:
-                    entries.append(Entry(path, Manifest.read(path)))
-                except BrokenCheckpoint as error:
-                    entries.append(Entry(path, None, str(error)))
+        for path in self._named():
+            is_ours = _has_manifest(path) and not path.is_symlink()
+            try:
+                entries.append(Entry(path, Manifest.read(path), is_ours=is_ours))
+            except BrokenCheckpoint as error:
+                entries.append(Entry(path, None, f"{error}{_how_to_use(path)}", is_ours))
         return sorted(entries, key=lambda entry: (_generation(entry), entry.path.name))
 
     def has_checkpoints(self) -> bool:
-        """Returns whether there is any checkpoint, damaged or not. Reads no files."""
-        if not self.path.is_dir():
-            return False
-        return any(_NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file() for path in self.path.iterdir())
+        """Returns whether there is any checkpoint, damaged or not, whoever wrote it. Reads no files."""
+        return any(True for _ in self._named())
+
+    def _named(self) -> Iterator[Path]:
+        """Directories ``checkpoint-N``; empty ones hold nothing that could be lost, or resumed from."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if _NAME.fullmatch(path.name) and path.is_dir() and any(path.iterdir()):
+                yield path
 
     def next_generation(self) -> int:
         """Returns the ``generation`` of the next checkpoint."""
@@ -116,17 +123,26 @@ class CheckpointDirectory:
             The checkpoint that had this name before, if any; remove it once the new one is safe on all nodes.
 
         Raises:
-            OSError: a file operation failed; call :meth:`tidy` to clean up.
+            OSError: a file operation failed, and the checkpoint has not its name; call :meth:`tidy` to clean up.
         """
         final = self.path / checkpoint_name(step)
         pointer = self._write_pointer(final)  # first, because it needs disk space
-        replaced = None
-        if final.exists():
-            replaced = self._hidden(final.name, "old")
-            disk.rename(final, replaced)
+        replaced = kept = None
+        if os.path.lexists(final):
+            if _has_manifest(final) or final.is_symlink():
+                aside = replaced = self._hidden(final.name, "old")
+            else:
+                aside = kept = self.path / f"{final.name}.previous-{uuid.uuid4().hex[:8]}"
+            disk.rename(final, aside)
         disk.rename(partial, final)
-        disk.flush_file(self.path)
-        self._set_pointer(pointer)
+        try:
+            disk.flush_file(self.path)
+            if kept is not None:
+                _return_files(kept, final)
+            self._set_pointer(pointer)
+        except OSError as error:  # the checkpoint is complete, whatever the pointer says
+            text = "%s is complete, but %s could not be updated: %s."
+            logger.warning(text, final, self.path / POINTER, error, extra=EVERY_RANK)
         return replaced
 
     def point_at(self, checkpoint: Path) -> None:
@@ -167,7 +183,7 @@ class CheckpointDirectory:
                 disk.rename(path, final)
                 disk.flush_file(self.path)
                 actions.append(f"restored {final.name}: a process was killed while replacing it")
-            elif path.is_dir():
+            elif path.is_dir() and not path.is_symlink():
                 disk.remove_tree(path)
                 actions.append(f"removed {path.name}: a process was killed while writing or removing it")
             else:
@@ -176,6 +192,30 @@ class CheckpointDirectory:
 
     def _hidden(self, name: str, kind: str) -> Path:
         return self.path / f".{name}.{uuid.uuid4().hex[:8]}.{kind}"
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST_FILE).is_file()
+
+
+def _how_to_use(path: Path) -> str:
+    """For a message about a directory without an intact manifest."""
+    found = None if _has_manifest(path) else detect_format(path)
+    return "" if found is None else f" {found.format.value} wrote it: resume_from_checkpoint={str(path)!r} reads it."
+
+
+def _return_files(kept: Path, final: Path) -> None:
+    """Give files that a script had put at the name of a checkpoint their place back, beside the checkpoint's own.
+
+    If both have a name in common, or ``kept`` is no directory, it stays as it is.
+    """
+    names = {entry.name for entry in kept.iterdir()} if kept.is_dir() else {""}
+    if any(name == "" or os.path.lexists(final / name) for name in names):
+        logger.warning("%s was there before this checkpoint was written; it is kept as %s.", final, kept.name)
+        return
+    for name in names:
+        disk.rename(kept / name, final / name)
+    disk.remove_directory(kept)
 
 
 def check_sizes(entry: Entry) -> bool:

@@ -131,7 +131,7 @@ def newest_valid_checkpoint(
                 problems.append(str(error))
         logger.warning("Skipping %s: %s", name, problems[-1])
     raise BrokenCheckpoint(
-        f"resume_from_checkpoint=True, but {directory.path} holds no valid checkpoint. "
-        f"{listed(problems, 8, ' ') or 'It has no checkpoint-N directory.'} Start without resume_from_checkpoint, or "
-        "give the path of another checkpoint."
+        f"The run cannot be resumed: {directory.path} holds no valid checkpoint. "
+        f"{listed(problems, 8, ' ') or 'It has no checkpoint-N directory.'} Give the path of another checkpoint; to "
+        "begin at step 0, move these elsewhere or set another output_dir."
     )

@@ -49,7 +49,6 @@ class DirectoryLock:
         # No fallback to a lock by existence: a killed process would leave its directory locked.
         self._lock = FileLock(
             self._path,
-            mode=0o644,
             thread_local=False,
             poll_interval=_POLL_SECONDS,
             fallback_to_soft=False,

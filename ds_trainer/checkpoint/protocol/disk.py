@@ -20,7 +20,7 @@ def make_directory(path: Path) -> None:
 
 def open_new(path: Path) -> int:
     """Create a file that must not exist yet. Returns a descriptor for writing it."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)  # less the umask
 
 
 def open_shared(path: Path) -> int:
@@ -89,13 +89,19 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory tree, one file at a time; a tree that is already gone is not an error."""
+    """Remove a directory tree, one file at a time; a tree that is already gone is not an error.
+
+    Of symbolic links, ``path`` included, only the link is removed, never what it points at.
+    """
+    if path.is_symlink():
+        remove_file(path)
+        return
     try:
         entries = sorted(path.iterdir())
     except FileNotFoundError:
         return
     for entry in entries:
-        if entry.is_dir() and not entry.is_symlink():
+        if entry.is_dir():
             remove_tree(entry)
         else:
             remove_file(entry)

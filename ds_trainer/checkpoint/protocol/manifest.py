@@ -92,7 +92,7 @@ class Manifest:
             raise BrokenCheckpoint(f"{directory} is not a complete checkpoint: it has no {MANIFEST_FILE}.") from None
         except OSError as error:
             raise BrokenCheckpoint(f"{path} cannot be read ({error.strerror or error}).") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             intact = False
         if not intact:
             raise BrokenCheckpoint(f"{directory} is damaged: {MANIFEST_FILE} has changed since it was written.")

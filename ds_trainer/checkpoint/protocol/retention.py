@@ -33,11 +33,11 @@ class Retention:
         """Returns the ``entries`` (given oldest first) that exceed the limits, damaged ones first.
 
         Returns none while files of the newest one are missing or truncated: the last checkpoint that can be resumed
-        from is never removed.
+        from is never removed. Links, and directories without a manifest, are the user's: they neither count nor go.
         """
         if not entries or not check_sizes(entries[-1]):
             return []
-        counted = [entry for entry in entries if not self._is_permanent(entry)]
+        counted = [entry for entry in entries if entry.is_ours and not self._is_permanent(entry)]
         best = None if self.best is None else self.best.resolve()
         removable = [entry for entry in counted if entry is not entries[-1] and entry.path.resolve() != best]
         fixed = len(counted) - len(removable)

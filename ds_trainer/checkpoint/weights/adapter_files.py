@@ -18,6 +18,7 @@ from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, Gener
 from ds_trainer.engine.weights import full_shape, gathered
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import own_files
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -143,8 +144,12 @@ def write_adapters(
         if tuple(whole[name].shape) != tuple(shape):
             raise ConfigError(f"{name} has shape {list(whole[name].shape)} after gathering; expected {list(shape)}.")
     with _precomputed_prompts(model, prompts):
-        model.save_pretrained(str(directory), state_dict=dict(whole))
         written = list(_saved_tensors(model, dict(whole), directory))
+        for folder, _ in written:
+            own_files(folder)
+            if (folder / WEIGHTS_FILE).is_symlink():
+                (folder / WEIGHTS_FILE).unlink()
+        model.save_pretrained(str(directory), state_dict=dict(whole))
     warn_of_empty_adapters(model, written)
     for folder, expected in written:
         path = folder / WEIGHTS_FILE

@@ -18,7 +18,7 @@ from ds_trainer.checkpoint.weights.sections import Section, entries_of, tensor_n
 from ds_trainer.checkpoint.weights.weight_files import WeightSpec, plan_files, write_weight_files
 from ds_trainer.engine.weights import full_shape, saved_tensors, whole_tensors
 from ds_trainer.utils import distributed
-from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.files import own_files, read_json, write_json
 
 _GATHERED = 128 * 2**20  # bytes gathered at a time: large enough for an efficient collective
 
@@ -102,6 +102,7 @@ def save_config_and_processor(model: nn.Module, processing_class: Any, directory
     For a PEFT model, :func:`save_weights` writes the adapters' configuration instead of the model's.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    own_files(directory)
     configs = (
         () if saves_adapters(model) else (getattr(model, "config", None), getattr(model, "generation_config", None))
     )

@@ -81,7 +81,7 @@ class BlockWriter:
         self._checksums: list[int] = []
         self.size = 0
         with writing(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""

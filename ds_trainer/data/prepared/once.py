@@ -207,7 +207,7 @@ def _made(
 ) -> Made:
     lock_path = target.parent / f".{target.name}.lock"
     beat_path = target.parent / f".{target.name}.writer"
-    lock = FileLock(lock_path, mode=0o644, thread_local=False)
+    lock = FileLock(lock_path, thread_local=False)
     holder, leads = _Holder(beat_path), _local_rank() == 0
     began = reported = time.monotonic()
     while True:

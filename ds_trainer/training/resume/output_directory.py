@@ -21,7 +21,7 @@ from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
 from ds_trainer.checkpoint.protocol.other_formats import CheckpointFormat
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -31,6 +31,22 @@ AUTO_RESUME = "DS_TRAINER_AUTO_RESUME"
 
 # A job that a scheduler restarts may start while the last ranks of the previous one are still exiting.
 _EXITING_SECONDS = 120.0
+
+
+def create_output_directory(args: TrainingArguments) -> None:
+    """Create ``output_dir``.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    try:
+        str(args.output_dir).encode()  # it is written to JSON files
+        os.makedirs(str(args.output_dir), exist_ok=True)
+    except (OSError, ValueError, RecursionError) as error:  # a null byte; thousands of folders
+        raise ConfigError(
+            f"output_dir={str(args.output_dir)[:200]!r} ({args.where('output_dir')}) cannot be created: "
+            f"{getattr(error, 'strerror', None) or error}. Choose another directory."
+        ) from None
 
 
 class OutputDirectory:
@@ -105,16 +121,29 @@ class OutputDirectory:
         here = self.writer_group.is_leader and CheckpointDirectory(self.path).has_checkpoints()
         return bool(distributed.agree(torch.tensor([int(here)]))[0])
 
-    def warn_of_checkpoints(self) -> None:
-        """Warn that a new run begins in a directory that has checkpoints of another one. Collective."""
-        newest = self.newest()
+    def check_new_run(self) -> None:
+        """Warn that a new run begins in a directory that has checkpoints of another one. Collective.
+
+        Raises:
+            ConfigError: a checkpoint there is of another program, or incomplete: it would not be replaced.
+        """
+        entries = CheckpointDirectory(self.path).entries() if distributed.rank() == 0 else []
+        unknown = [e.problem for e in entries if e.manifest is None and (e.path / "trainer_state.json").is_file()]
+        found = [str(entry.path.resolve()) for entry in entries if entry.manifest is not None]
+        unknown, newest = distributed.broadcast_object((unknown, found[-1] if found else None))
+        set_another = f"set another output_dir ({self._args.where('output_dir')})"
+        if unknown:
+            raise ConfigError(
+                f"output_dir={self.path} has checkpoints that this run could neither resume from nor replace: "
+                f"{listed(unknown, 3, ' ')} Move them elsewhere, or {set_another}."
+            )
         if newest is not None:
             logger.warning(
                 "This run begins at step 0 although %s is there; it will replace checkpoints of the same steps. To "
-                "resume instead, %s. To keep both, set another output_dir (%s).",
+                "resume instead, %s. To keep both, %s.",
                 newest,
                 HOW_TO_RESUME,
-                self._args.where("output_dir"),
+                set_another,
             )
 
     def choose(self, requested: Path | None) -> VerifiedCheckpoint:

@@ -16,7 +16,13 @@ from ds_trainer.utils.seeds import set_seed
 
 
 def configure_process(args: TrainingArguments) -> None:
-    """Set seeds, the level of this package's loggers, TensorFloat-32 and deterministic kernels as asked."""
+    """Set seeds, the level of this package's loggers, TensorFloat-32 and deterministic kernels as asked.
+
+    Relative paths become absolute: a script may change its working directory later.
+    """
+    for name in ("output_dir", "nvme_path"):
+        if getattr(args, name) is not None:
+            setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
     set_seed(args.seed)
     name = str(args.log_level if args.should_log else args.log_level_replica)
     level = args.get_process_log_level()
