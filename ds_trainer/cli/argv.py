@@ -8,6 +8,27 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
+_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_dtype(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--dtype``, the type of weights, which becomes the name of one in torch; default: None.
+
+    Args:
+        parser: of the subcommand.
+        default: what None means, for the help.
+    """
+    parser.add_argument(
+        "--dtype", type=_dtype, metavar="TYPE", help=f"type of the weights: {', '.join(_TYPES)}; default: {default}"
+    )
+
+
+def _dtype(text: str) -> str:
+    name = _TYPES.get(text, text)
+    if name not in _TYPES.values():
+        raise argparse.ArgumentTypeError(f"{text!r} is no type of weights; the types are {', '.join(_TYPES)}")
+    return name
+
 
 def without_local_rank(args: Sequence[str]) -> list[str]:
     """``args`` without ``--local_rank=N``, which the ``deepspeed`` launcher inserts.

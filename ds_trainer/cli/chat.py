@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ds_trainer.cli.argv import add_dtype
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ _HELP = """/reset          begin a new conversation
 Ctrl-C stops an answer. A line that ends with \\ continues on the next one; \"\"\" begins and ends a text of several
 lines."""
 _QUOTES = '"""'
-_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer; default: 512")
     add("--seed", type=int, metavar="N", help="of the random numbers of every answer")
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:N; default: auto")
-    add("--dtype", choices=_TYPES, help="type of the weights; default: that of the files")
+    add_dtype(parser, "that of the files")
     add("--base", metavar="DIR", help="for adapters whose base model has moved: where it is")
 
 
@@ -59,12 +59,11 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     from ds_trainer.recipes.chat_session import GenerationOptions, load_session
 
     drawing = GenerationOptions(options.max_new_tokens, options.temperature, options.seed)
-    dtype = None if options.dtype is None else _TYPES[options.dtype]
     prompt = options.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = _read_standard_input()
     warnings.simplefilter("ignore", FutureWarning)  # of libraries, between the answers
-    session = load_session(saved, drawing, options.device, dtype)
+    session = load_session(saved, drawing, options.device, options.dtype)
     if options.system is not None:
         session.set_system(options.system)
     for path in options.image:

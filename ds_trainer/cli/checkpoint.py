@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_trainer.cli import checkpoint_convert, checkpoint_merge
-from ds_trainer.cli.argv import unknown_choice
+from ds_trainer.cli.argv import add_dtype, unknown_choice
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.sizes import parse_size
 
@@ -17,7 +17,6 @@ DESCRIPTION = """Inspect checkpoints, verify the checksums of their files, expor
 other formats, or merge adapters.
 Needs neither a GPU nor the parallel layout that wrote the checkpoint."""
 
-TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PATH = "a checkpoint-N directory, or the output directory that contains them"
 
 
@@ -59,8 +58,7 @@ def _path(parser: argparse.ArgumentParser) -> None:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _path(parser)
     parser.add_argument("--to", metavar="DIR", required=True, help="directory for the model; must not exist")
-    types = ", ".join(TYPES.values())
-    parser.add_argument("--dtype", metavar="TYPE", help=f"{types}; default: the type in which the model was computed")
+    add_dtype(parser, "that in which the model was computed")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a weights file; default: 5GB"
     )
@@ -94,9 +92,6 @@ def _export(options: argparse.Namespace) -> None:
     from ds_trainer.checkpoint.export.checkpoint_export import export_checkpoint
     from ds_trainer.checkpoint.export.inspection import checkpoint_problems, human_bytes, newest_checkpoint
 
-    dtype = None if options.dtype is None else TYPES.get(options.dtype, options.dtype)
-    if dtype is not None and dtype not in TYPES.values():
-        raise ConfigError(f"--dtype {options.dtype}: the valid types are {', '.join(TYPES.values())}.")
     try:
         shard = parse_size(options.max_shard_size)
     except ValueError as error:
@@ -108,7 +103,7 @@ def _export(options: argparse.Namespace) -> None:
         checkpoint,
         Path(options.to).expanduser(),
         shard,
-        None if dtype is None else getattr(torch, dtype),
+        None if options.dtype is None else getattr(torch, options.dtype),
         options.merge_lora,
         None if options.model is None else Path(options.model).expanduser(),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ds_trainer.cli.argv import add_dtype
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.sizes import parse_size
 
 HELP = "merge saved adapters into their base model: a directory that loads without PEFT"
-TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("path", metavar="PATH", help="directory or Hub name of adapters, or the output directory of a run")
     add("--to", metavar="DIR", required=True, help="directory for the model; must not exist")
     add("--base", metavar="DIR", help="directory of the base model, if it is not where the adapters say")
-    add("--dtype", choices=TYPES, help="type of the weights; default: that of the base")
+    add_dtype(parser, "that of the base")
     add("--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a weights file; default: 5GB")
 
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(f"--max-shard-size: {error}.") from None
     saved = find_saved_model(options.path, options.base)
-    dtype = None if options.dtype is None else getattr(torch, TYPES[options.dtype])
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
     merged = merge_adapters(saved, Path(options.to).expanduser(), shard, dtype)
     total = human_bytes(sum(merged.files.values()))
     print(f"{saved.directory} + {saved.base} -> {merged.directory}: {len(merged.files)} files, {total}")

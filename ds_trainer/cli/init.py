@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--task", metavar="TASK", help=tasks)
     add("--teacher", metavar="NAME", help="directory or Hub name of a model whose distribution is learned as well")
     add("--devices", metavar="DEVICES", help="cpu, a number of GPUs, 8 x H100-80GB, or 4 x 8 x H100-80GB")
-    add("--output", metavar="DIR", help="output directory of the run")
+    add("--output", metavar="DIR", help="output directory of the run; default: runs/OUT")
     add("--yes", action="store_true", help="take the defaults of what is not given")
     add("--force", action="store_true", help="replace an existing recipe")
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     if start.is_bytes and task != "pretrain":
         raise ConfigError(f"The model in {model} reads bytes and has no tokenizer; only --task pretrain can train it.")
     if not output:
-        default = f"runs/{start.short_name}-{task}"
+        default = f"runs/{out.stem}"  # two recipes never share a directory
         output = _ask("Output directory", default) if asks else default
     from dataclasses import replace
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import ds_trainer
 from ds_trainer.cli import (
@@ -115,11 +116,18 @@ def print_error(message: str) -> None:
     print(f"ds-trainer (rank {rank}): {message}", file=sys.stderr, flush=True)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one sentence, as the other errors of the command line are, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}. See {self.prog} --help.".removeprefix(": "))
+
+
 def _run(args: list[str]) -> int:
     overrides: list[str] = []
     if not getattr(SUBCOMMANDS.get(args[0] if args else ""), "TAKES_RAW_ARGV", False):
         args, overrides = split_overrides(without_local_rank(args))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ds-trainer",
         allow_abbrev=False,
         description="Train models with DeepSpeed.",
@@ -135,6 +143,8 @@ def _run(args: list[str]) -> int:
         module.configure(subparser, args[args.index(name) + 1 :] if name == first else [])
     options, unknown = parser.parse_known_args(args)
     if options.subcommand is None:
+        if unknown:
+            parser.error(f"unknown option {unknown[0]!r}")
         parser.print_help()
         return 2
     refuse_misspelled(options.subcommand, unknown, subparsers.choices[options.subcommand])

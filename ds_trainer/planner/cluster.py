@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.planner.hardware import DEVICES, FORMATS, Device, find_device
+from ds_trainer.planner.hardware import DEVICES, FORMATS, Device, find_device, words_of
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.host_memory import total_host_memory
 
@@ -258,7 +258,7 @@ class Cluster:
 
 
 def _matches(key: str, words: str) -> bool:
-    tokens = set(re.findall(r"[a-z0-9]+", words.lower())) | {"sxm2"}
+    tokens = words_of(words) | {"sxm2"}
     return tokens.issuperset(key.split())
 
 

@@ -98,12 +98,17 @@ DEVICES: dict[str, Device] = {
 _OTHER_DEVICES = {"laptop", "mobile", "mig", "d", "ti", "super", "max"}
 
 
+def words_of(name: str) -> set[str]:
+    """The words of a device's name: ``RTX4090-24GB`` has ``rtx``, ``4090`` and ``24gb``."""
+    return set(re.findall(r"rtx|[a-z0-9]+", name.lower()))
+
+
 def find_device(name: str) -> Device | None:
     """The row for a name from ``torch.cuda.get_device_name``; None for a device that is not in the table.
 
     Laptop versions, parts of a device (MIG) and other variants with a similar name are not in the table.
     """
-    tokens = set(re.findall(r"[a-z0-9]+", name.lower()))
+    tokens = words_of(name)
     matching = [key for key in DEVICES if tokens.issuperset(key.split())]
     matching = [key for key in matching if not (tokens & _OTHER_DEVICES) - set(key.split())]
     return DEVICES[max(matching, key=len)] if matching else None

@@ -15,7 +15,7 @@ from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import open_sources, split_of
-from ds_trainer.recipes.language_model import tokenizer_of
+from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -52,6 +52,7 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
     tokenizer = tokenizer_of(recipe)
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise ConfigError("data.tokenizer: samples need a tokenizer of transformers, not bytes.")
+    language_model_config(recipe, tokenizer)  # refuses samples that are longer than the model's positions, as train does
     encoder = encoder_of(recipe, tokenizer.pretrained).encoder
     split = split_of(recipe.data, train)
     bad = BadLines(recipe.data.bad_lines)

@@ -98,7 +98,7 @@ def test_verify(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "NOWHERE", "--to", "x"], "is not a checkpoint"),
         (
             ["export", "HERE", "--to", "x", "--dtype", "int3"],
-            "--dtype int3: the valid types are float32, bfloat16, float16",
+            "--dtype: 'int3' is no type of weights; the types are fp32, bf16, fp16",
         ),
         (["export", "HERE", "--to", "x", "--max-shard-size", "many"], "--max-shard-size: 'many' is not a size"),
         (["export", "HERE", "--to", "x", "--merge-lora"], "has no adapters"),

@@ -125,6 +125,11 @@ def test_what_has_to_be_mended(folder, capsys):
     assert code == 0
 
 
+def test_samples_longer_than_the_model_are_refused_as_in_the_training(folder, capsys):
+    assert main(["data", "show", "recipe.yaml", "--data.max_length", "100000"]) == 2
+    assert "max_length=100000 is longer than the model's max_position_embeddings" in capsys.readouterr().err
+
+
 def test_rows_are_those_of_the_training(folder, capsys, monkeypatch):
     """With weighted sources and a split: where a sample is shown to be is where the training packs it."""
     from ds_trainer.recipes.fine_tuning_job import make_trainer, prepare

@@ -211,7 +211,7 @@ def test_questions(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert not answers
     assert [question.split()[0] for question in asked] == ["Model", "Model", "Data", "Devices", "Task", "Output"]
     recipe = load_recipe(folder / "asked.yaml")
-    assert recipe.arguments["output_dir"] == "runs/base-lora"
+    assert recipe.arguments["output_dir"] == "runs/asked"  # as the recipe
     assert recipe.model.peft is not None
     assert "36 samples of conversations" in capsys.readouterr().out
 

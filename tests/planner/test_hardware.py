@@ -26,6 +26,8 @@ from ds_trainer.utils.errors import ConfigError
         ("NVIDIA GeForce RTX 3090 Ti", "rtx 3090 ti"),
         ("NVIDIA GeForce RTX 4090", "rtx 4090"),
         ("NVIDIA RTX A6000", "rtx a6000"),
+        ("RTX4090", "rtx 4090"),
+        ("rtxa6000", "rtx a6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx 6000 ada"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100 pcie"),

@@ -140,9 +140,10 @@ class CheckpointDirectory:
             if kept is not None:
                 _return_files(kept, final)
             self._set_pointer(pointer)
-        except OSError as error:  # the checkpoint is complete, whatever the pointer says
-            text = "%s is complete, but %s could not be updated: %s."
-            logger.warning(text, final, self.path / POINTER, error, extra=EVERY_RANK)
+        except OSError as error:  # the checkpoint is there, so the save has not failed
+            text = "%s is complete, but its directory or %s could not be updated: %s."
+            logger.warning(text, final, POINTER, error, extra=EVERY_RANK)
+            return None  # the next training removes the replaced one
         return replaced
 
     def point_at(self, checkpoint: Path) -> None:
