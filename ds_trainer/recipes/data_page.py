@@ -52,7 +52,7 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
     tokenizer = tokenizer_of(recipe)
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise ConfigError("data.tokenizer: samples need a tokenizer of transformers, not bytes.")
-    language_model_config(recipe, tokenizer)  # refuses samples that are longer than the model's positions, as train does
+    language_model_config(recipe, tokenizer)  # refuses samples longer than its positions, as train does
     encoder = encoder_of(recipe, tokenizer.pretrained).encoder
     split = split_of(recipe.data, train)
     bad = BadLines(recipe.data.bad_lines)
