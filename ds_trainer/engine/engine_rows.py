@@ -14,6 +14,7 @@ BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer."
 FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer."
 UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer."
 GROUPS = "deepspeed.utils.groups:"
+EXECUTES = "torch.autograd.graph:register_multi_grad_hook"  # torch's own use of _will_engine_execute_node
 
 SELF_TEST = "self-test"
 TP_SELF_TEST = "self-test of tensor parallelism"
@@ -154,6 +155,7 @@ ENGINE_ROWS = (
             *of(ZERO12, "finalize_gradient_accumulation_boundary", "setup_buckets", "clear_backward_seen_flag"),
             *of(ZERO3, "finalize_gradient_accumulation_boundary", "clear_backward_seen_flag", "partition_grads"),
             "deepspeed.runtime.utils:OutputBackwardHookManager._make_backward_hook",
+            EXECUTES,
         ),
     ),
     Row(
@@ -217,7 +219,11 @@ ENGINE_ROWS = (
             "deepspeed.utils.nvtx:enable_nvtx",
             "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.device_count",
         ),
-        relies_on=("deepspeed.utils.nvtx:instrument_w_nvtx", *of(ZERO3, "create_reduce_and_remove_grad_hooks")),
+        relies_on=(
+            "deepspeed.utils.nvtx:instrument_w_nvtx",
+            *of(ZERO3, "create_reduce_and_remove_grad_hooks"),
+            EXECUTES,
+        ),
     ),
     Row(
         "engine/reduction_order.py",
@@ -309,6 +315,7 @@ ENGINE_ROWS = (
             *of(COORDINATOR, "__init__", "reset_step", "__all_gather_params", "__params_to_release"),
             "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
             "deepspeed.utils.z3_leaf_module:z3_leaf_module",
+            "torch.autograd.function:Function.apply",
         ),
     ),
     Row(

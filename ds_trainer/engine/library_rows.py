@@ -12,6 +12,7 @@ from ds_trainer.engine.engine_rows import (
     ENGINE_ROWS,
     FUSED,
     GROUPS,
+    PARTITION,
     RAISES,
     TP_SELF_TEST,
     UNFUSED,
@@ -261,6 +262,24 @@ ROWS = (
         "the planner measures another attention mask",
         UNSEEN,
         replaces=("transformers.masking_utils:find_packed_sequence_indices",),
+    ),
+    Row(
+        "config/rules/zero_rules.py",
+        "a combination that this version supports is refused",
+        RAISES,
+        relies_on=of(PARTITION, "Init._partition_param", "Init._partition_param_sec"),
+    ),
+    Row(
+        "config/rules/precision_rules.py",
+        "quantized gradients of dtypes that this version supports are refused",
+        RAISES,
+        relies_on=("deepspeed.runtime.comm.coalesced_collectives:all_to_all_quant_reduce",),
+    ),
+    Row(
+        "utils/row_random.py",
+        "a loss that draws random numbers is measured with others for each sample, and its mean is not recognized",
+        UNSEEN,
+        relies_on=of("torch.utils._python_dispatch:TorchDispatchMode.", "__init__", "__enter__", "__exit__"),
     ),
     Row(
         "data/stream.py",

@@ -38,7 +38,7 @@ recomputed before."""
 
 _LAUNCH_SECONDS = 4e-4  # the host starts the kernels of a layer's forward pass in eager mode
 _LAUNCH_OTHERS = 3e-3  # ... and of everything else in a micro-batch
-_ZERO_3_SECONDS = 3.3e-4  # ... and gathers and reduces a parameter with ZeRO 3 (docs/explanation/scale.md, Host time)
+_ZERO_3_SECONDS = 2.6e-4  # ... and gathers and reduces a parameter with ZeRO 3 (docs/explanation/scale.md, Host time)
 _HOST_SECONDS = (2e-3, 5e-3, 1e-2)  # of a step, in which the device waits: gradient norm, optimizer, data, callbacks
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from ds_trainer.planner.memory import tiled
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, search
-from ds_trainer.planner.step_time import step_time
+from ds_trainer.planner.step_time import _ZERO_3_SECONDS, step_time
 
 
 def decoder(hidden: int, inner: int, layers: int, heads: int, key_heads: int, rows: int, **more: Any) -> dict[str, Any]:
@@ -99,9 +101,22 @@ def test_the_host_handles_each_parameter_with_zero_3() -> None:
     assert model.tensors == 80 * 9 + 3
     name, run = "host work in micro-batches", {"length": 16, "accumulation": 2}
     seconds = {(stage, world): part(name, world, stage=stage, **run) for stage in (2, 3) for world in (64, 1024)}
-    assert seconds[3, 64] - seconds[2, 64] == pytest.approx(2 * 723 * 3.3e-4)
+    assert seconds[3, 64] - seconds[2, 64] == pytest.approx(2 * 723 * _ZERO_3_SECONDS)
     assert seconds[3, 64] == seconds[3, 1024]
     assert part(name, 64, stage=3, length=8192) == 0  # the device is busy for longer
+
+
+@pytest.mark.parametrize("ranks", [8, 1024, 4096])
+def test_the_host_time_of_zero_3_is_the_measured_one(ranks: int) -> None:
+    """What ZeRO 3 adds to a micro-batch without ZeRO, per tensor (benchmarks/host_time.py, on a busy machine)."""
+    lines = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "host_time.json").read_text())
+    medians: dict[str, dict[int, float]] = {}
+    for line in lines:
+        if line["whose"] == "ds_trainer" and line["ranks"] == ranks:
+            medians.setdefault(line["model"], {})[line["stage"]] = line["micro-batch"][1] / line["tensors"]
+    assert len(medians) >= 2
+    for model, seconds in medians.items():
+        assert 0.6 < (seconds[3] - seconds[0]) / _ZERO_3_SECONDS < 1.6, model
 
 
 def fits(
