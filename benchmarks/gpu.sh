@@ -153,7 +153,7 @@ part() {
 host_time() {
     local seconds=40
     [ "$device" = cuda ] || seconds=600
-    part host-time "$seconds" "$PYTHON" "$HERE/host_time.py" --device "$device" --models "$1" --stages 3 --ranks 8 1024 "${@:2}" \
+    part host-time "$seconds" "$PYTHON" "$HERE/host_time.py" --device "$device" --models "$1" --stages 3 --rounds 1 --ranks 8 1024 "${@:2}" \
         --out "$work/host-time.json"
 }
 

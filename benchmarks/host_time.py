@@ -36,6 +36,7 @@ from torch import nn
 
 from benchmarks.fake_world import Counts, fake_world
 
+PHASES = ("creation", "micro-batch", "step")
 WIDTH = 64  # the fake gather repeats the weights of this rank, so all weights are the same
 
 
@@ -252,7 +253,7 @@ def alternate(hosts: dict[Any, tuple[Any, ...]], rounds: int, turns: int, limit:
     Each has a process, which lives for a round: what the machine does besides affects all of them alike. A host that
     has used ``limit`` seconds has no further turns.
     """
-    times: dict[Any, dict[str, Any]] = {one: {"creation": [], "micro-batch": [], "step": []} for one in hosts}
+    times: dict[Any, dict[str, Any]] = {one: {phase: [] for phase in PHASES} for one in hosts}
     context = multiprocessing.get_context("spawn" if "cuda" in {one[-1] for one in hosts.values()} else "fork")
 
     def goes_on(one: Any) -> bool:
@@ -273,7 +274,7 @@ def alternate(hosts: dict[Any, tuple[Any, ...]], rounds: int, turns: int, limit:
         for number in range(turns):
             order = list(pipes)
             for one in order if number % 2 else reversed(order):
-                for phase in ("micro-batch", "step") if goes_on(one) else ():
+                for phase in PHASES[1:] if goes_on(one) else ():
                     pipes[one].send(phase)
                     times[one][phase].append(pipes[one].recv())
         for one in pipes.values():
@@ -308,9 +309,9 @@ def main() -> None:
         import ds_trainer.engine.training_engine  # noqa: F401  # once, before the forks
 
         gc.freeze()  # else some engines include a collection of all that is imported, 0.3 s
-    print("CPU seconds: median (quartiles). Ratio: of a micro-batch to that of the first line in the same turn.\n")
-    print("| model | tensors | ZeRO | whose | ranks | creation | micro-batch | step | ratio |")
-    print("|---|---:|---|---|---:|---:|---:|---:|---:|")
+    print("CPU seconds: median (quartiles). Ratios of micro-batch and step: to the first line in the same turn.\n")
+    print("| model | tensors | ZeRO | whose | ranks | creation | micro-batch | step | ratio | ratio |")
+    print("|---|---:|---|---|---:|---:|---:|---:|---:|---:|")
     lines = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     for model, stage in itertools.product(options.models, options.stages):
         hosts = {
@@ -319,14 +320,16 @@ def main() -> None:
             for ranks in numbers
         }
         times = alternate(hosts, options.rounds, options.turns, options.limit)
-        first = next(iter(times.values()))["micro-batch"]
+        first = next(iter(times.values()))
         for (whose, ranks), found in times.items():
             line: dict[str, Any] = {"model": model, "stage": stage, "ranks": ranks, "whose": whose}
             line |= {"tensors": found["tensors"], "turns": len(found["step"])}
-            line |= {name: _quartiles(found[name]) for name in ("creation", "micro-batch", "step")}
-            line["ratio"] = _quartiles([one / other for one, other in zip(found["micro-batch"], first, strict=False)])
+            line |= {phase: _quartiles(found[phase]) for phase in PHASES}
+            for phase in PHASES[1:]:
+                pairs = zip(found[phase], first[phase], strict=False)
+                line[f"{phase}, ratio"] = _quartiles([one / other for one, other in pairs])
             lines.append(line)
-            shown = [_shown(line[name]) for name in ("creation", "micro-batch", "step", "ratio")]
+            shown = [_shown(line[name]) for name in (*PHASES, *(f"{phase}, ratio" for phase in PHASES[1:]))]
             print(f"| {model} | {line['tensors']} | {stage} | {whose} | {ranks:,} | {' | '.join(shown)} |", flush=True)
         if options.out:
             options.out.write_text(json.dumps(lines, indent=1) + "\n")

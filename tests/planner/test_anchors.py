@@ -114,7 +114,7 @@ def test_the_host_time_of_zero_3_is_the_measured_one(ranks: int) -> None:
     for line in lines:
         if line["whose"] == "ds_trainer" and line["ranks"] == ranks:
             medians.setdefault(line["model"], {})[line["stage"]] = line["micro-batch"][1] / line["tensors"]
-    assert len(medians) >= 2
+    assert medians
     for model, seconds in medians.items():
         assert 0.6 < (seconds[3] - seconds[0]) / _ZERO_3_SECONDS < 1.6, model
 
