@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from schema_models import describe_model, section
@@ -62,8 +63,6 @@ def known_limits(runtime: Any) -> dict[str, dict[str, Any]]:
             "replaced_by": "Set pin_memory in offload_param or offload_optimizer."
         },
         "fp16.loss_scale": {"minimum": 0},
-        "fp16.loss_scale_window": {"above": 0},
-        "fp16.min_loss_scale": {"above": 0},
         f"{zenflow}.select_strategy": {"choices": ["auto", "step", "epoch"], **_AUTO},
         f"{zenflow}.select_interval": {"kind": "int", **_AUTO},
         f"{zenflow}.update_interval": {**_AT_LEAST_1, **_AUTO},
@@ -156,16 +155,15 @@ _READ_ELSEWHERE: dict[str, dict[str, Any]] = {
     "optimizer": section(
         {
             "type": {"kind": "str"},
-            "params": section({}, open_=True),
+            "params": section({}, open=True),
             "legacy_fusion": {"kind": "bool", "default": False},
         }
     ),
-    "scheduler": section({"type": {"kind": "str"}, "params": section({}, open_=True)}),
+    "scheduler": section({"type": {"kind": "str"}, "params": section({}, open=True)}),
 }
 
 # Removed or renamed before 0.19.8, so that DeepSpeed no longer mentions them.
 _REMOVED_EARLIER = {
-    "bfloat16": "Write bf16.",
     "allgather_size": "Write zero_optimization.allgather_bucket_size.",
     "fp32_allreduce": 'Write communication_data_type: "fp32".',
     "load_universal_checkpoint": "Write checkpoint.load_universal.",
@@ -196,8 +194,12 @@ def build_schema() -> dict[str, Any]:
             field.update(more)
             if "kind" in more and not more.get("nullable"):
                 field.pop("nullable", None)
+    root["fields"].pop("bfloat16")
+    root["aliases"] = {"bfloat16": "bf16"}  # runtime/precision_config.py, get_bfloat16_config
+    mark_idle(root, runtime.DeepSpeedConfig)
     types = {"optimizer": _optimizers(), "scheduler": _schedulers()}
-    return {"deepspeed": deepspeed.__version__, "root": root, "removed": removed, "types": types}
+    unread = [path for path in _REMOVED_EARLIER if _accepted(runtime.DeepSpeedConfig, nested(path, False))]
+    return {"deepspeed": deepspeed.__version__, "root": root, "removed": removed, "unread": unread, "types": types}
 
 
 def recorded_config(config: Any) -> RecordingDict:
@@ -218,6 +220,24 @@ def recorded_config(config: Any) -> RecordingDict:
     )
     config(recorded)
     return recorded
+
+
+def mark_idle(root: dict[str, Any], config: Any) -> None:
+    """Mark the keys whose value DeepSpeed does not look at while ``enabled`` of their block is false."""
+    for name, block in root["fields"].items():
+        if block["kind"] == "section" and "enabled" in block["fields"] and not block.get("strict"):
+            for path, field in leaves_of(block):
+                written = (nested(path, value) for value in (3, -0.5, "no value", [3], {"no": "value"}))
+                if path != "enabled" and all(_accepted(config, {name: {**w, "enabled": False}}) for w in written):
+                    field["idle"] = block["turns_off"] = True
+
+
+def _accepted(config: Any, mapping: dict[str, Any]) -> bool:
+    try:
+        config({"train_micro_batch_size_per_gpu": 1, **mapping})
+    except Exception:  # of any class: asserts, pydantic's, TypeError
+        return False
+    return True
 
 
 def _modelled() -> dict[str, Any]:
@@ -318,6 +338,22 @@ def field_at(root: dict[str, Any], path: str) -> Any:
     for name in path.split("."):
         found = (found or {}).get("fields", {}).get(name)
     return found
+
+
+def leaves_of(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The path and the description of every key below ``section``."""
+    for name, field in section["fields"].items():
+        if field["kind"] == "section":
+            yield from leaves_of(field, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", field
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """A mapping with ``value`` at the dotted ``path``."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
 
 
 def _lower(names: list[str]) -> list[str]:

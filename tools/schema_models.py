@@ -14,14 +14,16 @@ _NOT_JSON = "takes a Python object, which a configuration cannot hold; leave it 
 _INTERNAL = "is filled in by DeepSpeed itself; leave it out"
 
 
-def section(fields: dict[str, Any], aliases: dict[str, str] | None = None, open_: bool = False) -> dict[str, Any]:
-    """A section with ``fields``. An open section accepts other keys too."""
-    more: dict[str, Any] = {"aliases": aliases} if aliases else {}
-    return {"kind": "section", "fields": fields, **more, **({"open": True} if open_ else {})}
+def section(fields: dict[str, Any], aliases: dict[str, str] | None = None, **more: bool) -> dict[str, Any]:
+    """A section with ``fields``. An ``open`` section accepts other keys too; ``strict``: see :func:`describe_model`."""
+    return {"kind": "section", "fields": fields, **({"aliases": aliases} if aliases else {}), **more}
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """The section of a pydantic model: kinds, limits, defaults, aliases, deprecated fields."""
+    """The section of a pydantic model: kinds, limits, defaults, aliases, deprecated fields.
+
+    It is strict if the model refuses other keys. Such a model also converts values: ``"true"``, ``"2"``.
+    """
     fields, aliases = {}, {}
     for name, info in model.model_fields.items():
         printed = info.alias or name
@@ -31,7 +33,7 @@ def describe_model(model: Any) -> dict[str, Any]:
         if described["kind"] != "section":
             described["default"] = plain(None if info.is_required() else info.get_default(call_default_factory=True))
         fields[printed] = described | _not_to_be_written(model, info)
-    return section(fields, aliases)
+    return section(fields, aliases, **({"strict": True} if model.model_config.get("extra") == "forbid" else {}))
 
 
 def plain(value: Any) -> Any:

@@ -151,9 +151,10 @@ def replica_batch_size(args: TrainingArguments, name: str, replicas: int) -> int
 
 
 def split_problems(args: TrainingArguments, replicas: int) -> list[str]:
-    """One sentence for each batch size that ``split_batches`` cannot divide by ``replicas``."""
+    """One sentence for each batch size in use that ``split_batches`` cannot divide by ``replicas``."""
     problems = Problems()
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+    evaluates = args.do_eval or args.given("per_device_eval_batch_size")
+    for name in ("per_device_train_batch_size", *(["per_device_eval_batch_size"] if evaluates else [])):
         with problems.collecting():
             replica_batch_size(args, name, replicas)
     return list(problems)

@@ -9,7 +9,7 @@ from ds_trainer.arguments.accelerator_config import EFFECTS
 from ds_trainer.arguments.checks.unsupported import ENGINE, SupportedValues
 from ds_trainer.config.library_optimizer_table import LIBRARY
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES
-from ds_trainer.config.rules import RULES
+from ds_trainer.config.rules import RULES, Rule
 from ds_trainer.config.schema import load_schema
 from ds_trainer.utils.errors import ConfigError
 
@@ -39,10 +39,13 @@ def support_matrix() -> str:
         "## Combinations",
         "These combinations are rejected before anything starts. The error names values, sources and the remedy.",
     ]
-    for topic in dict.fromkeys(rule.topic for rule in RULES):
-        rows = [(f"`{rule.name}`", rule.needs, rule.remedy) for rule in RULES if rule.topic == topic]
-        parts += [f"### {topic}", table(("rule", "reason", "remedy"), rows)]
+    refusing = [rule for rule in RULES if rule.refuses]
+    for topic in dict.fromkeys(rule.topic for rule in refusing):
+        parts += [f"### {topic}", _rules(rule for rule in refusing if rule.topic == topic)]
     parts += [
+        "### Settings without effect",
+        "These are accepted. One warning names them, with keys that DeepSpeed does not read.",
+        _rules(rule for rule in RULES if not rule.refuses),
         "## Optimizers",
         "`optim`, or `optimizer.type` in the DeepSpeed file. *Offload*: DeepSpeed has an implementation for host "
         "memory.",
@@ -62,6 +65,10 @@ def support_matrix() -> str:
         table(("key", "replacement"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
     ]
     return "\n\n".join(parts)
+
+
+def _rules(rules: Iterable[Rule]) -> str:
+    return table(("rule", "reason", "remedy"), [(f"`{rule.name}`", rule.needs, rule.remedy) for rule in rules])
 
 
 def _optimizers() -> list[tuple[str, ...]]:

@@ -164,13 +164,20 @@ class CompiledConfig:
         low = self.get(f"{dtype}.{dtype}_master_weights_and_grads") is True
         autocast = None
         if self.get("torch_autocast.enabled") is True:
-            autocast = _short(self.get("torch_autocast.dtype", "bf16"))
+            autocast = short_dtype(self.get("torch_autocast.dtype", "bf16"))
         return Precision(dtype, dtype if low else "fp32", autocast)
 
     @property
     def accumulation_dtype(self) -> str:
         """Dtype in which gradients are accumulated: ``fp32``, ``bf16`` or ``fp16``."""
-        return _short(self.get("data_types.grad_accum_dtype") or self.precision.dtype)
+        return short_dtype(self.get("data_types.grad_accum_dtype") or self.precision.dtype)
+
+    @property
+    def coarsest_dtype(self) -> str:
+        """The dtype with the fewest significant bits through which a gradient passes: fp32, fp16 or bf16."""
+        communicated = short_dtype(self.get("communication_data_type") or self.precision.dtype)
+        used = {self.precision.compute, self.accumulation_dtype, communicated}
+        return next((name for name in ("bf16", "fp16") if name in used), "fp32")
 
     @property
     def optimizer_type(self) -> str | None:
@@ -287,9 +294,27 @@ class CompiledConfig:
         return hash(json.dumps(self._values))
 
 
+class WatchedConfig(CompiledConfig):
+    """A view of ``config`` that notes which values are asked for."""
+
+    def __init__(self, config: CompiledConfig) -> None:
+        self._values, self._origins = config._values, config._origins
+        self._read: set[str] = set()
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted ``path``, or ``default``; noted."""
+        self._read.add(path)
+        return super().get(path, default)
+
+    def has_read(self, paths: Iterable[str]) -> bool:
+        """Whether a value at or below one of ``paths`` was asked for."""
+        return any(read == path or read.startswith(f"{path}.") for path in paths for read in self._read)
+
+
 _MISSING = object()
 
 
-def _short(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
+def short_dtype(dtype: Any) -> str:
+    """``fp32``, ``bf16`` or ``fp16`` for any of DeepSpeed's names of a dtype; another text as it is."""
+    name = str(dtype).lower().removeprefix("torch.")
     return _SHORT_DTYPES.get(name, name)

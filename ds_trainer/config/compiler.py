@@ -23,7 +23,7 @@ from ds_trainer.config.environment import Environment
 from ds_trainer.config.gradient_sum_dtypes import write_gradient_dtypes
 from ds_trainer.config.library_optimizer_table import LibraryOptimizer, library_optimizer
 from ds_trainer.config.optimizer_block import write_optimizer
-from ds_trainer.config.rules import RuleContext, broken_rules
+from ds_trainer.config.rules import Rule, RuleContext, broken_rules
 from ds_trainer.config.schema import load_schema
 from ds_trainer.config.schema_values import AUTO
 from ds_trainer.config.user_config import read_user_config
@@ -34,8 +34,10 @@ from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.offload_sizes import PARAM_BUFFERS, param_buffer
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.problems import Problems
 
+logger = get_logger(__name__)
 _TORCH_DTYPES = {AutocastDtype.BF16: "torch.bfloat16", AutocastDtype.FP16: "torch.float16"}
 _FP16_DEFAULTS = (
     ("loss_scale", 0, "0: dynamic loss scale"),
@@ -81,55 +83,55 @@ def compile_config(
         ConfigError: with all problems at once, each with values, sources and remedy, if there is no collector.
     """
     found = Problems(args.problems())
-    config = (
-        CompiledConfig()
-        if found
-        else _compiled(
-            args, layout, shape or ModelShape(), device, client_optimizer, environment, total_steps, found, cluster
-        )
-    )
+    wrong_arguments = bool(found)
+    user = _user_settings(args, found)
+    schema = load_schema()
+    findings = schema.findings(user) if user is not None else []
+    found.extend(finding.sentence for finding in findings if finding.refused)
+    config, shape = CompiledConfig(), shape or ModelShape()
+    if not wrong_arguments:
+        sizes = [f"{name}={size} ({args.where(name)})" for name in PARALLEL_SIZES if (size := getattr(args, name)) > 1]
+        found.extend(layout_problems(shape, layout, " and ".join(sizes)))
+    if user is not None and not wrong_arguments:
+        # Wrong values of the file are left out, so that everything else can be checked too.
+        wrong = [finding for finding in findings if finding.refused]
+        leaves = flatten(user, schema, without={finding.path for finding in wrong})
+        uncertain = {schema.canonical(finding.meant or finding.path) for finding in wrong}
+
+        def compiled(problems: Problems, file_wins: bool) -> tuple[ConfigBuilder, list[Rule], RuleContext]:
+            builder = ConfigBuilder(args, leaves, schema, problems, file_wins)
+            builder.uncertain |= uncertain
+            library = library_optimizer(args) if client_optimizer is None else None
+            _layout(builder, args, layout)
+            _batch(builder, args, layout)
+            _precision(builder, args)
+            _zero(builder, args, layout, shape, library, cluster)
+            write_optimizer(builder, args, device, client_optimizer)
+            write_gradient_dtypes(builder, args, layout)
+            _scheduler(builder, args, total_steps)
+            _engine(builder, args)
+            builder.take_the_rest()
+            context = RuleContext(builder.config, args, layout, device, environment, client_optimizer)
+            return builder, broken_rules(context, builder.uncertain), context
+
+        builder, broken, context = compiled(found, file_wins=False)
+        if builder.conflicts:  # only what is wrong whichever of two values the user keeps
+            other = compiled(Problems(), file_wins=True)[1]
+            broken = [rule for rule in broken if rule in other]
+        found.extend(rule.sentence(context) for rule in broken if rule.refuses)
+        config = builder.config
+        unread = [finding.sentence for finding in findings if not finding.refused]
+        unused = [rule.sentence(context) for rule in broken if not rule.refuses]
+        if not found and (unread or unused):
+            logger.warning(
+                "The DeepSpeed configuration has settings without effect. %s",
+                " ".join([*([schema.without_effect(unread)] if unread else []), *unused]),
+            )
     if problems is None:
         found.raise_if_any()
     else:
         problems.extend(found)
     return config
-
-
-def _compiled(
-    args: TrainingArguments,
-    layout: ParallelLayout,
-    shape: ModelShape,
-    device: str,
-    client_optimizer: str | None,
-    environment: Environment | None,
-    total_steps: int | None,
-    problems: Problems,
-    cluster: Cluster | None,
-) -> CompiledConfig:
-    sizes = [f"{name}={value} ({args.where(name)})" for name in PARALLEL_SIZES if (value := getattr(args, name)) > 1]
-    problems.extend(layout_problems(shape, layout, " and ".join(sizes)))
-    user = _user_settings(args, problems)
-    if user is None:
-        return CompiledConfig()
-    schema, library = load_schema(), library_optimizer(args)
-    findings = schema.findings(user)
-    problems.extend(sentence for _, sentence in findings)
-
-    # Invalid values of the file are left out, so that everything else can be checked too.
-    builder = ConfigBuilder(args, flatten(user, schema, without={path for path, _ in findings}), schema, problems)
-    _layout(builder, args, layout)
-    _batch(builder, args, layout)
-    _precision(builder, args)
-    _zero(builder, args, layout, shape, library if client_optimizer is None else None, cluster)
-    write_optimizer(builder, args, device, client_optimizer)
-    write_gradient_dtypes(builder, args, layout)
-    _scheduler(builder, args, total_steps)
-    _engine(builder, args)
-    builder.take_the_rest()
-    if not problems:  # otherwise rules would refuse values that are about to change
-        context = RuleContext(builder.config, args, layout, device, environment, client_optimizer)
-        problems.extend(broken_rules(context))
-    return builder.config
 
 
 def _user_settings(args: TrainingArguments, problems: Problems) -> Located | None:
@@ -181,9 +183,8 @@ def _layout(builder: ConfigBuilder, args: TrainingArguments, layout: ParallelLay
 
 def _batch(builder: ConfigBuilder, args: TrainingArguments, layout: ParallelLayout) -> None:
     micro_batch = args.per_device_train_batch_size
-    if problems := split_problems(args, layout.dp):
-        builder.problems.extend(problems)
-    else:
+    builder.problems.extend(split_problems(args, layout.dp))
+    with builder.problems.collecting():
         micro_batch = replica_batch_size(args, "per_device_train_batch_size", layout.dp)
     builder.argument("train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size")
     builder.argument("gradient_accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
@@ -352,7 +353,7 @@ def _scheduler(builder: ConfigBuilder, args: TrainingArguments, total_steps: int
     for key in ("total_num_steps", "warmup_num_steps"):
         path = f"{params}.{key}"
         needs_steps = key == "total_num_steps" or 0 < args.warmup_steps < 1
-        if not builder.mentions(path):
+        if not builder.mentions(path) or path in builder.uncertain:
             continue
         if builder.requested(path) is None and needs_steps and steps is None:
             builder.problems.add(
@@ -360,12 +361,15 @@ def _scheduler(builder: ConfigBuilder, args: TrainingArguments, total_steps: int
                 "data. Set max_steps, or write a number."
             )
             builder.drop(path)
-        elif key == "total_num_steps":
-            builder.derive(path, steps, "optimizer steps of the run")
-        else:  # DeepSpeed divides by it
-            builder.derive(
-                path, max(1, args.get_warmup_steps(steps or 0)), f"warmup_steps={args.warmup_steps}, at least 1"
-            )
+        elif key == "total_num_steps" and steps is not None:
+            builder.determined(path, steps, "max_steps", f"the run has {steps} optimizer steps")
+        elif key == "warmup_num_steps" and not (needs_steps and steps is None):
+            warmup = max(1, args.get_warmup_steps(steps or 0))  # DeepSpeed divides by it
+            if args.given("warmup_steps"):
+                shown = f"warmup_steps={args.warmup_steps} ({args.where('warmup_steps')}), at least 1"
+                builder.determined(path, warmup, "warmup_steps", shown)
+            else:
+                builder.derive(path, warmup, f"warmup_steps={args.warmup_steps}, at least 1")
 
 
 def _engine(builder: ConfigBuilder, args: TrainingArguments) -> None:

@@ -8,14 +8,14 @@ that only the file sets is taken as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from ds_trainer.arguments.construction import CheckedArguments
 from ds_trainer.arguments.yaml_reader import Located
-from ds_trainer.config.compiled import CompiledConfig, Origin
+from ds_trainer.config.compiled import CompiledConfig, Origin, short_dtype
 from ds_trainer.config.schema import Schema
-from ds_trainer.config.schema_values import AUTO
+from ds_trainer.config.schema_values import AUTO, converted
 from ds_trainer.utils.problems import Problems
 
 
@@ -27,12 +27,25 @@ class ConfigBuilder:
         user: the settings of the user's file by dotted path (:func:`flatten`).
         schema: description of DeepSpeed's configuration.
         problems: collects the conflicts.
+        file_wins: whether a conflict leaves the file's value in the configuration, not that of the arguments.
+
+    Attributes:
+        uncertain: paths whose value is wrong or unknown, so that nothing follows from it.
+        conflicts: whether a value of the file contradicts the arguments.
     """
 
     def __init__(
-        self, args: CheckedArguments, user: dict[str, Located], schema: Schema, problems: Problems | None = None
+        self,
+        args: CheckedArguments,
+        user: dict[str, Located],
+        schema: Schema,
+        problems: Problems | None = None,
+        file_wins: bool = False,
     ) -> None:
         self.args = args
+        self.uncertain: set[str] = set()
+        self.conflicts = False
+        self._file_wins = file_wins
         self.config = CompiledConfig()
         self.problems = Problems() if problems is None else problems
         self._user = dict(user)
@@ -66,6 +79,11 @@ class ConfigBuilder:
         """Remove and return the file's value at ``path``: it is checked elsewhere and not passed on."""
         return self._user.pop(path, None)
 
+    def leave_out(self, path: str) -> None:
+        """Take the file's value at ``path``, which is wrong, for ``"auto"``."""
+        self._user[path] = Located(AUTO, self.where(path))
+        self.uncertain.add(path)
+
     # -- three kinds of values ------------------------------------------------------------------------------------
 
     def argument(self, path: str, value: Any, *names: str) -> None:
@@ -74,10 +92,11 @@ class ConfigBuilder:
         kind = "argument" if given else "default"
         shown = ", ".join(f"{name}={_show(getattr(self.args, name))}" for name in names)
         source = self.args.where(given[0] if given else names[0])
-        entry = self._user.pop(path, None)
-        if entry is not None and entry.value != AUTO and not _same(entry.plain(), value):
-            self.conflict(path, entry, f"{shown} ({source})", *names)
-        self._set(path, value, Origin(kind, shown, source), entry)
+        self._binding(path, value, Origin(kind, shown, source), f"{shown} ({source})", names)
+
+    def determined(self, path: str, value: Any, name: str, why: str) -> None:
+        """Set ``path`` to a value that follows from ``name``, which the run has: another one is a conflict."""
+        self._binding(path, value, Origin("derived", why), why, (name,))
 
     def derive(self, path: str, value: Any, why: str) -> None:
         """Set ``path`` to a value that follows from others, unless the file sets it."""
@@ -101,6 +120,7 @@ class ConfigBuilder:
 
     def conflict(self, path: str, entry: Located, other: str, *names: str) -> None:
         """Note that the file and the arguments ``names`` contradict each other. ``other`` describes the arguments."""
+        self.conflicts = True
         values = entry.plain() if isinstance(entry.value, list) else [entry.plain()]
         if len(values) == len(names):
             agree = f"Set {' and '.join(f'{name}={_show(value)}' for name, value in zip(names, values, strict=True))}"
@@ -110,6 +130,22 @@ class ConfigBuilder:
             f"{path}={json.dumps(entry.plain())} in {entry.where}, but {other}. {agree}, or write "
             f'"auto" in {entry.where}.'
         )
+
+    def _binding(self, path: str, value: Any, origin: Origin, described: str, names: Sequence[str]) -> None:
+        entry = self._user.pop(path, None)
+        if entry is not None and entry.value != AUTO and not self._agree(path, entry.plain(), value):
+            self.conflict(path, entry, described, *names)
+            if self._file_wins:
+                value, origin = entry.plain(), Origin("user", "", entry.where)
+        self._set(path, value, origin, entry)
+
+    def _agree(self, path: str, one: Any, other: Any) -> bool:
+        field = self.schema.field(path)
+        if field is not None and field.choices and isinstance(one, str) and isinstance(other, str):
+            if field.any_case:
+                one, other = one.lower(), other.lower()
+            return short_dtype(one) == short_dtype(other)
+        return _same(one, other)
 
     def _set_default(self, path: str, value: Any, origin: Origin) -> None:
         entry = self._user.pop(path, None)
@@ -125,24 +161,29 @@ class ConfigBuilder:
 
 
 def flatten(root: Located, schema: Schema, without: Container[str] = ()) -> dict[str, Located]:
-    """A mapping from dotted path to leaf, without everything at or below the paths in ``without``.
+    """A mapping from dotted path to leaf. Of what is wrong, in ``without``, keys that exist are ``"auto"``.
 
-    Lists, and mappings that DeepSpeed takes as they are, are leaves. ``null`` is left out, and ``"auto"`` at a key
-    that a file must not have.
+    Lists, and mappings that DeepSpeed takes as they are, are leaves. Values are those that DeepSpeed converts them to.
+    ``null`` is left out, ``"auto"`` at a key that a file must not have, and an older key that asks for nothing.
     """
     return dict(_leaves(root, "", schema, without))
 
 
 def _leaves(entry: Located, path: str, schema: Schema, without: Container[str]) -> Iterator[tuple[str, Located]]:
-    if path in without:
-        return
     field = schema.field(path) if path else None
+    if path in without:
+        if field is not None and field.kind != "section" and not (field.replaced_by or field.refused):
+            yield schema.canonical(path), Located(AUTO, entry.where)
+        return
     is_section = isinstance(entry.value, dict) and entry.value and (field is None or field.kind != "dict")
     if is_section:
         for key, below in entry.value.items():
             yield from _leaves(below, f"{path}.{key}" if path else key, schema, without)
-    elif path and entry.value is not None and not (entry.value == AUTO and field is not None and field.refused):
-        yield schema.canonical(path), entry
+    elif path and entry.value is not None:
+        if field is None:
+            yield schema.canonical(path), entry
+        elif not field.replaced_by and not (entry.value == AUTO and field.refused):
+            yield schema.canonical(path), Located(converted(entry.value, field), entry.where)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -51,7 +51,8 @@ def _communication(builder: ConfigBuilder, args: TrainingArguments, model: str, 
         return
     # With autocast, DeepSpeed's ZeRO reduces gradients of these modules in bf16 and ignores other settings.
     if requested == GradientDtype.FP32:
-        builder.derive(_SAFE_MODULES, [], f"communication_data_type=fp32 ({args.where('communication_data_type')})")
+        shown = f"communication_data_type=fp32 ({args.where('communication_data_type')})"
+        builder.determined(_SAFE_MODULES, [], "communication_data_type", shown)
     elif requested == GradientDtype.AUTO and ranks >= FLOAT32_SUMS["bf16"]:
         builder.derive(_SAFE_MODULES, [], f"autocast with {ranks} ranks: a sum in bf16 would lose precision")
 

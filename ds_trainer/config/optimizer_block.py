@@ -40,11 +40,15 @@ def write_optimizer(builder: ConfigBuilder, args: TrainingArguments, device: str
         if builder.config.offload("optimizer") is not None:
             builder.derive("zero_force_ds_cpu_optimizer", False, client_optimizer)
         return
-    kind = _optimizer_type(builder, args)
+    kind, supported = _optimizer_type(builder, args)
     _check_numbers(builder, kind)
     for name, fields in kind.arguments:
         values = [getattr(args, field) for field in fields]
         builder.argument(f"{_PARAMS}.{name}", values if len(values) > 1 else values[0], *fields)
+    if not supported:  # what else it takes is not known
+        for name, _ in builder.below(_PARAMS):
+            builder.drop(f"{_PARAMS}.{name}")
+        return
     _optimizer_arguments(builder, args, kind)
     _check_unknown_parameters(builder, kind)
     torch_adam = kind.name in ("Adam", "AdamW", "Muon") and _torch_adam(builder, args, device, kind)
@@ -69,13 +73,14 @@ def _check_library_arguments(builder: ConfigBuilder, args: TrainingArguments, li
             builder.problems.add(f"{given}: {name} of optim={args.optim}: {error}.")
 
 
-def _optimizer_type(builder: ConfigBuilder, args: TrainingArguments) -> OptimizerType:
+def _optimizer_type(builder: ConfigBuilder, args: TrainingArguments) -> tuple[OptimizerType, bool]:
+    """The optimizer, and whether it is the one that was asked for: ``optim`` stands in for one that is not known."""
     path = "optimizer.type"
     wanted = OF_NAME[OptimizerNames(args.optim)]
     entry = builder.drop(path)
     if entry is None or entry.value == AUTO:
         builder.argument(path, wanted, "optim")
-        return TYPES[wanted.lower()]
+        return TYPES[wanted.lower()], True
     requested = str(entry.plain())
     kind = TYPES.get(requested.lower())
     if kind is None:
@@ -84,19 +89,19 @@ def _optimizer_type(builder: ConfigBuilder, args: TrainingArguments) -> Optimize
             f"{did_you_mean(requested, [known.name for known in TYPES.values()])} Supported: "
             f"{', '.join(known.name for known in TYPES.values())}."
         )
-        kind = TYPES[wanted.lower()]
-    elif args.given("optim") and _family(requested) != _family(wanted):
+        builder.uncertain.add("optimizer")
+        return TYPES[wanted.lower()], False
+    if args.given("optim") and _family(kind.name, builder.requested(f"{_PARAMS}.adam_w_mode")) != _family(wanted):
         builder.problems.add(
             f"{path}={json.dumps(requested)} in {entry.where}, but "
             f"optim={args.optim} ({args.where('optim')}). Keep one of them."
         )
     builder.config.set(path, kind.name, Origin("user", "", entry.where))
-    return kind
+    return kind, True
 
 
-def _family(name: str) -> str:
-    lowered = name.lower()
-    return "adamw" if lowered == "adam" else lowered  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
+def _family(name: str, adam_w_mode: bool | None = None) -> str:
+    return "AdamW" if name == "Adam" and adam_w_mode is not False else name  # as DeepSpeed reads it
 
 
 def _optimizer_arguments(builder: ConfigBuilder, args: TrainingArguments, kind: OptimizerType) -> None:
@@ -128,7 +133,7 @@ def _check_numbers(builder: ConfigBuilder, kind: OptimizerType) -> None:
         wrong = list(complaint(entry, field, f"{_PARAMS}.{name}")) if field is not None else []
         if wrong:
             builder.problems.extend(wrong)
-            builder.drop(f"{_PARAMS}.{name}")
+            builder.leave_out(f"{_PARAMS}.{name}")
     for name, fields in kind.arguments:
         value = builder.requested(f"{_PARAMS}.{name}")
         if value is None:
@@ -137,7 +142,7 @@ def _check_numbers(builder: ConfigBuilder, kind: OptimizerType) -> None:
         right = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
         if not right or len(numbers) != len(fields):
             where = builder.where(f"{_PARAMS}.{name}")
-            builder.drop(f"{_PARAMS}.{name}")
+            builder.leave_out(f"{_PARAMS}.{name}")
             wanted = "a number" if len(fields) == 1 else f"a list of {len(fields)} numbers"
             builder.problems.add(f"{where}: {_PARAMS}.{name}={json.dumps(value)} must be {wanted}.")
 
@@ -162,6 +167,8 @@ def _torch_adam(builder: ConfigBuilder, args: TrainingArguments, device: str, ki
         use, why = False, "SuperOffload and ZenFlow need DeepSpeed's CPUAdam (compiled at first use)"
     elif any(builder.requested(f"{name}.{name}_master_weights_and_grads") for name in ("fp16", "bf16")):
         use, why = False, "low-precision master weights need DeepSpeed's Adam (compiled at first use)"
+    elif builder.config.offload("optimizer") is not None and builder.requested("zero_force_ds_cpu_optimizer") is True:
+        use, why = False, "zero_force_ds_cpu_optimizer: DeepSpeed's CPUAdam (compiled at first use)"
     elif builder.config.offload("optimizer") is not None and device == "cuda":
         use, why = False, "offload on a GPU: DeepSpeed's vectorized CPUAdam (compiled at first use)"
     else:
@@ -176,5 +183,8 @@ def _torch_adam(builder: ConfigBuilder, args: TrainingArguments, device: str, ki
     wanted = args.optim == OptimizerNames.ADAMW_TORCH_FUSED and foreach is not True
     # Written only if true: torch reads fused=False as "no foreach either".
     if use and fused not in builder.config and "fused" in kind.own and (wanted or builder.mentions(fused)):
-        builder.derive(fused, wanted, f"optim={args.optim}")
+        if args.given("optim"):
+            builder.determined(fused, wanted, "optim", f"optim={args.optim} ({args.where('optim')})")
+        else:
+            builder.derive(fused, wanted, f"optim={args.optim}")
     return use

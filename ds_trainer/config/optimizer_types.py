@@ -46,7 +46,9 @@ _TYPES = (
     OptimizerType(
         "AdamW",
         (*_ADAM, _DECAY),
-        frozenset({"amsgrad", "torch_adam", "fused", "foreach", "bias_correction", "fp32_optimizer_states"}),
+        frozenset(
+            {"amsgrad", "torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "fp32_optimizer_states"}
+        ),
         offloads=True,
     ),
     OptimizerType(

@@ -10,19 +10,16 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
-from ds_trainer.config.schema_values import AUTO, complaint, shown
+from ds_trainer.config.schema_values import AUTO, complaint, remedy, shown
 from ds_trainer.utils.errors import did_you_mean
 from ds_trainer.utils.files import read_json
-from ds_trainer.utils.logging import get_logger
-
-logger = get_logger(__name__)
 
 SNAPSHOT = Path(__file__).with_name("deepspeed_schema.json")
 
@@ -48,6 +45,9 @@ class Field:
         aliases: for a section, alternative names of its keys and the name to use.
         fields: keys of a section.
         open: whether a section accepts other keys.
+        strict: whether DeepSpeed refuses other keys of a section; it then also converts values such as ``"true"``.
+        idle: whether DeepSpeed does not look at the value while its block is off.
+        turns_off: whether ``enabled`` of a section turns off a block with idle keys.
     """
 
     kind: str
@@ -68,6 +68,9 @@ class Field:
     aliases: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Field] = field(default_factory=dict)
     open: bool = False
+    strict: bool = False
+    idle: bool = False
+    turns_off: bool = False
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Field:
@@ -77,11 +80,30 @@ class Field:
             **rest,
             choices=tuple(values.get("choices", ())),
             items=cls.read(values["items"]) if "items" in values else None,
-            fields={name: cls.read(below) for name, below in values.get("fields", {}).items()},
+            fields={
+                name: replace(field, strict=field.strict or rest.get("strict", False))
+                for name, field in ((name, cls.read(below)) for name, below in values.get("fields", {}).items())
+            },
         )
 
 
 _LEAF = Field("any")
+
+
+class Finding(NamedTuple):
+    """Something about a key of a file.
+
+    Attributes:
+        path: the key, dotted, as written.
+        sentence: what is wrong with it; begins with its source. Of a key that DeepSpeed does not read, its name.
+        refused: False for a key that DeepSpeed does not read.
+        meant: the key that was probably meant, by its main names.
+    """
+
+    path: str
+    sentence: str
+    refused: bool = True
+    meant: str = ""
 
 
 class Schema:
@@ -95,6 +117,7 @@ class Schema:
         version: the described version of DeepSpeed.
         root: the section of the whole configuration.
         removed: keys that DeepSpeed has removed, by path, with their replacements.
+        unread: those of them that DeepSpeed does not refuse itself.
         types: for ``optimizer`` and ``scheduler``: the parameters of each type, as a section by the type's name.
     """
 
@@ -103,6 +126,7 @@ class Schema:
         self._installed = installed
         self.root = Field.read(description["root"])
         self.removed: dict[str, str] = description["removed"]
+        self.unread = frozenset(description["unread"])
         self.types = {
             block: {name: Field.read(params) for name, params in kinds.items()}
             for block, kinds in description["types"].items()
@@ -128,61 +152,88 @@ class Schema:
 
     def problems(self, root: Located) -> list[str]:
         """One sentence for everything in ``root`` that DeepSpeed does not accept; each begins with its source."""
-        return [sentence for _, sentence in self.findings(root)]
+        return [found.sentence for found in self.findings(root) if found.refused]
 
-    def findings(self, root: Located) -> list[tuple[str, str]]:
-        """:meth:`problems`, each with the dotted path (as written) of the invalid value."""
-        return list(self._section(root, self.root, ""))
+    def findings(self, root: Located) -> list[Finding]:
+        """What there is to say about the keys of ``root``: :meth:`problems`, and what DeepSpeed does not read."""
+        return list(self._section(root, self.root, "", ""))
+
+    def without_effect(self, names: Iterable[str]) -> str:
+        """The sentence about keys that DeepSpeed does not read, each with its source."""
+        listed = ", ".join(names)
+        if self._installed is None:
+            return f"DeepSpeed {self.version} does not read {listed}."
+        return (
+            f"The keys of DeepSpeed {self.version} are known, which do not include {listed}. DeepSpeed "
+            f"{self._installed} is installed and gets them as they are."
+        )
 
     # -- walking --------------------------------------------------------------------------------------------------
 
-    def _section(self, entry: Located, section: Field, path: str) -> Iterator[tuple[str, str]]:
+    def _section(self, entry: Located, section: Field, path: str, home: str, off: bool = False) -> Iterator[Finding]:
+        """What there is to say about a section that is written at ``path`` and belongs at ``home``.
+
+        ``off``: it is inside of a block that is not enabled.
+        """
         given: dict[str, tuple[str, str]] = {}
+        enabled = entry.value.get("enabled")
+        off |= section.turns_off and (enabled is None or enabled.value is False)
         for key, below in entry.value.items():
-            full = f"{path}.{key}" if path else key
-            name = section.aliases.get(key, key)
-            main_name = f"{path}.{name}" if path else name
+            full, name = _join(path, key), section.aliases.get(key, key)
+            main_name = _join(home, name)
             if main_name in self.removed:
-                yield full, f"{below.where}: {full} was removed from DeepSpeed. {self.removed[main_name]}"
+                yield from self._removed(below, full, main_name)
             elif name not in section.fields:
                 if not section.open:
-                    yield from self._unknown(
-                        full, f"{below.where}: unknown key {full}.{self._hint(key, section, path)}"
-                    )
+                    yield from self._unknown(below, key, section, path, home, off)
             elif name in given:
                 other, where = given[name]
-                yield full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them."
-            else:
+                yield Finding(full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them.")
+            elif not (off and section.fields[name].idle):
                 given[name] = (full, below.where)
-                yield from self._value(below, section.fields[name], full)
-        if path in self.types:
-            yield from self._typed(entry, path)
+                yield from self._value(below, section.fields[name], full, main_name, off)
+        if home in self.types:
+            yield from self._typed(entry, home)
 
-    def _unknown(self, path: str, problem: str) -> Iterator[tuple[str, str]]:
-        if self._installed is None:
-            yield path, problem
+    def _removed(self, entry: Located, path: str, name: str) -> Iterator[Finding]:
+        if name in self.unread and _is_off(entry):
+            yield Finding(path, _unread(path, entry), refused=False)
         else:
-            logger.warning(
-                "%s DeepSpeed %s is installed and gets the key as it is; the known keys are those of version %s.",
-                problem,
-                self._installed,
-                self.version,
-            )
+            yield Finding(path, f"{entry.where}: {path} was removed from DeepSpeed. {self.removed[name]}")
 
-    def _value(self, entry: Located, wanted: Field, path: str) -> Iterator[tuple[str, str]]:
+    def _unknown(self, entry: Located, key: str, section: Field, path: str, home: str, off: bool) -> Iterator[Finding]:
+        """An unknown key: refused where DeepSpeed refuses it, or where it takes another value than was meant."""
+        full = _join(path, key)
+        hint, meant, certain = self._meant(key, section, home)
+        if self._installed is not None:
+            yield Finding(full, _unread(full, entry, hint), False, meant)
+            return
+        field = self.field(meant) if meant else None
+        as_good_as_none = field is not None and meant.rpartition(".")[0] != home and _is_default(entry, field)
+        changes = not off and certain and not as_good_as_none
+        if section.strict or changes:
+            yield Finding(full, f"{entry.where}: unknown key {full}.{hint}", True, meant)
+            if field is not None and field.kind == "section" and isinstance(entry.value, dict):
+                yield from self._section(entry, field, full, meant)
+        else:
+            yield Finding(full, _unread(full, entry, hint if meant else ""), False, meant)
+
+    def _value(self, entry: Located, wanted: Field, path: str, home: str, off: bool = False) -> Iterator[Finding]:
         if wanted.replaced_by is not None:
-            yield path, f"{entry.where}: {path} is no longer used. {wanted.replaced_by}"
+            if not _is_off(entry):
+                yield Finding(path, f"{entry.where}: {path} is no longer used. {wanted.replaced_by}")
         elif wanted.refused is not None:
             if entry.value not in (None, AUTO):  # as good as no value
-                yield path, f"{entry.where}: {path} {wanted.refused}."
+                yield Finding(path, f"{entry.where}: {path} {wanted.refused}.")
         elif wanted.kind != "section":
-            yield from ((path, sentence) for sentence in complaint(entry, wanted, path))
+            yield from (Finding(path, sentence) for sentence in complaint(entry, wanted, path))
         elif isinstance(entry.value, dict):
-            yield from self._section(entry, wanted, path)
+            yield from self._section(entry, wanted, path, home, off)
         elif entry.value is not None:
-            yield path, f"{entry.where}: {path}={shown(entry)} must be a mapping such as {_example(wanted)}."
+            text = f"{path}={shown(entry)} must be a mapping such as {_example(wanted)}."
+            yield Finding(path, f"{entry.where}: {text}{remedy(entry.value, wanted)}")
 
-    def _typed(self, entry: Located, block: str) -> Iterator[tuple[str, str]]:
+    def _typed(self, entry: Located, block: str) -> Iterator[Finding]:
         """The problems of the type and the parameters of an optimizer or scheduler.
 
         The compiler checks which optimizers and parameters this package supports, together with conflicts with the
@@ -198,7 +249,7 @@ class Schema:
             name = kind.value
         else:
             near = did_you_mean(kind.value, kinds)
-            yield block, f"{kind.where}: {block}.type={shown(kind)} is not one of {', '.join(kinds)}.{near}"
+            yield Finding(block, f"{kind.where}: {block}.type={shown(kind)} is not one of {', '.join(kinds)}.{near}")
             return
         if name is None or (params is not None and not isinstance(params.value, dict)):
             return
@@ -206,32 +257,73 @@ class Schema:
         for key, below in given.items():
             field = kinds[name].fields.get(key)
             if field is not None:
-                yield from self._value(below, field, f"{block}.params.{key}") if below.value is not None else ()
+                path = f"{block}.params.{key}"
+                yield from self._value(below, field, path, path) if below.value is not None else ()
             elif block == "scheduler":
                 near = did_you_mean(key, kinds[name].fields)
-                yield f"{block}.params.{key}", f"{below.where}: {name} has no parameter '{key}'.{near}"
+                path = f"{block}.params.{key}"
+                yield Finding(path, f"{below.where}: {name} has no parameter '{key}'.{near}")
         for key, field in kinds[name].fields.items():
             if field.required and (key not in given or given[key].value is None):
-                yield block, f"{kind.where}: {block}.type={shown(kind)} needs {block}.params.{key}; add it."
+                path = f"{block}.params.{key}"
+                yield Finding(path, f"{kind.where}: {block}.type={shown(kind)} needs {path}; add it.")
 
-    def _hint(self, key: str, section: Field, path: str) -> str:
-        homes = [home for home in _homes(self.root, key, "") if home != path]
+    def _meant(self, key: str, section: Field, home: str) -> tuple[str, str, bool]:
+        """What an unknown key probably means: a hint, the key's right place, and whether it is no coincidence."""
+        homes = [place for place in _homes(self.root, key, "") if place != home]
         if len(homes) == 1:
-            return f" It belongs in {homes[0]}." if homes[0] else " It belongs at the top level."
+            hint = f" It belongs in {homes[0]}." if homes[0] else " It belongs at the top level."
+            return hint, _join(homes[0], key), not _only_reports(homes)
         if key in TrainingArguments.__dataclass_fields__:
-            return " It is an argument, not a DeepSpeed key."
-        if key in _OF_OPTIMIZERS and path != "optimizer.params":
-            return " It belongs in optimizer.params."
-        near = did_you_mean(key, [*section.fields, *section.aliases])
+            return " It is an argument, not a DeepSpeed key.", "", True
+        if key in _OF_OPTIMIZERS and home != "optimizer.params":
+            return " It belongs in optimizer.params.", _join("optimizer.params", key), True
+        names = [*section.fields, *section.aliases]
+        near = did_you_mean(key.lower(), names)
         if near:
-            return near
+            meant = near.split("'")[1]
+            certain = did_you_mean(key.lower(), names, cutoff=_MISSPELLED) != ""
+            return near, _join(home, section.aliases.get(meant, meant)), certain
         if 1 < len(homes) <= 3 and all(homes):
-            return f" It belongs in {' or '.join(homes)}."
+            return f" It belongs in {' or '.join(homes)}.", "", not _only_reports(homes)
         known = ", ".join(section.fields)
-        return f" Known keys: {known}." if len(section.fields) <= 12 else ""
+        return f" Known keys: {known}." if len(section.fields) <= 12 else "", "", False
 
 
 _OF_OPTIMIZERS = ("lr", "betas", "eps", "momentum")
+_MISSPELLED = 0.8  # similarity from which a key is a misspelled other one, and not a key of another program
+# Sections without which a run computes the same; data_efficiency is refused where it is on.
+_REPORTS = {"autotuning", "comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "timers", "wandb"}
+_REPORTS |= {"data_efficiency"}
+
+
+def _only_reports(sections: list[str]) -> bool:
+    return {name.partition(".")[0] for name in sections} <= _REPORTS
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _unread(path: str, entry: Located, hint: str = "") -> str:
+    """The clause about a key that DeepSpeed does not read."""
+    hint = hint.strip().removesuffix(".")
+    return f"{path} ({entry.where}{f'; {hint[0].lower()}{hint[1:]}' if hint else ''})"
+
+
+def _is_off(entry: Located) -> bool:
+    """Whether a value asks for nothing: false, null, nothing, or a section that is not enabled."""
+    enabled = entry.value.get("enabled") if isinstance(entry.value, dict) else None
+    return not entry.value or (enabled is not None and enabled.value is False)
+
+
+def _is_default(entry: Located, field: Field) -> bool:
+    """Whether a value, or all of a section, is what DeepSpeed uses without it."""
+    if field.kind != "section":
+        return entry.value is None or entry.plain() == field.default
+    return isinstance(entry.value, dict) and all(
+        key in field.fields and _is_default(below, field.fields[key]) for key, below in entry.value.items()
+    )
 
 
 def _homes(section: Field, key: str, path: str) -> Iterator[str]:

@@ -24,13 +24,28 @@ _KINDS = {
     "list": "a list",
     "dict": "a mapping",
 }
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
+_WHOLE, _DECIMAL = r"\s*[-+]?\d+(\.0*)?\s*", r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
 _LIMITS = (("minimum", "at least"), ("maximum", "at most"), ("above", "above"), ("below", "below"))
+
+
+def converted(value: Any, wanted: Field) -> Any:
+    """``value``, or what DeepSpeed's pydantic models make of it: ``"true"``, ``1`` and ``"2"`` are True, True and 2."""
+    if not wanted.strict or isinstance(value, bool) or not isinstance(value, int | str):
+        return value
+    text = str(value).lower()
+    if wanted.kind == "bool" and text in (*_TRUE, *_FALSE):
+        return text in _TRUE
+    if wanted.kind == "int" and isinstance(value, str) and re.fullmatch(_WHOLE, value):
+        return int(float(value)) if "." in value else int(value)
+    if wanted.kind == "float" and isinstance(value, str) and re.fullmatch(_DECIMAL, value):
+        return float(value)
+    return value
 
 
 def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
     """The problems of the value at the leaf ``path``, one sentence each. ``"auto"`` fits every key."""
-    value = entry.value
+    value = converted(entry.value, wanted)
     if value == AUTO:
         return
     name = path.split(".")[-1]
@@ -48,11 +63,11 @@ def complaint(entry: Located, wanted: Field, path: str) -> Iterator[str]:
             yield from complaint(item, wanted, path)
     elif not _fits(value, wanted):
         text = masked(name) if is_secret(path) else shown(entry)
-        yield f"{entry.where}: {path}={text} must be {_expected(wanted)}.{_remedy(value, wanted)}"
+        yield f"{entry.where}: {path}={text} must be {_expected(wanted)}.{remedy(value, wanted)}"
     elif isinstance(value, list) and wanted.items is not None:
         for item in value:
             if item.value is None or not _fits(item.value, wanted.items):
-                hint = _remedy(item.value, wanted.items)
+                hint = remedy(item.value, wanted.items)
                 yield f"{item.where}: {path} has {shown(item)}; each entry must be {_expected(wanted.items)}.{hint}"
 
 
@@ -97,7 +112,7 @@ def _expected(wanted: Field) -> str:
     return " ".join([_KINDS.get(wanted.kind, "something else"), " and ".join(limits)]).strip()
 
 
-def _remedy(value: Any, wanted: Field) -> str:
+def remedy(value: Any, wanted: Field) -> str:
     """How to write the value that was probably meant; empty if unknown."""
     text = str(value).strip().lower() if isinstance(value, str | int) else ""
     if wanted.kind == "bool" and text in (*_TRUE, *_FALSE):
@@ -109,7 +124,9 @@ def _remedy(value: Any, wanted: Field) -> str:
     if wanted.kind == "str" and isinstance(value, int | float):
         return " Put quotes around it."
     if wanted.kind == "list" and isinstance(value, str | int | float):
-        return f" Write [{json.dumps(value)}]."
+        return _as_list(value)
+    if wanted.kind in ("dict", "section") and isinstance(value, str) and value.strip().startswith("{"):
+        return " Remove the quotes around it."
     return ""
 
 
@@ -120,8 +137,15 @@ def _nearest(text: str, wanted: Field) -> str:
     return did_you_mean(text, [str(choice) for choice in wanted.choices])
 
 
+def _as_list(value: str | int | float) -> str:
+    inside = re.fullmatch(r"\s*[\[(](.*)[\])]\s*|(.*,.*)", str(value), re.DOTALL)  # text that holds a list
+    if inside is None:
+        return f" Write [{json.dumps(value)}]."
+    return f" Write [{(inside[1] if inside[2] is None else inside[2]).strip()}], without quotes around it."
+
+
 def _as_number(text: str) -> str:
-    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
+    if re.fullmatch(_DECIMAL, text):
         return " Remove the quotes."
     if re.fullmatch(r"[-+]?[\d_,.]+\s*[a-zA-Z]+", text):
         return " Write a plain number, without a unit."

@@ -64,7 +64,10 @@ CONTRIBUTORS = 64
 COMMON_TOKENS = 4
 LEARNING_RATE = 2.0**12  # the largest float16 is 65504
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.08}
-"""Largest relative difference (2-norm) of a row or tensor; a lost or doubled contribution is a difference of 1."""
+"""Largest relative difference (2-norm) of a row or tensor; a lost or doubled contribution is a difference of 1.
+
+By the coarsest dtype through which a gradient passes, in computing, accumulating or communicating.
+"""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,8 @@ def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.devic
     found = {name: (before[name] - after[name]) / LEARNING_RATE for name in after}
     low = config.precision.compute
     precision = f"autocast {low}" if config.precision.autocast else low
-    report = GradientReport(engine.stage, precision, layout.tp, layout.world_size, 0.0, TOLERANCE[low], wrong)
+    tolerance = TOLERANCE[config.coarsest_dtype]
+    report = GradientReport(engine.stage, precision, layout.tp, layout.world_size, 0.0, tolerance, wrong)
     return _compare(found, norms, ranks, report) if found else report
 
 

@@ -50,8 +50,8 @@ def optimizer_class(config: CompiledConfig) -> tuple[type[torch.optim.Optimizer]
     """Class and arguments of the configuration's ``optimizer`` section, as DeepSpeed itself would build it."""
     name, arguments = str(config.optimizer_type), config.optimizer_params
     arguments.pop("torch_adam", None)
-    if name == "Adam" and arguments.pop("adam_w_mode", True):
-        name = "AdamW"
+    if name in ("Adam", "AdamW"):
+        name = "AdamW" if arguments.pop("adam_w_mode", True) else name
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     return getattr(torch.optim, name), arguments

@@ -102,7 +102,7 @@ def training_remedies(
     ``can_recompute``: whether the model has gradient checkpointing.
     """
     found = _smaller_micro_batch(args, layout)
-    recomputes = args.gradient_checkpointing or args.activation_checkpointing or config.activation_checkpointing
+    recomputes = args.gradient_checkpointing or args.activation_checkpointing
     if can_recompute and not recomputes:
         found.append(
             Remedy("activations computed again in the backward pass (slower)", {"gradient_checkpointing": True})

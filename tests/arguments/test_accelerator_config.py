@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_trainer import ConfigError, HfArgumentParser, TrainingArguments
-from ds_trainer.arguments.accelerator_config import EFFECTS, AcceleratorConfig, replica_batch_size
+from ds_trainer.arguments.accelerator_config import EFFECTS, AcceleratorConfig, replica_batch_size, split_problems
 
 GIVEN = {"even_batches": False, "use_configured_state": True, "gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
@@ -155,6 +155,16 @@ def test_split_batches_divides_the_batch() -> None:
         replica_batch_size(args, "per_device_train_batch_size", 5)
     with pytest.raises(ConfigError, match="split_batches=True fixes the batch of all replicas"):
         args.change(auto_find_batch_size=True)
+
+
+def test_the_batch_of_an_evaluation_is_checked_where_there_is_one() -> None:
+    split = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 12}
+    assert split_problems(arguments(**split), 3) == []  # its default of 8 is not in use
+    for evaluation in ({"eval_strategy": "epoch"}, {"do_eval": True}, {"per_device_eval_batch_size": 8}):
+        (problem,) = split_problems(arguments(**split, **evaluation), 3)
+        assert "per_device_eval_batch_size=8 cannot be divided by 3" in problem
+    (problem,) = split_problems(arguments(**split), 5)
+    assert "per_device_train_batch_size=12" in problem
 
 
 def test_split_batches_of_transformers_4() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -11,6 +12,7 @@ from ds_trainer.config.environment import Environment
 from ds_trainer.config.schema import Field
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.utils.errors import ConfigError
 
 
 def compiled(
@@ -27,6 +29,22 @@ def compiled(
     shape = ModelShape(hidden, f"test.hidden_size={hidden}")
     layout = ParallelLayout.of(args, world)
     return compile_config(args, layout, shape, device, client_optimizer, environment, total_steps)
+
+
+def said(**arguments: Any) -> list[str]:
+    """The problems of ``arguments`` for :func:`compiled`, or else the warnings about settings without effect."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_trainer.config")
+    logger.addHandler(handler)
+    try:
+        compiled(**arguments)
+    except ConfigError as error:
+        return error.problems
+    finally:
+        logger.removeHandler(handler)
+    return said
 
 
 def machine(*lacking: str, libaio: bool = True, writable: bool = True) -> Environment:

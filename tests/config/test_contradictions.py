@@ -85,6 +85,36 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, list[str]]] = [
         "{}",
         ["dp_replicate_size x dp_shard_size = 4 replicas", "dp is 2"],
     ),
+    (  # torch's AdamW, and DeepSpeed's Adam with L2 regularization
+        {"optim": "adamw_torch"},
+        '{"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}',
+        ['optimizer.type="Adam" in {file}:1, but optim=adamw_torch (argument).'],
+    ),
+    (
+        {"optim": "adamw_torch_fused"},
+        '{"optimizer": {"type": "AdamW", "params": {"fused": false}}}',
+        ["optimizer.params.fused=false in {file}:1, but optim=adamw_torch_fused (argument)"],
+    ),
+    (
+        {"warmup_steps": 10},
+        '{"scheduler": {"type": "WarmupLR", "params": {\n"warmup_num_steps": 20}}}',
+        ["warmup_num_steps=20 in {file}:2, but warmup_steps=10 (argument), at least 1. Set warmup_steps=20"],
+    ),
+    (
+        {"max_steps": 100},
+        '{"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1,\n"total_num_steps": 200}}}',
+        ["total_num_steps=200 in {file}:2, but the run has 100 optimizer steps. Set max_steps=200"],
+    ),
+    (
+        {"total_steps": 50},
+        '{"scheduler": {"type": "WarmupCosineLR", "params": {\n"total_num_steps": 200}}}',
+        ["total_num_steps=200 in {file}:2, but the run has 50 optimizer steps."],
+    ),
+    (
+        {"communication_data_type": "fp32", "torch_autocast": "bf16"},
+        '{"torch_autocast": {\n"lower_precision_safe_modules": ["torch.nn.Linear"]}}',
+        ["lower_precision_safe_modules=", "in {file}:2, but communication_data_type=fp32 (argument)."],
+    ),
     ({"optim_args": "lr=3"}, "{}", ["optim_args=lr=3 (argument): set learning_rate instead of 'lr'."]),
     ({"nvme_path": "/a"}, "{}", ["nvme_path=/a (argument), but nothing is offloaded to NVMe."]),
 ]
@@ -99,6 +129,18 @@ def test_contradictions_are_reported(arguments: dict[str, Any], text: str, messa
     assert len(error.value.problems) == 1
     for message in messages:
         assert message.replace("{file}", str(file)) in error.value.problems[0]
+
+
+def test_other_spellings_of_the_same_agree() -> None:
+    for arguments, file in (
+        ({"bf16": True, "grad_accum_dtype": "fp32"}, {"data_types": {"grad_accum_dtype": "torch.float32"}}),
+        ({"communication_data_type": "bf16"}, {"communication_data_type": "BF16"}),
+        ({"optim": "adamw_torch"}, {"optimizer": {"type": "adam", "params": {"adam_w_mode": True}}}),
+        ({"zero_stage": 2}, {"zero_optimization": {"stage": "2"}}),
+        ({"torch_autocast": "bf16"}, {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}),
+        ({"warmup_steps": 0}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}}),
+    ):
+        compiled(deepspeed=file, **arguments)
 
 
 def test_auto_settles_a_contradiction() -> None:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.doctor.gradients import run_self_test
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 from tests.support.pool import pool
 
 PRECISIONS: list[dict[str, Any]] = [{}, {"bf16": True}]
@@ -57,6 +59,50 @@ def all_types() -> list[GradientReport]:
 def test_the_self_test_passes_with_float32_sums_at_every_stage() -> None:
     for reports in pool(2).run(all_types):
         assert [one.wrong for one in reports] == [()] * 4
+
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def all_dtypes() -> dict[str, str]:
+    """Every precision, dtype of sums over ranks and dtype of sums over micro-batches, at every stage: the verdict."""
+    verdicts = {}
+    for precision in ({}, {"bf16": True}, {"torch_autocast": "bf16"}):
+        for stage, over_ranks, over_batches in product(range(4), ("auto", *DTYPES), ("auto", *DTYPES)):
+            asked = {"communication_data_type": over_ranks, "grad_accum_dtype": over_batches, **precision}
+            try:
+                found = report(zero_stage=stage, **asked)
+            except ConfigError as error:
+                verdicts[f"{stage} {asked}"] = f"refused: {error}"
+            else:
+                verdicts[f"{stage} {asked}"] = "; ".join(found.wrong) or "right"
+    return verdicts
+
+
+@pytest.mark.extended
+def test_the_self_test_passes_with_every_dtype_or_it_is_refused() -> None:
+    """Refused is only an accumulation in a dtype that is neither the weights' nor float32."""
+    for verdicts in pool(2).run(all_dtypes):
+        refused = [text for text in verdicts.values() if text.startswith("refused")]
+        assert {name: text for name, text in verdicts.items() if text != "right" and text not in refused} == {}
+        assert all("gradients are accumulated in the dtype of the weights, or in float32" in text for text in refused)
+        assert len(verdicts) == 192 and len(refused) == 80
+
+
+def coarse_sums() -> list[GradientReport]:
+    """Float32 weights whose gradients travel, or are added, in fewer bits."""
+    return [
+        *(report(zero_stage=stage, communication_data_type="bf16") for stage in range(4)),
+        report(zero_stage=2, communication_data_type="fp16"),
+        report(zero_stage=1, bf16=True, communication_data_type="fp32"),
+    ]
+
+
+def test_the_tolerance_is_that_of_the_coarsest_dtype() -> None:
+    for reports in pool(2).run(coarse_sums):
+        assert [one.wrong for one in reports] == [()] * 6
+        assert [one.tolerance for one in reports] == [0.08] * 4 + [0.02, 0.08]
+        assert max(one.error for one in reports) > 1e-3  # more than float32 is allowed
 
 
 def other_settings() -> list[GradientReport]:

@@ -5,6 +5,10 @@ Tests iterate over the rows, and the documentation prints them as the support ma
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
+from ds_trainer.config.compiled import WatchedConfig
 from ds_trainer.config.rules.library_optimizer_rules import LIBRARY_OPTIMIZERS
 from ds_trainer.config.rules.offload_engine_rules import OFFLOAD_ENGINES
 from ds_trainer.config.rules.optimizer_rules import OPTIMIZERS
@@ -19,6 +23,11 @@ __all__ = ["RULES", "Rule", "RuleContext", "broken_rules"]
 RULES: tuple[Rule, ...] = (*PRECISION, *ZERO, *OFFLOAD_ENGINES, *OPTIMIZERS, *LIBRARY_OPTIMIZERS, *TENSOR, *TRAINER)
 
 
-def broken_rules(context: RuleContext) -> list[str]:
-    """One sentence for each broken rule."""
-    return [rule.sentence(context) for rule in RULES if rule.broken(context)]
+def broken_rules(context: RuleContext, uncertain: Collection[str] = ()) -> list[Rule]:
+    """The broken rules, without those that ask for a value at or below a path in ``uncertain``."""
+    broken = []
+    for rule in RULES:
+        config = WatchedConfig(context.config)
+        if rule.broken(replace(context, config=config)) and not config.has_read(uncertain):
+            broken.append(rule)
+    return broken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_trainer.config.compiled import short_dtype
 from ds_trainer.config.rules.rule_context import Rule
 
 _STAGE = "zero_optimization.stage"
@@ -74,6 +75,18 @@ PRECISION = (
         "Set bf16.bf16_optimizer_states to true, or offload_optimizer=cpu with optim=adamw_torch.",
     ),
     Rule(
+        "dynamic-loss-scale",
+        "Precision",
+        ("fp16.loss_scale_window", "fp16.min_loss_scale", "fp16.loss_scale"),
+        lambda c: (
+            c.on("fp16.enabled")
+            and c.get("fp16.loss_scale", 0) == 0
+            and min(c.get("fp16.loss_scale_window", 1), c.get("fp16.min_loss_scale", 1)) <= 0
+        ),
+        "a dynamic loss scale (loss_scale=0) needs loss_scale_window and min_loss_scale above 0",
+        "Remove them, or set a static loss_scale.",
+    ),
+    Rule(
         "accumulation-dtype",
         "Precision",
         (_ACCUMULATE, "bf16.enabled", "fp16.enabled"),
@@ -109,7 +122,7 @@ PRECISION = (
         "Precision",
         ("zero_optimization.zero_quantized_gradients", _COMMUNICATE, "torch_autocast.enabled"),
         lambda c: (
-            c.on("zero_optimization.zero_quantized_gradients")
+            c.zeropp("zero_quantized_gradients") is True
             and (c.on("torch_autocast.enabled") or (c.get(_COMMUNICATE) or c.model_dtype) != "fp16")
         ),
         "DeepSpeed 0.19.8 reads the bytes of a gradient that it quantizes as float16, whatever they are, so any other "
@@ -134,10 +147,20 @@ PRECISION = (
         "Set zero_stage to 1 or more, or use bf16=True.",
     ),
     Rule(
+        # DeepSpeed reads it if it is given groups for sequences; the Trainer's are groups of its data-parallel ranks.
+        "sequence-communication-dtype",
+        "Precision",
+        ("seq_parallel_communication_data_type",),
+        lambda c: c.get("seq_parallel_communication_data_type") is not None,
+        "the Trainer reduces gradients over sequence-parallel ranks as over all others",
+        "Set communication_data_type.",
+        refuses=False,
+    ),
+    Rule(
         "param-dtype-agrees",
         "Precision",
         ("data_types.param_dtype", "bf16.enabled", "fp16.enabled"),
-        lambda c: c.get("data_types.param_dtype") is not None and str(c.get("data_types.param_dtype")) != c.model_dtype,
+        lambda c: short_dtype(c.get("data_types.param_dtype") or c.model_dtype) != c.model_dtype,
         "the dtype of the weights follows from bf16 and fp16",
         "Remove data_types.param_dtype, or make it agree.",
     ),

@@ -39,6 +39,10 @@ class RuleContext:
         """A value of ``zero_optimization``."""
         return self.config.get(f"zero_optimization.{key}", default)
 
+    def zeropp(self, key: str) -> Any:
+        """A value of ZeRO++, which DeepSpeed reads at stage 3; None at others."""
+        return self.zero(key) if self.stage == 3 else None
+
     def on(self, path: str) -> bool:
         """Whether a boolean value of the configuration is true."""
         return self.config.get(path, False) is True
@@ -111,6 +115,7 @@ class Rule:
         broken: whether a context breaks the rule.
         needs: the requirement, a clause: "fp16 needs a GPU".
         remedy: what to change, a sentence.
+        refuses: False if DeepSpeed ignores the setting, which is then said in a warning.
     """
 
     name: str
@@ -119,6 +124,7 @@ class Rule:
     broken: Callable[[RuleContext], bool]
     needs: str
     remedy: str
+    refuses: bool = True
 
     def sentence(self, context: RuleContext) -> str:
         """The message for a context that breaks the rule."""

@@ -19,6 +19,7 @@ TENSOR = (
         lambda c: _given(c, "kernel_inject"),
         "DeepSpeed does not use its inference kernels in training",
         "Remove kernel_inject.",
+        refuses=False,
     ),
     Rule(
         "tensor-parallel-injection-policy",
@@ -27,6 +28,7 @@ TENSOR = (
         lambda c: _given(c, "injection_policy_tuple"),
         "DeepSpeed does not read it in training",
         "Define the partition in tensor_parallel.partition_config.",
+        refuses=False,
     ),
     Rule(
         "lamb-needs-whole-matrices",

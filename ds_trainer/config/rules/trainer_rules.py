@@ -13,6 +13,10 @@ def _too_new_for_autoep(context: RuleContext) -> bool:
     return (int(major), int(minor)) >= (5, 23)
 
 
+def _activations(context: RuleContext, key: str) -> bool:
+    return bool(context.args.activation_checkpointing) and context.on(f"activation_checkpointing.{key}")
+
+
 TRAINER = (
     Rule(
         "gradients-are-averaged",
@@ -34,12 +38,13 @@ TRAINER = (
         lambda c: c.get("activation_checkpointing") is not None and not c.args.activation_checkpointing,
         "these keys configure activation checkpointing, which is not enabled",
         "Set activation_checkpointing=True.",
+        refuses=False,
     ),
     Rule(
         "activations-on-the-host-need-gpu",
         "Settings that the Trainer manages",
         ("activation_checkpointing.cpu_checkpointing",),
-        lambda c: c.on("activation_checkpointing.cpu_checkpointing") and c.on_cpu,
+        lambda c: _activations(c, "cpu_checkpointing") and c.on_cpu,
         "it moves activations from the GPU to the host, and this job runs on CPUs",
         "Remove cpu_checkpointing.",
     ),
@@ -47,9 +52,10 @@ TRAINER = (
         "partitioned-activations-need-tensor-parallelism",
         "Settings that the Trainer manages",
         ("activation_checkpointing.partition_activations", "tensor_parallel.autotp_size"),
-        lambda c: c.on("activation_checkpointing.partition_activations") and c.layout.tp == 1,
+        lambda c: _activations(c, "partition_activations") and c.layout.tp == 1,
         "activations are partitioned over tensor-parallel ranks, and there is only one",
         "Set tensor_parallel_size, or use activation_checkpointing.cpu_checkpointing instead.",
+        refuses=False,
     ),
     Rule(
         "contiguous-activations",
@@ -60,7 +66,7 @@ TRAINER = (
             "activation_checkpointing.number_checkpoints",
         ),
         lambda c: (
-            c.on("activation_checkpointing.contiguous_memory_optimization")
+            _activations(c, "contiguous_memory_optimization")
             and (
                 not c.on("activation_checkpointing.partition_activations")
                 or c.get("activation_checkpointing.number_checkpoints") is None
@@ -72,10 +78,21 @@ TRAINER = (
     Rule(
         "weight-quantization",
         "Settings that the Trainer manages",
-        ("weight_quantization.enabled", "weight_quantization.num_bits"),
-        lambda c: c.get("weight_quantization") is not None,
+        ("weight_quantization.quantized_initialization",),
+        lambda c: bool(c.get("weight_quantization.quantized_initialization")),
         "quantizing weights at creation is for inference",
         "Remove weight_quantization.",
+    ),
+    Rule(
+        "weight-quantization-in-training",
+        "Settings that the Trainer manages",
+        ("weight_quantization.enabled", "weight_quantization.num_bits", "weight_quantization.post_init_quant"),
+        lambda c: (
+            c.get("weight_quantization") is not None and not c.get("weight_quantization.quantized_initialization")
+        ),
+        "DeepSpeed reads weight_quantization at inference",
+        "Remove it.",
+        refuses=False,
     ),
     Rule(
         "accumulation-is-managed",
@@ -97,9 +114,18 @@ TRAINER = (
         "pipeline",
         "Settings that the Trainer manages",
         ("pipeline.stages",),
-        lambda c: c.get("pipeline") is not None,
+        lambda c: c.get("pipeline.stages") not in (None, 1, "auto"),
         "the Trainer does not support pipeline parallelism",
         "Remove pipeline; use tensor_parallel_size or ZeRO-3 for models that do not fit.",
+    ),
+    Rule(
+        "pipeline-of-one-stage",
+        "Settings that the Trainer manages",
+        ("pipeline.stages", "pipeline.partition", "pipeline.activation_checkpoint_interval"),
+        lambda c: c.get("pipeline") is not None and c.get("pipeline.stages") in (None, 1, "auto"),
+        "DeepSpeed reads pipeline for models that are a PipelineModule",
+        "Remove it.",
+        refuses=False,
     ),
     Rule(
         "batch-size-search-needs-one-rank-per-replica",
@@ -147,8 +173,8 @@ TRAINER = (
             c.on("expert_parallel.enabled")
             and c.stage == 3
             and (
-                int(c.zero("zero_hpz_partition_size") or 1) > 1
-                or c.on("zero_optimization.zero_quantized_gradients")
+                int(c.zeropp("zero_hpz_partition_size") or 1) > 1
+                or c.zeropp("zero_quantized_gradients") is True
                 or int(c.get("expert_parallel.expert_tensor_parallel_size") or 1) > 1
             )
         ),

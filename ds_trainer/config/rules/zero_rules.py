@@ -22,16 +22,13 @@ def _nvme_paths(context: RuleContext) -> list[str | None]:
     ]
 
 
-def _zeropp(context: RuleContext) -> bool:
-    return _quantized(context) or _hpz(context) > 1
-
-
-def _quantized(context: RuleContext) -> bool:
-    return any(context.on(f"zero_optimization.zero_quantized_{kind}") for kind in ("weights", "gradients"))
+def _quantized(context: RuleContext, *kinds: str) -> bool:
+    """Whether ZeRO++ quantizes one of ``kinds``."""
+    return any(context.zeropp(f"zero_quantized_{kind}") is True for kind in kinds)
 
 
 def _hpz(context: RuleContext) -> int:
-    return int(context.zero("zero_hpz_partition_size") or 1)
+    return int(context.zeropp("zero_hpz_partition_size") or 1)
 
 
 ZERO = (
@@ -116,9 +113,16 @@ ZERO = (
             _QUANTIZED_GRADIENTS,
             _STAGE,
         ),
-        lambda c: c.stage != 3 and _zeropp(c),
-        "ZeRO++ needs ZeRO stage 3",
+        lambda c: (
+            c.stage != 3
+            and (
+                int(c.zero("zero_hpz_partition_size") or 1) > 1
+                or any(c.on(f"zero_optimization.zero_quantized_{kind}") for kind in ("weights", "gradients"))
+            )
+        ),
+        "ZeRO++ needs ZeRO stage 3, and DeepSpeed ignores it at others",
         "Set zero_stage=3, or remove these keys.",
+        refuses=False,
     ),
     Rule(
         "zeropp-quantization-needs-gpu",
@@ -127,7 +131,7 @@ ZERO = (
             "zero_optimization.zero_quantized_weights",
             _QUANTIZED_GRADIENTS,
         ),
-        lambda c: c.on_cpu and _quantized(c),
+        lambda c: c.on_cpu and _quantized(c, "weights", "gradients"),
         "quantized communication needs a GPU, and this job runs on CPUs",
         "Remove these keys; zero_hpz_partition_size works without a GPU.",
     ),
@@ -154,7 +158,7 @@ ZERO = (
         "quantized-frozen-weights",
         "ZeRO",
         ("zero_optimization.zero_quantized_nontrainable_weights",),
-        lambda c: c.on("zero_optimization.zero_quantized_nontrainable_weights"),
+        lambda c: _quantized(c, "nontrainable_weights"),
         "DeepSpeed 0.19.8 rounds frozen weights to whole numbers when it shards them, so that most become 0",
         "Remove zero_quantized_nontrainable_weights. zero_quantized_weights quantizes what ranks send each other.",
     ),
@@ -162,7 +166,7 @@ ZERO = (
         "quantized-gradients-without-tensor-parallelism",
         "ZeRO",
         (_QUANTIZED_GRADIENTS, "tensor_parallel.autotp_size"),
-        lambda c: c.on(_QUANTIZED_GRADIENTS) and c.layout.tp > 1,
+        lambda c: _quantized(c, "gradients") and c.layout.tp > 1,
         "DeepSpeed 0.19.8 sums quantized gradients over all ranks, also over those with other slices of the weights",
         "Remove zero_quantized_gradients, or set tensor_parallel_size=1.",
     ),
@@ -170,7 +174,7 @@ ZERO = (
         "quantized-gradients-need-reduce-scatter",
         "ZeRO",
         (_QUANTIZED_GRADIENTS, "zero_optimization.reduce_scatter"),
-        lambda c: c.on(_QUANTIZED_GRADIENTS) and c.zero("reduce_scatter", True) is not True,
+        lambda c: _quantized(c, "gradients") and c.zero("reduce_scatter", True) is not True,
         "quantized gradients need reduce_scatter",
         "Remove reduce_scatter, or zero_quantized_gradients.",
     ),

@@ -1,0 +1,86 @@
+"""All problems in one list: combinations too, whatever else is wrong, and nothing that only follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.config.support import said
+
+# A file with several mistakes that depend on each other, arguments, and a part of each problem.
+LISTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    (  # a conflict, and a combination that holds whichever of both values is kept
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        {},
+        ["bf16=False (default)", "parameter offload needs ZeRO stage 3"],
+    ),
+    (
+        {"pipeline": {"stages": 2}, "train_batch_size": 7, "gradient_accumulation_steps": 3},
+        {},
+        ["gradient_accumulation_steps=1", "train_batch_size=7", "pipeline parallelism"],
+    ),
+    (  # a wrong value, and a combination that does not depend on it
+        {"pipeline": {"stages": 2, "partition": 3}},
+        {},
+        ["pipeline.partition=3", "pipeline parallelism"],
+    ),
+    (  # a section whose only value is wrong is still there
+        {"checkpoint": {"writer": {"type": "slow"}}},
+        {},
+        ['checkpoint.writer.type="slow"', "writers need a GPU"],
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 1.0}}},
+        {"offload_optimizer": "cpu"},
+        ["topk_ratio=1 must be", "ZenFlow needs a GPU"],
+    ),
+    (  # an optimizer that is not known: what TrainingArguments say of any optimizer, and nothing about another one
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23, "cuda_aware": False}}},
+        {},
+        ['optimizer.type="OneBitAdam"', "optimizer.params.lr=0.0004"],
+    ),
+    (
+        {"optimizer": {"type": "OneBitLamb", "params": {"max_coeff": 10.0}}},
+        {"zero_stage": 1},
+        ['optimizer.type="OneBitLamb"'],
+    ),
+    (  # a wrong stage: nothing about what other stages need
+        {"zero_optimization": {"stage": 4, "zero_hpz_partition_size": 3, "compute_grad_norm": False}},
+        {"world": 4},
+        ["zero_optimization.stage=4 must be"],
+    ),
+    ({"zero_optimization": {"stge": 3, "round_robin_gradients": 3}}, {}, ["Did you mean 'stage'?", "=3 must be true"]),
+    (  # a contradiction settles which rule holds: with zero_stage=3 this would be right
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        {"zero_stage": 3},
+        ["zero_optimization.stage=2 in deepspeed.zero_optimization.stage, but zero_stage=3"],
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
+        {"zero_stage": 2},
+        ["zero_optimization.stage=1", "parameter offload needs ZeRO stage 3"],
+    ),
+    (  # an unknown schedule, a wrong optimizer parameter, and a combination
+        {
+            "scheduler": {"type": "Cosine", "params": {"warmup_num_steps": "auto"}},
+            "optimizer": {"type": "AdamW", "params": {"betas": "[0.9, 0.95]", "foo": 1}},
+            "managed_gradient_accumulation": False,
+        },
+        {},
+        ['scheduler.type="Cosine"', "Write [0.9, 0.95]", "'foo'", "which micro-batch is the last"],
+    ),
+    (  # rules that need another package or device, beside a wrong number
+        {"fp16": {"enabled": True, "hysteresis": "two"}, "gradient_clipping": -1},
+        {"fp16": True, "zero_stage": 1},
+        ['hysteresis="two"', "gradient_clipping=-1", "fp16 needs a GPU"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "arguments", "parts"), LISTS, ids=lambda value: str(value)[:50])
+def test_all_problems_are_in_one_list(file: dict[str, Any], arguments: dict[str, Any], parts: list[str]) -> None:
+    problems = said(deepspeed=file, **arguments)
+    assert len(problems) == len(parts), problems
+    for part in parts:
+        assert sum(part in problem for problem in problems) == 1, (part, problems)
